@@ -29,7 +29,7 @@ using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, FixedSizes, py::
 Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
 
 SizeRule size_rule(int number) {
-  if (number < 0 || number > static_cast<int>(SizeRule::sample_rows)) throw py::value_error("an unknown rule for sizes");
+  if (number < 0 || number > static_cast<int>(SizeRule::transposed)) throw py::value_error("an unknown rule for sizes");
   return static_cast<SizeRule>(number);
 }
 
@@ -56,7 +56,7 @@ std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::
                                              std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases, int64_t many_rows,
                                              const py::object& large,
                                              const std::vector<std::pair<int, int64_t>>& input_sizes,
-                                             const Slots& dying) {
+                                             const Slots& dying, std::optional<int64_t> cut_dim) {
   auto step = std::make_unique<KernelStep>();
   step->name = name;
   step->kernel = hold(kernel);
@@ -75,6 +75,8 @@ std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::
     if (step->outputs.back().alike >= before) throw py::value_error("an output is like a tensor that comes later");
   }
   step->streams = hold(streams);
+  step->has_blocks = cut_dim.has_value();
+  step->cut_dim = static_cast<size_t>(cut_dim.value_or(0));
   step->aliases = std::move(aliases);
   step->many_rows = many_rows;
   step->large = hold(large);
@@ -173,7 +175,8 @@ void bind_steps(py::module_& module) {
   py::class_<KernelStep, Step>(module, "KernelStep", "A kernel between slots: step(slots).")
       .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
            py::arg("batch_dim"), py::arg("outputs"), py::arg("streams"), py::arg("aliases"), py::arg("many_rows"),
-           py::arg("large"), py::arg("input_sizes") = std::vector<std::pair<int, int64_t>>{}, py::arg("dying") = Slots{});
+           py::arg("large"), py::arg("input_sizes") = std::vector<std::pair<int, int64_t>>{}, py::arg("dying") = Slots{},
+           py::arg("cut_dim") = py::none());
   py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[outputs] = function(*slots[inputs]).")
       .def(py::init(&make_function_step), py::arg("name"), py::arg("function"), py::arg("inputs"), py::arg("outputs"));
   py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",

@@ -110,6 +110,7 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
       break;
     case SizeRule::samples: shape[0] = sizes.call.batch_size, count = 1; break;
     case SizeRule::sample_rows: shape[0] = sizes.call.batch_size, shape[1] = spec.width, count = 2; break;
+    case SizeRule::transposed: shape[0] = spec.width, shape[1] = (sizes.call.rows + 15) / 16 * 16, count = 2; break;
   }
   return new_tensor(sizes.lead, found, count, spec.dtype.get());
 }
@@ -160,13 +161,33 @@ bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& s
   return true;
 }
 
-bool KernelStep::call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const {
-  if (cuda != nullptr) return call_cuda_kernel(*cuda, tensors, sizes, streams.get(), later);
+// A rank's rows follow each other, here and in the whole, in blocks of so many.
+Reference KernelStep::integers(const Sizes& sizes) const {
+  if (!has_blocks) return Reference::borrow(streams.get());
+  int64_t block = 1;
+  for (size_t i = cut_dim; i < sizes.dimensions; ++i) block *= sizes.outer[i];
+  const Py_ssize_t count = PyTuple_GET_SIZE(streams.get());
+  Reference made = Reference::steal(PyTuple_New(count + 1));
+  if (!made) return made;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(streams.get(), i)));
+  }
+  PyObject* last = PyLong_FromLongLong(std::max<int64_t>(block, 1));
+  if (last == nullptr) return Reference();
+  PyTuple_SET_ITEM(made.get(), count, last);
+  return made;
+}
+
+bool KernelStep::call(PyObject* tensors, const Sizes& of, PendingSums* later) const {
+  const CallSizes& sizes = of.call;
+  const Reference numbers = integers(of);
+  if (!numbers) return false;
+  if (cuda != nullptr) return call_cuda_kernel(*cuda, tensors, sizes, numbers.get(), later);
   const Reference rows = Reference::steal(PyLong_FromLongLong(sizes.rows));
   const Reference inner = Reference::steal(PyLong_FromLongLong(sizes.batch_inner));
   const Reference samples = Reference::steal(PyLong_FromLongLong(sizes.batch_size));
   if (!rows || !inner || !samples) return false;
-  PyObject* arguments[] = {tensors, rows.get(), inner.get(), samples.get(), streams.get()};
+  PyObject* arguments[] = {tensors, rows.get(), inner.get(), samples.get(), numbers.get()};
   return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
 }
 
@@ -177,7 +198,7 @@ bool KernelStep::launch(PyObject* slots, Shared& shared, bool may_wait) {
   const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
   return tensors && take_inputs(slots, tensors.get(), sizes) &&
          make_outputs(slots, tensors.get(), sizes, shared.may_overwrite) &&
-         call(tensors.get(), sizes.call, shared.sums_of(may_wait));
+         call(tensors.get(), sizes, shared.sums_of(may_wait));
 }
 
 bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {

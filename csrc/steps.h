@@ -42,8 +42,9 @@ class Step {
   virtual bool run(PyObject* slots, Shared& shared, bool may_wait) = 0;
 };
 
-// How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width].
-enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows };
+// How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width], [width, rows up to
+// a multiple of 16].
+enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows, transposed };
 
 struct OutputSpec {
   Py_ssize_t slot;
@@ -74,7 +75,9 @@ class KernelStep : public Step {
   bool per_sample = false;
   int64_t batch_dim = 0;
   std::vector<OutputSpec> outputs;
-  Reference streams;
+  Reference streams;  // the integers that no call changes
+  bool has_blocks = false;  // whether ranks share the rows by `cut_dim`: the last integer is a rank's block of them
+  size_t cut_dim = 0;
   std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases;  // new, old
   int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
   Reference large;
@@ -85,7 +88,8 @@ class KernelStep : public Step {
   struct Sizes;
   bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
   bool launch(PyObject* slots, Shared& shared, bool may_wait);
-  bool call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const;
+  Reference integers(const Sizes& sizes) const;
+  bool call(PyObject* tensors, const Sizes& sizes, PendingSums* later) const;
   bool take_inputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
   bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes, bool may_overwrite) const;
   bool can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;

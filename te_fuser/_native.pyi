@@ -274,6 +274,7 @@ class KernelStep(Step):
         large: Callable[[torch.Tensor], None],
         input_sizes: Sequence[tuple[int, int]] = (),
         dying: Sequence[int] = (),
+        cut_dim: int | None = None,
     ) -> None:
         """Prepare a step.
 
@@ -291,6 +292,8 @@ class KernelStep(Step):
                 takes any number. Nothing is checked where there are none.
             dying: slots among the inputs that nobody reads after this step. In a program, outputs that `kernel` may
                 store over one get its tensor where nobody else holds that and it has their sizes.
+            cut_dim: the dimension of the lead along which ranks share its rows: each call's integers end with the
+                number of rows that follow each other here and in the whole.
         """
 
 class FunctionStep(Step):

@@ -96,6 +96,7 @@ ABSTRACT = {
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.rows",
+    "te_fuser.ops.share",
     "te_fuser.ops.sizes",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
@@ -127,6 +128,7 @@ OP_HELPERS = {
     "products",
     "rows",
     "scales",
+    "share",
     "sizes",
     "tensor_function",
     "transposed",

@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from te_fuser.codegen.cpp_schedule import Loop
 from te_fuser.codegen.cpp_scope import CppKernelText, LoopScope, Scope
 from te_fuser.codegen.cpp_text import ATOM, ELEMENTS, CppNames, Fragment, part_name, plus
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text, is_transposed, item_size
+from te_fuser.codegen.description import (
+    PLACES,
+    KernelDescription,
+    Load,
+    Store,
+    Sum,
+    axes_text,
+    is_transposed,
+    item_size,
+)
 from te_fuser.formula.expr import Axes, Expr
 
 _PADDING = 16  # floats: the widest vector
+_ALIGNED = 32  # random bits of 16: those of the widest vector
 _PREFETCH_FROM = 1024  # bytes: the next row of a tensor is fetched early when its rows are at least so long
 
 # -------------------------------------------------------------------------------------- sums over rows
@@ -145,6 +155,9 @@ class Kernel(CppKernelText):
         for number, variable in enumerate(self.streams.values()):
             seed = len(self.d.loads) + len(self.d.maxima)
             self.lines(f"const te::random_stream {variable} = te::stream_of(launch, {seed}, {number});")
+        for number, name in enumerate(PLACES if self.d.shared else (), len(self.d.streams)):
+            self.places[name] = self.names.fresh(name)
+            self.lines(f"const int64_t {self.places[name]} = launch->integers[{number}];")
 
     def _divide_scratch(self) -> None:
         """Give row buffers, the blocks of the sums and the random bits their places."""
@@ -158,7 +171,8 @@ class Kernel(CppKernelText):
             if s.has_features:
                 self._scratch(s.name, _padded(s.count), fresh=False)
         for name, width in self.schedule.drawn_streams().items():
-            floats = _padded(-(-width // 8)) * 4 + _PADDING
+            groups = -(-width // 8) + (_PADDING if self.d.share_of(name) else 0)  # whole vectors from a later one on
+            floats = _padded(groups) * 4 + _PADDING
             self.bits[name] = self._scratch(f"{name}_bits", floats, "uint16_t")
         if self.scratch_floats:
             self.lines.lines.insert(start, "  float* const scratch = launch->scratch[worker];")
@@ -214,7 +228,7 @@ class Kernel(CppKernelText):
             if store.axes == Axes.FULL and not is_transposed(store):
                 self._row_pointer_line(store, ELEMENTS[store.dtype], "row")
         for name, width in self.schedule.drawn_streams().items():
-            self.lines(f"te::draw_row({self.bits[name]}, row, {-(-width // 8)}, {self.streams[name]});")
+            self._draw_row(name, width)
         for loop in self.schedule.loops:
             self._loop(loop, outer)
         for store in self.d.stores:
@@ -223,6 +237,26 @@ class Kernel(CppKernelText):
         for s in self.sums:
             if not s.has_features:
                 self.lines(f"{s.name} += {outer.number(s.part).text};")
+
+    def _draw_row(self, name: str, width: int) -> None:
+        """The bits of a row, of whose columns a rank may have blocks."""
+        shared, row, bits, stream = self.d.share_of(name), "row", self.bits[name], self.streams[name]
+        if shared is None:
+            self.lines(f"te::draw_row({bits}, row, {-(-width // 8)}, {stream});")
+            return
+        if shared.rows > 1:
+            apart = shared.rows if shared.apart else 1
+            row = f"te::whole_of(row, {self.places['row_block']}, {self.places['row_rank']}, {apart})"
+        block, ranks, rank = width // shared.parts, shared.columns, self.places["column_rank"]
+        groups = -(-width * ranks // 8)
+        if ranks == 1:
+            self.lines(f"te::draw_row({bits}, {row}, {groups}, {stream});")
+        elif block % (8 if shared.parts == 1 else _ALIGNED):
+            self.lines(f"te::draw_apart({bits}, {row}, {width}, {width * ranks}, {block}, {ranks}, {rank}, {stream});")
+        else:
+            for k in range(shared.parts):  # each writes whole vectors, and the next one over what is too much
+                begin = f"{row} * {groups} + {block // 8} * ({rank} + {k * ranks})"
+                self.lines(f"te::draw_groups({plus(bits, k * block)}, {begin}, {block // 8}, {stream});")
 
     # -- one loop over the features
 

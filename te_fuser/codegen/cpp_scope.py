@@ -30,6 +30,7 @@ class CppKernelText:
         # tensor -> its pointer
         self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in description.tensors}
         self.streams: dict[str, str] = {}  # random stream -> the variable that holds it
+        self.places: dict[str, str] = {}  # where what is drawn for lies in the whole -> the variables that say it
         self.bits: dict[str, str] = {}  # random stream -> the buffer with a row's bits
         self.buffers: dict[int, str] = {}  # node -> the row buffer that keeps it
         self._loads = {load.name: load for load in description.loads}
@@ -71,7 +72,10 @@ class CppKernelText:
         name, limit, offset, _ = e.attrs
         if e.axes & Axes.FEATURE:
             return f"te::keep({plus(self.bits[name], offset)}, at, {limit})"
-        return f"te::keep_sample(sample, {limit}, {self.streams[name]})"
+        shared = self.d.share_of(name)
+        by_samples = shared is not None and shared.samples
+        sample = f"sample + launch->batch_size * {self.places['row_rank']}" if by_samples else "sample"
+        return f"te::keep_sample({sample}, {limit}, {self.streams[name]})"
 
     def row_pointer(self, tensor: Load | Store) -> str:
         """The pointer that a loop over features starts from."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
-from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.description import PLACES, KernelDescription, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 
@@ -25,7 +25,7 @@ class Parameter:
     `kind` is where it comes from: "load", "store", "sum", "maximum" (a tensor of the description), "seed" (two int64
     on the device, seed and offset, or nullptr: then "seed_value" and "seed_offset" bring them), "partial" (scratch of
     `Partial`), "row_value" (float32 scratch, one a row), "rows", "batch_inner", "batch_size", "stream" (the number of a
-    random stream), "groups" (of the summing kernel).
+    random stream), "place" (where what is drawn for lies in the whole), "groups" (of the summing kernel).
     """
 
     kind: str
@@ -88,6 +88,8 @@ class CudaKernelText:
         yield Parameter("batch_size", "batch_size", "int")
         for name in d.streams:
             yield Parameter("stream", name, "int")
+        if d.shared:
+            yield from (Parameter("place", name, "int") for name in PLACES)
 
     def signature(self) -> str:
         """The head of the function, with as many registers a thread as the blocks of the schedule leave it."""
@@ -136,6 +138,9 @@ class CudaKernelText:
     def _scalar_leaf(self, e: Expr) -> str:
         index = "row" if e.axes & Axes.OUTER else "sample" if e.axes & Axes.BATCH else "0"
         if e.op == "keep":
+            shared = self.d.share_of(e.attrs[0])
+            if shared is not None and shared.samples:
+                index = "sample + static_cast<long long>(batch_size) * row_rank"
             return f"te::draw<1>({self.random[e.attrs[0]]}, {index}, 1, 0).get(0) >= {e.attrs[1]}u"
         return f"te::number({self.load_pointer(e)}[{index}])"
 
@@ -179,11 +184,8 @@ class CudaKernelText:
         draws: dict[int, str] = {}
         for n in above(targets, known):
             if n.op == "keep":
-                name, _, offset, full = n.attrs
                 draws[id(n)] = self.names.fresh(f"{part_role(n)}_draws")
-                column = f"{offset} + column" if offset else "column"
-                call = f"te::draw<kVector>({self.random[name]}, row, {full}, {column})"
-                self.text(f"const te::Draws<kVector> {draws[id(n)]} = {call};")
+                self.text(f"const te::Draws<kVector> {draws[id(n)]} = {self._draw(n)};")
 
         def leaf(e: Expr) -> str:
             return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else f"te::get({vectors[id(e)]}, i)"
@@ -192,6 +194,25 @@ class CudaKernelText:
         with self.text.loop("i", "kVector"), self.names.scope():
             self.formulas.write(self.text, targets, inner, leaf)
             then(inner)
+
+    def _draw(self, e: Expr) -> str:
+        """The draws for a vector of the kept elements of a stream."""
+        name, _, offset, full = e.attrs
+        shared = self.d.share_of(name)
+        column, row = f"{offset} + column" if offset else "column", "row"
+        if shared is None:
+            return f"te::draw<kVector>({self.random[name]}, row, {full}, {column})"
+        if shared.rows > 1:
+            row = f"te::whole_row<{shared.rows if shared.apart else 0}>(row, row_block, row_rank)"
+        if shared.columns == 1:
+            return f"te::draw<kVector>({self.random[name]}, {row}, {full}, {column})"
+        block, whole = full // shared.parts, full * shared.columns
+        if block % 8 or e.width > block:
+            ranks = f"{block}, {shared.columns}, column_rank"
+            return f"te::draw_apart<kVector>({self.random[name]}, {row}, {whole}, {column}, {ranks})"
+        before = offset + offset // block * block * (shared.columns - 1)
+        column = f"{before} + {block} * column_rank + column"
+        return f"te::draw<kVector>({self.random[name]}, {row}, {whole}, {column})"
 
     # ---- what a row leaves behind
 
@@ -337,5 +358,5 @@ class CudaKernelText:
 
 _CONSTANTS = "constants;"
 _RESTRICT = " __restrict__"
-_PLAIN = ("seed", "seed_value", "seed_offset", "rows", "batch_inner", "batch_size")
+_PLAIN = ("seed", "seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "place")
 SUFFIX = {"partial": "_partial", "stream": "_stream"}

@@ -20,7 +20,16 @@ from te_fuser.codegen import nvrtc, schedule_model
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store, Sum, is_transposed, item_size
+from te_fuser.codegen.description import (
+    PLACES,
+    KernelDescription,
+    Load,
+    Maximum,
+    Store,
+    Sum,
+    is_transposed,
+    item_size,
+)
 from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
@@ -222,7 +231,7 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
         tuple(_launch(launch, places) for launch in text.launches),
         tuple(p.width for p in text.partials),
         len(text.row_values),
-        len(description.streams),
+        description.integers,
         waits=True,
         overwrites=_overwrites(description, text),
     )
@@ -247,6 +256,7 @@ def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str,
     found |= {("partial", p.name): ("partial", k) for k, p in enumerate(text.partials)}
     found |= {("row_value", name): ("row_value", k) for k, name in enumerate(text.row_values)}
     found |= {("stream", name): ("integer", k) for k, name in enumerate(d.streams)}
+    found |= {("place", name): ("integer", k) for k, name in enumerate(PLACES, len(d.streams))}
     return found | {(name, name): (name, 0) for name in _NUMBERS}
 
 

@@ -17,6 +17,7 @@ import torch
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.random import Shared
 from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.rendering import render_together
 from te_fuser.formula.substitution import substitute, unmarked
@@ -38,6 +39,7 @@ class Load:
     dtype: str  # a name of the table of dtypes
 
 
+PLACES = ("row_rank", "column_rank", "row_block")  # where a rank's part lies, see `te_fuser.formula.random.Placed`
 Layout = Literal["rows", "transposed"]
 TOKENS = 16  # a multiple of so many is a row of what is stored transposed
 
@@ -98,7 +100,8 @@ class Counts:
 class KernelDescription:
     """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width.
 
-    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.in_place`.
+    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.in_place`. With `shared`
+    the run-time integers go on behind those of the streams, as `PLACES` says.
     """
 
     name: str
@@ -109,6 +112,7 @@ class KernelDescription:
     streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
     overwrites: tuple[tuple[str, str], ...] = ()
     maxima: tuple[Maximum, ...] = ()
+    shared: tuple[tuple[str, Shared], ...] = ()  # by random stream, where ranks share what it draws for
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
@@ -127,6 +131,15 @@ class KernelDescription:
     def transposed(self) -> tuple[Store, ...]:
         """What is stored transposed."""
         return tuple(s for s in self.stores if is_transposed(s))
+
+    @functools.cached_property
+    def integers(self) -> int:
+        """How many run-time integers a call has."""
+        return len(self.streams) + (len(PLACES) if self.shared else 0)
+
+    def share_of(self, stream: str) -> Shared | None:
+        """How what a stream draws for is shared; None: it is whole."""
+        return dict(self.shared).get(stream)
 
     @functools.cached_property
     def load_bytes(self) -> dict[str, int]:
@@ -160,6 +173,7 @@ class KernelDescription:
         text += "".join(f"\n{s.name} transposed" for s in self.transposed)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
+        text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
     def counts(self) -> Counts:
@@ -193,6 +207,7 @@ class KernelDescription:
             body = ", ".join(next(rest) for _ in m.parts)
             lines.append(f"  max   {m.name}: full x {m.width} = {body}")
         lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
+        lines += [f"  {name} draws for a part of the whole: {shared}" for name, shared in self.shared]
         return "\n".join(lines)
 
 

@@ -11,11 +11,11 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import rounded
-from te_fuser.formula.random import RandomStream
+from te_fuser.formula.random import Placed, RandomStream
 
 
 class InterpretedKernel:
-    """Called like a generated kernel: (tensors, rows, batch_inner, batch_size, stream numbers)."""
+    """Called like a generated kernel: (tensors, rows, batch_inner, batch_size, integers)."""
 
     def __init__(self, description: KernelDescription) -> None:
         self.description = description
@@ -55,7 +55,12 @@ class InterpretedKernel:
 
     def _streams(self, seed: torch.Tensor, numbers: tuple[int, ...]) -> dict[str, RandomStream]:
         value, offset = seed.tolist()
-        return {n: RandomStream(value, offset, k) for n, k in zip(self.description.streams, numbers, strict=True)}
+        names, shared = self.description.streams, dict(self.description.shared)
+        places = numbers[len(names) :]
+        return {
+            name: RandomStream(value, offset, k, placed=Placed(shared[name], *places) if name in shared else None)
+            for name, k in zip(names, numbers, strict=False)
+        }
 
     def _write(
         self, item: Store | Sum, parts: list[torch.Tensor], out: torch.Tensor, layout: tuple[int, int, int]

@@ -82,7 +82,7 @@ class Interpreter:
         name, threshold, offset, full = e.attrs
         stream = self.streams[name]
         if not e.axes & Axes.FEATURE:
-            bits = stream.bits(self.batch_size, 1, self.device)[self._samples()]
+            bits = stream.sample_bits(self.batch_size, self.device)[self._samples()]
         else:
             bits = stream.bits(self.rows, full, self.device)[:, offset : offset + e.width]
         return (bits >= threshold).to(self.dtype)

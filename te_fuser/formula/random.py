@@ -7,6 +7,9 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One
     counter = (group low, group high, stream, offset low),   group = row * ceil(width / 8) + column // 8
     element = column % 8 uses word element // 2, its low half when element is even, its high half when odd
     keep    = its 16 bits >= round(probability * 65536)
+
+Where a rank has a part of the whole, row, column and width are those in the whole (`Placed`), so that all ranks draw
+together what one would.
 """
 
 from __future__ import annotations
@@ -60,6 +63,69 @@ def keep_bits(rows: torch.Tensor, width: int, seed: int, offset: int, stream: in
 
 
 @dataclass(frozen=True)
+class Shared:
+    """How what is drawn for is shared by ranks; kernels are made for it, whatever the rank.
+
+    Attributes:
+        rows: the number of ranks that share the rows.
+        apart: whether the rows of a rank are several blocks of the whole's, and not one.
+        samples: whether it is by samples that rows are shared.
+        columns: the number of ranks that share the columns.
+        parts: the columns are so many tensors side by side, each of them shared.
+    """
+
+    rows: int = 1
+    apart: bool = False
+    samples: bool = False
+    columns: int = 1
+    parts: int = 1
+
+    @property
+    def of_one(self) -> bool:
+        """Whether there is one rank."""
+        return self.rows == self.columns == 1
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a rank's rows and columns lie in the whole: of as many blocks in a row as there are ranks, it has one.
+
+        whole row = row + block * (rank + row // block * (ranks - 1))
+
+    and so for columns, with a block for each of the parts.
+
+    Attributes:
+        row_block: how many rows follow each other here and in the whole.
+    """
+
+    shared: Shared
+    row_rank: int = 0
+    column_rank: int = 0
+    row_block: int = 1
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the whole."""
+        return _of_whole(rows, self.row_block, self.row_rank, self.shared.rows)
+
+    def columns(self, columns: torch.Tensor, width: int) -> torch.Tensor:
+        """Columns of the whole, of rows that have `width` here."""
+        return _of_whole(columns, width // self.shared.parts, self.column_rank, self.shared.columns)
+
+    def samples(self, samples: torch.Tensor, size: int) -> torch.Tensor:
+        """Samples of the whole, where there are `size` here."""
+        return samples + size * self.row_rank if self.shared.samples else samples
+
+    def of_blocks(self, index: torch.Tensor, block: int, samples: int) -> torch.Tensor:
+        """Places in the whole of what lies sample by sample, in blocks that are shared as columns are."""
+        found = _of_whole(index, block, self.column_rank, self.shared.columns)
+        return found + samples * block * self.shared.columns * self.row_rank if self.shared.samples else found
+
+
+def _of_whole(index: torch.Tensor, block: int, rank: int, ranks: int) -> torch.Tensor:
+    return index if ranks == 1 else index + block * (rank + index // block * (ranks - 1))
+
+
+@dataclass(frozen=True)
 class RandomStream:
     """Where one op's draws come from, and how its rows map to samples: sample = (row // inner) % size."""
 
@@ -68,15 +134,28 @@ class RandomStream:
     stream: int
     batch_inner: int = 1
     batch_size: int = 1
+    placed: Placed | None = None  # None: the rank has all
 
     def bits(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
-        """16 random bits for each element of so many rows, or for each sample where the width is 1."""
-        return keep_bits(torch.arange(rows, device=device), width, self.seed, self.offset, self.stream)
+        """16 random bits for each element of so many rows."""
+        drawn, placed = torch.arange(rows, device=device), self.placed
+        if placed is None:
+            return keep_bits(drawn, width, self.seed, self.offset, self.stream)
+        whole = width * placed.shared.columns
+        bits = keep_bits(placed.rows(drawn), whole, self.seed, self.offset, self.stream)
+        return bits[:, placed.columns(torch.arange(width, device=device), width)]
+
+    def sample_bits(self, size: int, device: torch.device) -> torch.Tensor:
+        """16 random bits for each of so many samples, [size, 1]."""
+        samples = torch.arange(size, device=device)
+        if self.placed is not None:
+            samples = self.placed.samples(samples, size)
+        return keep_bits(samples, 1, self.seed, self.offset, self.stream)
 
     def mask(self, x: torch.Tensor, drop_below: int, per_sample: bool) -> torch.Tensor:
         """The keep mask for x of shape [rows, features], in its dtype."""
         if per_sample:
-            bits = self.bits(self.batch_size, 1, x.device)
+            bits = self.sample_bits(self.batch_size, x.device)
             row = torch.arange(x.shape[0], device=x.device)
             return (bits >= drop_below).to(x.dtype)[(row // self.batch_inner) % self.batch_size]
         bits = self.bits(x.shape[0], x.shape[-1], x.device)

@@ -1,7 +1,7 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
-Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and turns dy and x for dW = dy^T x.
-Where W is kept in 8 bits both read what is kept.
+Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and reads dy and x transposed for
+dW = dy^T x: the kernels that make these store them so. Where W is kept in 8 bits both read what is kept.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels import transposed8
 from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeight, quantize_weight_by_kernel
-from te_fuser.kernels.transposed8 import Transposed8, padded
+from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
@@ -32,7 +31,7 @@ from te_fuser.ops.sizes import asked
 
 _OF_INPUT = ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse")
 _OF_KEPT_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_WEIGHT = ("input", "0.input_inverse", "0.output_gradient_inverse")
+_OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
@@ -102,9 +101,8 @@ def _kept_input_gradient(
 def _weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: _Product
 ) -> torch.Tensor:
-    """dW = dy^T x."""
-    factors = transposed8.by_kernel(dy), transposed8.by_kernel(x)
-    return cast(torch.Tensor, product.configured().make(*factors, gradient_inverse, inverse))
+    """dW = dy^T x, both given transposed."""
+    return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
 
 
 def _main_gradient(
@@ -116,16 +114,15 @@ def _main_gradient(
     product: _Product,
     over: bool,
 ) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+    """main_grad += dy^T x, or main_grad = dy^T x, both given transposed; gives what stands for it."""
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         run = product.configured("plain" if over else "onto", main_grad.dtype)
         run((dy.mT, x.mT, gradient_inverse, inverse, main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
-    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what was turned.
-    by_rows = (transposed8.by_kernel(t).mT for t in (dy, x))
-    return put_gradient(next(by_rows), next(by_rows), weight, over, put)
+    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
+    return put_gradient(dy.mT, x.mT, weight, over, put)
 
 
 def _is_kept(m: Match) -> bool:
@@ -159,9 +156,6 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
         yield QuantizeWeight(weight, "rows", m[0].reads("weight_amax"))
     if "input" in needed and not kept:
         yield QuantizeWeight(weight, "turned")
-    if "0.weight" in needed:
-        x, _, gradient = m[0].form.formats
-        yield from (Transposed8(dtype) for dtype in dict.fromkeys((x, gradient)))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -212,10 +206,10 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    """What is quantized or turned before counts as bytes apart."""
+    """What is quantized before counts as bytes apart."""
     product = _Product.of(m, which)
     if which == "dW":
-        before, launches, written = 2 * summed * (rows + columns), 3, rows * columns * m[0].dtype_of("weight").itemsize
+        before, launches, written = 0, 1, rows * columns * m[0].dtype_of("weight").itemsize
     elif _is_kept(m):
         before, launches, written = 0, 1, rows * columns * product.out.itemsize
     else:
@@ -280,7 +274,7 @@ FUSIONS = (
     ),
     _declare(
         "float8_matmul_backward",
-        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that were turned before.",
+        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that lie along what is summed.",
         (Float8MatMul,),
         lambda m: _why_not_backward(m, main_grad=False),
         (_INPUT, _WEIGHT),

@@ -18,6 +18,7 @@ constexpr int kPieces = kWidth / 8, kKeys = 32 / kLanes, kWarps = kThreads / 32,
 constexpr int kStep = kKeys * kDeep;   // keys that a warp reads at once
 constexpr int kPart = kWidth + 2;      // a head's part: what it mixes, the largest score, the sum of weights
 constexpr int kColumns = (kWidth + 31) / 32;  // of a lane that merges parts
+constexpr int kMerged = 8;             // parts that a warp reads at once
 
 using Eight = te::Vector<Element, 8>;
 
@@ -143,44 +144,72 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// output [samples, kGroups * kPerGroup * kWidth]; a warp merges the parts of a head.
+// output [samples, kGroups * kPerGroup * kWidth]; a block merges the parts of a head, its warps some of them each.
 extern "C" __global__ void __launch_bounds__(kThreads)
     one_query_merged(const float* parts, Element* output, long long items, int blocks, int splits) {
   te::wait_for_earlier();
+  te::let_next_start();
+  __shared__ float shared[kWarps][kPart];
   const long long heads = items / splits * kHeads;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const long long first = blockIdx.x * static_cast<long long>(kWarps) + threadIdx.x / 32;
-  for (long long row = first; row < heads; row += static_cast<long long>(blocks) * kWarps) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (long long row = blockIdx.x; row < heads; row += blocks) {
     const int head = static_cast<int>(row % kHeads);
     const long long place = row / kHeads, group = place / kTurns;
     const int which = static_cast<int>(place % kTurns) * kHeads + head;
     if (which >= kPerGroup) continue;
-    const float* part = parts + (place * splits * kHeads + head) * kPart;
-    float top = -te::infinity();
-    for (int split = lane; split < splits; split += 32) {
-      top = te::maximum(top, part[static_cast<long long>(split) * kHeads * kPart + kWidth]);
-    }
-    te::reduce_lanes<32, te::Max>(top);
-    float all = 0.0f;
-    for (int split = lane; split < splits; split += 32) {
-      const float* from = part + static_cast<long long>(split) * kHeads * kPart + kWidth;
-      all += top == -te::infinity() ? 0.0f : exp2f(from[0] - top) * from[1];
-    }
-    te::reduce_lanes<32, te::Sum>(all);
-    float sums[kColumns] = {};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-      const float* from = part + static_cast<long long>(split) * kHeads * kPart;
-      const float share = top == -te::infinity() ? 0.0f : exp2f(from[kWidth] - top);
+    float top = -te::infinity(), all = 0.0f, sums[kColumns] = {};
+    for (int base = warp; base < splits; base += kWarps * kMerged) {
+      float tops[kMerged], weights[kMerged], mixed[kMerged][kColumns];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        if (lane + 32 * i < kWidth) sums[i] += share * from[lane + 32 * i];
+      for (int k = 0; k < kMerged; ++k) {
+        const int split = base + k * kWarps;
+        const float* from = parts + ((place * splits + split) * kHeads + head) * kPart;
+        tops[k] = split < splits ? from[kWidth] : -te::infinity();
+        weights[k] = split < splits ? from[kWidth + 1] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          mixed[k][i] = split < splits && lane + 32 * i < kWidth ? from[lane + 32 * i] : 0.0f;
+        }
+      }
+      float highest = top;
+#pragma unroll
+      for (int k = 0; k < kMerged; ++k) highest = te::maximum(highest, tops[k]);
+      if (highest == -te::infinity()) continue;  // no key was there
+      const float fade = exp2f(top - highest);
+      top = highest;
+      all *= fade;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sums[i] *= fade;
+#pragma unroll
+      for (int k = 0; k < kMerged; ++k) {
+        const float share = exp2f(tops[k] - top);
+        all += share * weights[k];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) sums[i] += share * mixed[k][i];
       }
     }
+    __syncthreads();  // who merged the head before has read all
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float value[1] = {top == -te::infinity() ? 0.0f : sums[i] / all};
-      if (lane + 32 * i < kWidth) te::store(output + (group * kPerGroup + which) * kWidth + lane + 32 * i, value);
+      if (lane + 32 * i < kWidth) shared[warp][lane + 32 * i] = sums[i];
+    }
+    if (lane == 0) shared[warp][kWidth] = top, shared[warp][kWidth + 1] = all;
+    __syncthreads();
+    float highest = -te::infinity(), total = 0.0f;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) highest = te::maximum(highest, shared[other][kWidth]);
+    float shares[kWarps];
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      shares[other] = highest == -te::infinity() ? 0.0f : exp2f(shared[other][kWidth] - highest);
+      total += shares[other] * shared[other][kWidth + 1];
+    }
+    for (int column = threadIdx.x; column < kWidth; column += kThreads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) sum += shares[other] * shared[other][column];
+      const float value[1] = {highest == -te::infinity() ? 0.0f : sum / total};
+      te::store(output + (group * kPerGroup + which) * kWidth + column, value);
     }
   }
 }

@@ -39,12 +39,17 @@ class AttentionGradients:
 
 
 def kept(stream: random.RandomStream, shape: tuple[int, int, int, int], like: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout's factors for probabilities [B, H, queries, keys]: row (b * H + h) * queries + query of the stream."""
+    """Dropout's factors for probabilities [B, H, queries, keys]: row (b * H + h) * queries + query of the stream.
+
+    Where a rank has some of the heads or samples, these are rows of the whole; its heads are the stream's columns.
+    """
     samples, heads, queries, keys = shape
     count, drop_below = samples * heads * queries, random.threshold(p)
     factors = like.new_empty(count, keys)
     for first in range(0, count, _ROWS_AT_ONCE):
         rows = torch.arange(first, min(first + _ROWS_AT_ONCE, count), device=like.device)
+        if stream.placed is not None:
+            rows = stream.placed.of_blocks(rows, heads * queries, samples)
         bits = random.keep_bits(rows, keys, stream.seed, stream.offset, stream.stream)
         torch.mul(bits >= drop_below, kept_scale(p), out=factors[first : first + len(rows)])
     return factors.view(shape)

@@ -109,6 +109,11 @@ class Gradient:
     by_attributes: tuple[str, ...] = ()
     wait: str | None = None
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What the function of a fusion's node takes: dy, unless it reads that in another form, and what it reads."""
+        return self.reads if any(name.startswith("dy.") for name in self.reads) else ("dy", *self.reads)
+
 
 @dataclass
 class OpCall:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.description import padded
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge
 from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.fuser.graph.graph import Node
@@ -136,6 +137,7 @@ class _CheckedRunner:
         for what in self.promises.broken(slots, before):
             raise VerificationError(f"{self.label}: {what}")
         given = {ref: slots[k].detach() for _, ref, k in self.inputs if isinstance(slots[k], torch.Tensor)}
+        given |= {ref.by_rows: self._by_rows(ref, t) for ref, t in given.items() if ref.form.layout == "transposed"}
         self.watch.seed = given.get(SEED, self.watch.seed)
         device = next(slots[k].device.type for _, k in self.outputs)
         with torch.enable_grad(), torch.autocast(device, enabled=False):
@@ -209,12 +211,12 @@ class _CheckedRunner:
             g = by_leaf[source]
             g = torch.zeros_like(leaves[source]) if g is None else g
             spec = None if exact or ref.kind is not GRADIENT else ref.spec(graph)
-            self._add(found, ref, g if spec is None else g.to(spec.dtype))
+            self._add(found, ref, _laid_out(ref, g if spec is None else g.to(spec.dtype)))
         return found
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
         """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
-        whole = gradient_ref(self.watch.graph.root(ref.index)) if ref.kind is GRADIENT else ref
+        whole = ref._replace(index=self.watch.graph.root(ref.index), term=0) if ref.kind is GRADIENT else ref
         name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 
@@ -222,7 +224,12 @@ class _CheckedRunner:
         """A value that a step makes: what is stored in 8 bits comes from the reference as wider numbers."""
         t, graph = values[self.watch.graph.value_of(ref)].detach(), self.watch.graph
         spec = None if exact else ref.spec(graph)
-        return t if spec is None or spec.dtype in FLOATING.values() else t.to(spec.dtype)
+        return _laid_out(ref, t if spec is None or spec.dtype in FLOATING.values() else t.to(spec.dtype))
+
+    def _by_rows(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
+        """The rows of what lies transposed."""
+        spec = ref.by_rows.spec(self.watch.graph)
+        return t if spec is None else t[:, : spec.rows].mT.reshape(spec.shape)
 
     def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
         """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
@@ -246,6 +253,16 @@ class _CheckedRunner:
 
 # What a backward step makes that can be checked by itself; wrong statistics show in what is made of them.
 _CHECKED = (GRADIENT, PARAMETER_GRADIENT, RECOMPUTED)
+
+
+def _laid_out(ref: Ref, t: torch.Tensor) -> torch.Tensor:
+    """Rows as they lie in the form of a ref."""
+    if ref.form.layout == "rows":
+        return t
+    rows = t.flatten(0, -2) if t.dim() > 1 else t[None]
+    turned = rows.new_zeros(rows.shape[1], padded(len(rows)))
+    turned[:, : len(rows)] = rows.mT
+    return turned
 
 
 def _wide(t: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, Parameter
-from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.description import PLACES, KernelDescription
 from te_fuser.codegen.nvrtc import INCLUDE
 from tests.codegen.cuda_calls import arguments, sizes_of
 
@@ -52,9 +52,11 @@ class Emulated:
         rows: int,
         batch: tuple[int, int] = (1, 1),
         multiprocessors: int = 1,  # few, so that a block has several rows
+        place: Sequence[int] = (),
     ) -> None:
         sizes = sizes_of(self.kernel, rows, batch[1], multiprocessors)
         values = arguments(self.kernel, description, tensors, outputs, rows, batch, multiprocessors)
+        values |= {("place", name): number for name, number in zip(PLACES, place, strict=False)}
         for launch, blocks in zip(self.kernel.launches, sizes.blocks, strict=True):
             if blocks:
                 self._launch(launch, blocks, [values[p.kind, p.name] for p in launch.parameters])

@@ -17,13 +17,13 @@ from te_fuser.fusions import FusionCall
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.quantize_weights import QuantizeWeight, quantize_weight_by_kernel
 from te_fuser.kernels.transposed8 import Transposed8
-from te_fuser.quantization import quantize
+from te_fuser.quantization import QuantizedTensor, quantize
 from te_fuser.recipe import DelayedScaling, Format, MMParams
 from te_fuser.recipe.region import microbatch
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, E5M2, FORMATS
+from tests.float8 import E4M3, E5M2
 from tests.fusions.products import autocast_on_cuda, reasons
 from tests.needs import needs_compiler
 
@@ -71,16 +71,16 @@ def step(p: Plan, name: str, produces: str = "output") -> Step:
 @pytest.mark.parametrize("device", ["h200", "l4", "b200"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_taken(device: str, dtype: torch.dtype) -> None:
-    """With the bias in forward, past what quantizes its gradient; and what is quantized in a pass beside it."""
+    """With the bias in forward, past what quantizes its gradient; what is turned beside norms is a step of its own."""
     p = planned(device, dtype)
     assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
-    assert [s.name for s in p.backward] == ["bias_gelu_bwd", BACK, "layer_norm_quantize_bwd", BACK]
+    assert [s.name for s in p.backward] == ["bias_gelu_bwd", BACK, "layer_norm_quantize_bwd", "transposed8", BACK]
     forward, dx, dw = step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight")
     flops = 2.0 * ROWS * IN * OUT
     assert (forward.cost.flops, dx.cost.flops, dw.cost.flops) == (flops, flops, 2.0 * 32 * IN * OUT)
     assert (forward.cost.dtype, dx.cost.dtype, dw.cost.dtype) == ("float8_e4m3fn", "float8_e5m2", "float8_e5m2")
-    assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 2 * 32 * (IN + OUT)
-    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
+    assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 0
+    assert dw.task.written == () and step(p, "transposed8", "transposed").task.written == (Transposed8(E4M3),)
     assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
     assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
 
@@ -103,10 +103,10 @@ def test_weights_that_are_kept(first: bool) -> None:
     """Nothing quantizes them in a plan, which counts no bytes for that."""
     p = planned(first=first)
     assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
-    assert [s.name for s in p.backward] == ["bias_gelu_bwd", KEPT_BACK, "layer_norm_quantize_bwd", KEPT_BACK]
+    norm = ["layer_norm_quantize_bwd", "transposed8"]
+    assert [s.name for s in p.backward] == ["bias_gelu_bwd", KEPT_BACK, *norm, KEPT_BACK]
     forward, dx, dw = step(p, BIASED), step(p, KEPT_BACK, "input"), step(p, KEPT_BACK, "0.weight")
-    assert forward.task.written == dx.task.written == ()
-    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
+    assert forward.task.written == dx.task.written == dw.task.written == ()
     assert forward.cost.apart == dx.cost.apart == 0 and forward.cost.launches == dx.cost.launches == 1
     assert forward.cost.read == IN * (ROWS + OUT) and dx.cost.read == OUT * (ROWS + IN)
     assert reasons(p, BACK) == {"the weight is kept in 8 bits"}
@@ -155,7 +155,6 @@ def test_without_generated_kernels() -> None:
 # ------------------------------------------------------------------------------------------- what runs is right
 
 KERNELS = [
-    *map(Transposed8, FORMATS),
     *(
         QuantizeWeight(dtype, wanted, wanted == "rows")
         for dtype in (torch.bfloat16, torch.float32)
@@ -178,6 +177,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCublasLt]:
     ):
         yield fake
     quantized_matmul.configured.cache_clear()
+
+
+def layouts(x: QuantizedTensor, dy: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Both factors by rows and transposed, as fusions name them."""
+    by_rows = {"input": x.data, "dy": dy.data}
+    return {**by_rows, "input.transposed": x.transposed, "dy.transposed": dy.transposed}
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> None:
@@ -207,6 +212,7 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
         "0.weight_amax": slot,
         "0.input_inverse": x8.scale_inverse,
         "0.output_gradient_inverse": dy8.scale_inverse,
+        **layouts(x8, dy8),
     }
     biased = dtype != torch.float32
     forward = step(p, BIASED if biased else Y)
@@ -219,8 +225,7 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
     assert slot == w8.amax
     for name, exact, made in (("input", wide_dy @ wide_w, dtype), ("0.weight", wide_dy.mT @ wide_x, own)):
         task = step(p, BACK, name).task
-        given = [x8.data if read == "input" else numbers[read] for read in task.gradient.reads]  # type: ignore[union-attr]
-        found = task.body.function(dy8.data, *given)  # type: ignore[union-attr]
+        found = task.body.function(*[numbers[name] for name in task.gradient.takes])  # type: ignore[union-attr]
         assert found.dtype == made and not library.last_fast
         close(found, exact)
 
@@ -240,7 +245,7 @@ def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
         "0.weight_inverse": w8.scale_inverse,
         "0.input_inverse": x8.scale_inverse,
         "0.output_gradient_inverse": dy8.scale_inverse,
-        "input": x8.data,
+        **layouts(x8, dy8),
     }
     anew = both | {"0.weight_scale": torch.tensor(60.0), "0.weight_amax": torch.tensor(0.0)}
     kept = both | {"0.weight_data": data, "0.weight_turned": turned}
@@ -253,7 +258,7 @@ def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
         results = [forward.task.body.function(call, x8.data)]  # type: ignore[union-attr]
         for name in ("input", "0.weight"):
             task = step(made, back, name).task
-            results.append(task.body.function(dy8.data, *[numbers[read] for read in task.gradient.reads]))  # type: ignore[union-attr]
+            results.append(task.body.function(*[numbers[name] for name in task.gradient.takes]))  # type: ignore[union-attr]
         found.append(results)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -271,7 +276,7 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, main: torch.dtype) -
     run = step(p, MAIN, "0.weight").task.body.function  # type: ignore[union-attr]
     w = torch.nn.Parameter(torch.zeros(OUT, IN, dtype=torch.bfloat16))
     w.main_grad = torch.ones(OUT, IN, dtype=main)  # type: ignore[attr-defined]
-    given = (dy8.data, x8.data, x8.scale_inverse, dy8.scale_inverse, w)
+    given = (dy8.transposed, x8.transposed, x8.scale_inverse, dy8.scale_inverse, w)
     run(*given)
     close(w.main_grad, exact + 1.0)
     assert w.main_grad._version == 1
@@ -287,5 +292,5 @@ def test_nothing(library: FakeCublasLt) -> None:
     one, w = torch.ones(()), torch.ones(OUT, IN, dtype=torch.bfloat16)
     x, dy = torch.zeros(0, IN).to(E4M3), torch.zeros(0, OUT).to(E5M2)
     dx = step(p, BACK, "input").task.body.function(dy, w, one, one, one)  # type: ignore[union-attr]
-    dw = step(p, BACK, "0.weight").task.body.function(dy, x, one, one)  # type: ignore[union-attr]
+    dw = step(p, BACK, "0.weight").task.body.function(dy.mT, x.mT, one, one)  # type: ignore[union-attr]
     assert dx.shape == (0, IN) and torch.equal(dw, torch.zeros(OUT, IN, dtype=torch.bfloat16))

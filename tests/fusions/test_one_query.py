@@ -65,7 +65,7 @@ def test_a_given_mask_packed_heads_and_a_gradient() -> None:
 def played(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, emulation: Emulation) -> Iterator[FakeDriver]:
     """Plans take the kernels, and an emulated driver runs them."""
     monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
-    monkeypatch.setattr(one_query, "_room", lambda device: 12)
+    monkeypatch.setattr(one_query, "_room", lambda device, heads: 12)
     with emulation.in_plans():
         yield driver
 

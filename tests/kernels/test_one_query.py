@@ -32,13 +32,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, room: int, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in one part, and in several."""
-    monkeypatch.setattr(one_query, "_room", lambda device: room)
+    monkeypatch.setattr(one_query, "_room", lambda device, heads: room)
     assert CASES[name].complaint(CPU) is None
 
 
 @needs_compiler
 def test_what_is_behind_the_keys_is_not_read(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_query, "_room", lambda device: 4)
+    monkeypatch.setattr(one_query, "_room", lambda device, heads: 4)
     case = CASES["groups"]
     query, key, value = case.inputs(CPU)
     want = case.run(query, key, value)

@@ -242,9 +242,9 @@ TE_INLINE words interleave(words first, words second, int start) {
   return shuffle(first, second, order);
 }
 
-// Writes the bits of a row of `groups` * 8 elements, rounded up to whole vectors of groups.
-TE_INLINE void draw_row(uint16_t* bits, int64_t row, int64_t groups, random_stream stream) {
-  const uint64_t begin = static_cast<uint64_t>(row) * static_cast<uint64_t>(groups);
+// Writes the bits of `groups` groups of 8 elements, rounded up to whole vectors of groups.
+TE_INLINE void draw_groups(uint16_t* bits, int64_t from, int64_t groups, random_stream stream) {
+  const uint64_t begin = static_cast<uint64_t>(from);
 #pragma GCC unroll 1
   for (int64_t g = 0; g < groups; g += lanes) {
     const uint64_t first = begin + static_cast<uint64_t>(g);
@@ -260,6 +260,29 @@ TE_INLINE void draw_row(uint16_t* bits, int64_t row, int64_t groups, random_stre
     out[1] = interleave<2>(low01, low23, middle);
     out[2] = interleave<2>(high01, high23, 0);
     out[3] = interleave<2>(high01, high23, middle);
+  }
+}
+
+// The same of a row of `groups` groups.
+TE_INLINE void draw_row(uint16_t* bits, int64_t row, int64_t groups, random_stream stream) {
+  draw_groups(bits, row * groups, groups, stream);
+}
+
+// The index in the whole, of which this rank has a block in every `ranks`; with 1 it has one block.
+TE_INLINE int64_t whole_of(int64_t index, int64_t block, int64_t rank, int64_t ranks) {
+  return index + block * (rank + (ranks == 1 ? 0 : index / block * (ranks - 1)));
+}
+
+// The bits of `width` elements of a row of `whole`, of which this rank has blocks of any size: one after the other.
+TE_INLINE void draw_apart(uint16_t* bits, int64_t row, int64_t width, int64_t whole, int64_t block, int64_t ranks,
+                          int64_t rank, random_stream stream) {
+  const int64_t groups = (whole + 7) / 8;
+  for (int64_t column = 0; column < width; ++column) {
+    const int64_t place = whole_of(column, block, rank, ranks);
+    const uint64_t group = static_cast<uint64_t>(row * groups + place / 8);
+    uint32_t c[4] = {static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), stream.number, stream.offset};
+    philox(c, stream.seed);
+    bits[column] = static_cast<uint16_t>(c[place % 8 / 2] >> place % 2 * 16);
   }
 }
 

@@ -393,6 +393,14 @@ TE_DEVICE Draws<8> draw8(const Random& random, long long group) {
   return {{c0, c1, c2, c3}};
 }
 
+// The row of the whole, of which this rank has a block in every kRanks; 0: its rows are one block.
+template <int kRanks>
+TE_DEVICE long long whole_row(long long row, int block, int rank) {
+  if constexpr (kRanks == 0) return row + static_cast<long long>(block) * rank;
+  const long long before = row >> 32 == 0 ? static_cast<unsigned>(row) / block : row / block;
+  return row + static_cast<long long>(block) * (rank + before * (kRanks - 1));
+}
+
 // The draws of kCount neighbours from `column` on, in a row of `width` columns; kCount divides 8 and `column`.
 template <int kCount>
 TE_DEVICE Draws<kCount> draw(const Random& random, long long row, int width, int column) {
@@ -408,6 +416,20 @@ TE_DEVICE Draws<kCount> draw(const Random& random, long long row, int width, int
     const unsigned word = first & 4 ? high : low;
     return {{kCount == 1 && first & 1 ? word >> 16 : word}};
   }
+}
+
+// The same where a rank has a block of columns in every `ranks`, whatever their size: an element after the other.
+template <int kCount>
+TE_DEVICE Draws<kCount> draw_apart(const Random& random, long long row, int width, int column, int block, int ranks,
+                                   int rank) {
+  Draws<kCount> found = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = column + i, whole = at + block * (rank + at / block * (ranks - 1));
+    const unsigned bits = draw<1>(random, row, width, whole).get(0);
+    found.words[i / 2] |= i % 2 ? bits << 16 : bits;
+  }
+  return found;
 }
 
 }  // namespace te

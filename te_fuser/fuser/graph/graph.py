@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spe
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
+
+if TYPE_CHECKING:
+    from te_fuser.ops.share import Share
 
 
 @record()
@@ -80,6 +84,7 @@ class Node:
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
+    share: Share | None = None  # what this rank has of its input, for what it draws; None: all
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,7 @@ class Graph:
 
     def value_of(self, ref: Ref) -> int:
         """The first value that is this tensor, or that it is computed again for."""
-        return self._firsts[ref._replace(kind=VALUE)]
+        return self._firsts[ref.by_rows._replace(kind=VALUE)]
 
     def stored(self, ref: Ref) -> Ref:
         """The first name of the memory of a tensor: a value may be a view of an earlier one."""
@@ -221,7 +226,8 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
@@ -347,6 +353,7 @@ class GraphBuilder:
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
+                listed.share,
             )
         )
         return output

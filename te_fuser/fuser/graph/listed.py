@@ -16,6 +16,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
+    from te_fuser.ops.share import Share
     from te_fuser.ops.sizes import Questions
 
 
@@ -31,6 +32,7 @@ class ListedOp:
         names_in, names_out: argument -> the name it reads, and the names it gives to its output, qualified by path.
         casts: parameters that it reads in another dtype than their own.
         stream: the number of its random stream: its place in the list before anything was added to that.
+        share: what this rank has of its input, for what it draws; None: all.
     """
 
     lowered: LoweredOp
@@ -40,6 +42,7 @@ class ListedOp:
     scope: str = ""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
+    share: Share | None = None
 
     def as_now(self, training: bool) -> ListedOp:
         """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
@@ -50,7 +53,9 @@ class ListedOp:
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
         lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
-        return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
+        return ListedOp(
+            lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream, self.share
+        )
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
-from te_fuser.ops.rows import batch_layout
+from te_fuser.ops.share import Share, stream_of
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -45,7 +44,7 @@ def reference_run(
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op
-            made, stored = run_op(op, item.stream, x, {**parameters, **named}, seed)
+            made, stored = run_op(op, item.stream, x, {**parameters, **named}, seed, item.share)
             x = made["output"]
             for name, own in zip(item.names_out, op.named_outputs(), strict=True):
                 values[name] = made[own]
@@ -74,7 +73,7 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        made, _ = run_op(node.op, node.stream, values[node.input], tensors, seed)
+        made, _ = run_op(node.op, node.stream, values[node.input], tensors, seed, node.share)
         values[node.output] = made["output"]
         values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
 
@@ -85,16 +84,17 @@ def run_op(
     x: torch.Tensor,
     tensors: Mapping[str, torch.Tensor | None],
     seed: torch.Tensor | None,
+    share: Share | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
     """The outputs of one op by its meaning, and the dtypes of those that are stored in 8 bits and come wider.
 
     Args:
         stream: the number of its random stream.
+        share: what this rank has of x; None: all.
     """
     call = OpCall({**tensors, "input": x})
     if op.draws():
         if seed is None:
             raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
-        value, offset = seed.tolist()
-        call.random = RandomStream(value, offset, stream, *batch_layout(x.shape, op.batch_dim()))
+        call.random = stream_of(seed, stream, x.shape, op.batch_dim(), share)
     return op.references(call, x), call.stored

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from te_fuser.codegen.description import Layout, padded
 from te_fuser.dtypes import STORED, name_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -21,22 +22,34 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What a tensor is stored in; None: what it is made in."""
+    """What a tensor is stored in, and how it lies.
+
+    Attributes:
+        dtype: None: what it is made in.
+        layout: "rows"; or "transposed", [features, rows] with zeros behind the rows up to a multiple of 16.
+    """
 
     dtype: torch.dtype | None = None
+    layout: Layout = "rows"
 
     def of(self, spec: Spec) -> Spec:
         """The spec of a tensor in this form."""
-        return spec if self.dtype is None else replace(spec, dtype=self.dtype)
+        found = spec if self.dtype is None else replace(spec, dtype=self.dtype)
+        return found if self.layout == "rows" else replace(found, shape=(spec.features, padded(spec.rows)))
 
 
 AS_MADE = Form()
 
 
-def form_named(name: str) -> tuple[str, torch.dtype | None]:
-    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
+def form_named(name: str) -> tuple[str, Form | None]:
+    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", Form(float32)).
+
+    "input.transposed" is ("input", Form(layout="transposed")), in the dtype that it has.
+    """
     plain, _, form = name.rpartition(".")
-    return (plain, STORED[form]) if plain and form in STORED else (name, None)
+    if plain and form == "transposed":
+        return plain, Form(layout="transposed")
+    return (plain, Form(STORED[form])) if plain and form in STORED else (name, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +96,16 @@ class Ref(NamedTuple):
         return self.kind.owner if self.form == AS_MADE or not self.kind.owner else "activation"
 
     @property
+    def by_rows(self) -> Ref:
+        """The same tensor as it lies by rows."""
+        return self if self.form.layout == "rows" else self._replace(form=self.form._replace(layout="rows"))
+
+    @property
+    def transposed(self) -> Ref:
+        """The same tensor as it lies transposed."""
+        return self._replace(form=self.form._replace(layout="transposed"))
+
+    @property
     def is_of_a_value(self) -> bool:
         """Whether it has the rows of a value."""
         return self.kind.counts == "values"
@@ -114,7 +137,7 @@ def _spec_of_value(graph: Graph, ref: Ref) -> Spec:
 
 
 def _spec_of_gradient(graph: Graph, ref: Ref) -> Spec:
-    return graph.values[ref.index].gradient_spec
+    return ref.form.of(graph.values[ref.index].gradient_spec)
 
 
 def _spec_of_parameter(graph: Graph, ref: Ref) -> Spec:
@@ -134,7 +157,8 @@ def _bytes_of_emission(graph: Graph, ref: Ref) -> int:
 
 def _value_label(graph: Graph, ref: Ref) -> str:
     name = graph.values[ref.index].name
-    return name if ref.form.dtype is None else f"{name} in {name_of(ref.form.dtype)}"
+    name = name if ref.form.dtype is None else f"{name} in {name_of(ref.form.dtype)}"
+    return name if ref.form.layout == "rows" else f"{name} transposed"
 
 
 def _parameter_label(graph: Graph, ref: Ref) -> str:

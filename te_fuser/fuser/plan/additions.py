@@ -1,4 +1,4 @@
-"""Steps that no cover has: casts of parameters, and sums of gradients to which several steps contribute."""
+"""Steps that no cover has: other forms of what is there, and sums of gradients to which several steps contribute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, Ref, parameter_ref
+from te_fuser.fuser.plan.transposing import turning_step
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Step
 
 
-def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
-    """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
+def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+    """Before the first step that reads a form that no step makes, the step that does; `made` are there before.
+
+    Parameters in another dtype, and what is read transposed of which other code than a generated kernel makes the rows.
+    """
+    made = made | {r for s in steps for _, r in s.outputs if r.form.layout != "rows"}
     result: list[Step] = []
     for step in steps:
         for _, ref in step.inputs:
-            if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
-                made.add(ref)
+            if ref.form == AS_MADE or ref in made:
+                continue
+            if ref.form.layout != "rows":
+                result.append(turning_step(problem, prices, ref, (step.start, step.stop)))
+            elif ref.kind is PARAMETER:
                 result.append(_cast(problem, prices, ref, step))
+            made.add(ref)
         result.append(step)
     return result
 

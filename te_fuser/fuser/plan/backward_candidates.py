@@ -22,9 +22,9 @@ from te_fuser.fuser.plan.candidates import (
     Withheld,
     find_rows,
     fusion_task,
-    kernel_step,
     saved_by,
 )
+from te_fuser.fuser.plan.transposing import in_forward, row_steps, wanted_of
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
+    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Match
     from te_fuser.fusions.registry import Fusion
@@ -150,20 +151,27 @@ class BackwardCandidates:
         return [edge for edge in variants if edge is not None]
 
     def _variant(
-        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[int, ...]
+        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
+        problem, prices, covers = self.problem, self.prices, (start, stop)
         readable, silent = self._readable(stretch), self.limits.silent
+        values, turned = tuple(map(self.graph.value_of, again)), wanted_of(problem, start, stop, again)
+
+        def derive(transposed: bool) -> KernelTask | None:
+            wanted = frozenset(turned if transposed else ())
+            return stretch.backward(start, stop, readable, self.withheld, values, silent, wanted)
+
         try:
-            kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
+            steps = row_steps(problem, prices, covers, turned, derive)
         except NotOneKernel as why:
             ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
-        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
-        kept = [r for s in steps for r in s.reads()]
-        kept += [self.graph.ref(v) for v in self.problem.recomputable(start, stop) if v not in again]
-        name, recomputes = steps[0].name if steps else "none", tuple(map(self.graph.ref, again))
-        return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=recomputes)
+        made = {r for s in steps for r in s.writes()}
+        left = [r for r in problem.recomputable(*covers) if r not in again]
+        kept = prices.kept_bytes([*left, *[r for s in steps for r in s.reads() if r not in made]])
+        name, more = steps[0].name if steps else "none", in_forward(problem, prices, stretch, covers, left)
+        return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
         """The values that the backward of a stretch may read."""
@@ -241,7 +249,7 @@ class BackwardCandidates:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
         last = nodes[-1]
         hanging = last.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
-        return [self.graph.ref(last.output)] if hanging else []
+        return [self.problem.read_in_backward(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
         producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
@@ -250,8 +258,7 @@ class BackwardCandidates:
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
         fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
-        inputs = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.reads]
+        inputs = [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.takes]
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         what = ("backward", fusion, fit.whole, k)

@@ -13,6 +13,7 @@ from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.transpose_task import TransposeTask
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
 
@@ -29,13 +30,15 @@ MatchOf = tuple["Fusion", tuple[int, int]]  # a fusion where it matches
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13
 NO_TENSOR = "its last op makes no tensor of its own"
+NOTHING = (0.0, 0.0)
 
 
 @record(eq=False)
 class Edge:
     """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
 
-    `whole` is where the match of a fusion is, of which it covers start..stop-1.
+    `whole` is where the match of a fusion is, of which it covers start..stop-1. `in_forward` are the seconds, and those
+    of the host, that forward takes more for what a candidate for backward makes kept: a layout that nobody else reads.
     """
 
     start: int
@@ -46,6 +49,7 @@ class Edge:
     fusion: Fusion | None = None
     whole: tuple[int, int] | None = None
     recomputes: tuple[Ref, ...] = ()
+    in_forward: tuple[float, float] = NOTHING
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
@@ -186,7 +190,8 @@ def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge
         whole = whole[0] + by, whole[1] + by
     again = tuple(map(there_is.__getitem__, edge.recomputes))
     steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
-    return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
+    start, stop = edge.start + by, edge.stop + by
+    return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
 
 
 def _moved_step(
@@ -203,7 +208,7 @@ def _moved_step(
     elif isinstance(task, FusionTask):
         assert whole is not None
         task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
-    else:
+    elif not isinstance(task, TransposeTask):
         assert isinstance(task, OpTask)
         task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase)
     inputs = tuple([(name, there_is[r]) for name, r in step.inputs])

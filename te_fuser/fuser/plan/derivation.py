@@ -74,7 +74,7 @@ class DerivedStretch:
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
                 tuple(number[v] for v in n.named_out),
                 tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
-                n.draws and n.stream - first,
+                n.draws and (n.stream - first, n.share),
                 n.op.batch_dim(),
             )
             for n in nodes
@@ -97,11 +97,18 @@ class DerivedStretch:
 
     # -------------------------------------------------------------------------------------- the kernels
 
-    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
+    def forward(
+        self,
+        start: int,
+        stop: int,
+        stores: Iterable[int],
+        statistics: Iterable[str],
+        transposed: Iterable[int] = (),
+    ) -> KernelTask | None:
         """See `Stretch.forward`."""
-        stores, statistics = tuple(stores), tuple(statistics)
-        key = ("forward", self._place(start, stop), self._numbers(stores), statistics)
-        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics))
+        stores, statistics, transposed = tuple(stores), tuple(statistics), tuple(transposed)
+        key = ("forward", self._place(start, stop), self._numbers(stores), statistics, self._numbers(transposed))
+        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics, transposed))
 
     def backward(
         self,
@@ -111,6 +118,7 @@ class DerivedStretch:
         forbidden: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
+        transposed: frozenset[Ref] = frozenset(),
     ) -> KernelTask | None:
         """See `Stretch.backward`.
 
@@ -122,8 +130,9 @@ class DerivedStretch:
         """
         readable, silent = readable & self._made_in(start, stop), silent & self._gives_statistics
         sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
-        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets)
-        kernel = self._once(key, lambda: self.exact.backward(start, stop, readable, recompute, silent))
+        turned = frozenset(map(self._numbered, transposed))
+        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets, turned)
+        kernel = self._once(key, lambda: self.exact.backward(start, stop, readable, recompute, silent, transposed))
         read = {r.index for r in kernel.inputs if r.kind is VALUE} if kernel and forbidden else set()
         bad = [plain(self._graph.values[v].name) for v in forbidden if v in read]
         if bad:

@@ -19,7 +19,7 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import marked_refs, with_casts, with_sums
+from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.order import in_running_order, waiting_late
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -79,10 +79,10 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
-    forward = waiting_late(with_casts(problem, prices, steps[0], set()))
+    forward = waiting_late(with_forms(problem, prices, steps[0], set()))
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = waiting_late(with_casts(problem, prices, summed, cast))
+    backward = waiting_late(with_forms(problem, prices, summed, cast))
     reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
@@ -206,7 +206,7 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
             if edge.whole is not None:
                 found.update(range(edge.whole[0] + by + 1, edge.whole[1] + by))
             for ref in edge.recomputes:
-                found.update(range(edge.stop + by, problem.last_readers[there_is[ref]] + 1))
+                found.update(range(edge.stop + by, problem.last_readers[there_is[ref].by_rows] + 1))
     return found
 
 

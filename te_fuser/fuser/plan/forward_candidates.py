@@ -16,9 +16,9 @@ from te_fuser.fuser.plan.candidates import (
     Ledger,
     find_rows,
     fusion_task,
-    kernel_step,
     saved_by,
 )
+from te_fuser.fuser.plan.transposing import row_steps
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
+    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
 
@@ -99,15 +100,33 @@ class ForwardCandidates:
                 if self.graph.ref(value) in self.demands:
                     stores[self.graph.first(value)] = None
         made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
-        digests = self._statistics.get(stretch.start, ())
+        digests = stretch.statistics_of(start, stop, self._statistics.get(stretch.start, ()))
+        turned = self._transposed_in(start, stop)
+        by_rows = [*made, *[v for v in turned if v not in made]]
+
+        def derive(transposed: bool) -> KernelTask | None:
+            return stretch.forward(start, stop, *((made, digests, turned) if transposed else (by_rows, digests)))
+
         try:
-            kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
+            wanted = [self.graph.ref(v).transposed for v in turned]
+            steps = row_steps(self.problem, self.prices, (start, stop), wanted, derive)
         except NotOneKernel as why:
             ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []
-        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         name = steps[0].name if steps else "none"
         return [Edge(start, stop, name, steps)]
+
+    def _transposed_in(self, start: int, stop: int) -> list[int]:
+        """The values of a range that backward reads transposed."""
+        if not self._turned:
+            return []
+        made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
+        return list(dict.fromkeys(self.graph.first(v) for v in made if self.graph.ref(v) in self._turned))
+
+    @functools.cached_property
+    def _turned(self) -> frozenset[Ref]:
+        """What is demanded transposed, by its rows."""
+        return frozenset([r.by_rows for r in self.demands if r.form.layout != "rows"])
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
@@ -179,7 +198,8 @@ class ForwardCandidates:
         start, stop = nodes[0].index, nodes[-1].index + 1
         made = [v for n in nodes for v in (n.output, *n.named_out)]
         outside = {self.graph.ref(v) for v in made if self.problem.read_outside(v, start, stop)}
-        return self.demands & inside | outside
+        turned = self._turned & inside  # of the output of a fusion a step makes the other form
+        return self.demands & inside | outside | turned
 
     def _why_no_fusion(
         self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref], inside: set[Ref], joint: bool

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
-from te_fuser.fuser.plan.candidates import TICK, Edge
+from te_fuser.fuser.plan.candidates import NOTHING, TICK, Edge
 from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
 from te_fuser.record import record
@@ -44,6 +44,11 @@ class Aim:
         """What an edge takes, with what it makes kept."""
         device, host = edge.takes
         return device + self.prices.share * host + edge.kept * self.weight / self._bandwidth
+
+    def in_forward(self, edge: Edge) -> float:
+        """Seconds that forward takes for what an edge of backward makes kept."""
+        device, host = edge.in_forward
+        return device + self.prices.share * host
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
@@ -121,8 +126,10 @@ def way_through(
     free = [e for e in edges if not aim.is_preferred(e)] if aim.prices.problem.preferred else edges
     lengths = dict.fromkeys(edges, 0) | {e: aim.length(e) for e in free}
     compared = lengths
+    if owing := [e for e in free if e.in_forward is not NOTHING]:
+        compared = lengths | {e: lengths[e] + 10 * round(aim.in_forward(e) / (10 * TICK)) for e in owing}
     if ahead is not None:
-        compared = lengths | {e: max(lengths[e] + ahead(e), 0) for e in free}
+        compared = compared | {e: max(compared[e] + ahead(e), 0) for e in free}
     path = _shortest(found.section.start, found.section.stop, compared)
     if path is None:
         return None
@@ -136,7 +143,9 @@ def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge]
 
     def pick(edges: list[Edge]) -> Edge | None:
         allowed = [e for e in edges if not (held and any(number[graph.value_of(r)] in held for r in e.recomputes))]
-        return min(allowed, key=aim.seconds) if len(allowed) > 1 else next(iter(allowed), None)
+        if len(allowed) < 2:
+            return next(iter(allowed), None)
+        return min(allowed, key=lambda e: aim.seconds(e) + aim.in_forward(e))
 
     for rows, lone in zip(found.rows, found.lone, strict=True):
         picked = [(edges, pick(edges)) for edges in rows]
@@ -150,13 +159,12 @@ def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
     prices, graph = aim.prices, aim.prices.graph
     made = {frozenset(e.recomputes): e for e in variants}
     chosen = frozenset(best.recomputes)
-    for value in prices.problem.recomputable(best.start, best.stop):
-        ref = graph.ref(value)
+    for ref in prices.problem.recomputable(best.start, best.stop):
         other = made.get(chosen ^ {ref})
         if other is not None:
-            again, name = ref in chosen, graph.values[value].name
-            more = aim.takes(best) - aim.takes(other)
-            yield Choice(name, again, prices.size(ref), more if again else -more, value)
+            again = ref in chosen
+            more = aim.takes(best) - aim.takes(other) + aim.in_forward(best) - aim.in_forward(other)
+            yield Choice(ref.label(graph), again, prices.size(ref), more if again else -more, graph.value_of(ref))
 
 
 def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] | None:

@@ -11,8 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     GRADIENT,
@@ -36,7 +34,7 @@ from te_fuser.fusions.pattern import among, heads, most_ops
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
@@ -120,6 +118,18 @@ def _likeness(graph: Graph, node: Node) -> Hashable:
     return node.likeness, *ends, *node.casts.items(), *parameters, *named
 
 
+def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(for which gradients, or for all, what) a fusion reads transposed in backward."""
+    if not fusion.has_backward:
+        return
+    always: tuple[str, ...] = ()
+    reads = [(always, name.removesuffix("?")) for name in fusion.reads]
+    reads += [(gradient.produces, name) for gradient in fusion.gradients for name in gradient.reads]
+    for produces, name in reads:
+        if (form := form_named(name)[1]) is not None and form.layout == "transposed":
+            yield produces, name
+
+
 class _Runs:
     """Where in a list the same kinds follow each other."""
 
@@ -175,7 +185,7 @@ class Problem:
         self.graph, self.asked, self.options = graph.rounded(), graph, options
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
-        self._recomputable: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._recomputable: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.matches, self.conditions = _find_matches(graph, options, self.match)
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
@@ -187,6 +197,7 @@ class Problem:
         self._alike: dict[Hashable, DerivedStretch] = {}
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
+        self.transposed = self._transposed()
         self.sections = sections_of(self)
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -275,14 +286,40 @@ class Problem:
                         found[first] = found.get(first, True) and self.is_hanging(node, gradient)
         return found
 
-    def recomputable(self, start: int, stop: int) -> tuple[int, ...]:
-        """Values of a range of row ops that only hanging nodes read."""
+    def recomputable(self, start: int, stop: int) -> tuple[Ref, ...]:
+        """Values of a range of row ops that only hanging nodes read, in the form in which these do."""
         if (start, stop) not in self._recomputable:
             made = {v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)}
             leaving = map(self.graph.first, self.stretch_of(start).values_leaving(start, stop))
             found = dict.fromkeys(v for v in leaving if v in made and self.hanging_reads.get(v))
-            self._recomputable[start, stop] = tuple(found)[:_MAX_AGAIN]
+            self._recomputable[start, stop] = tuple(map(self.read_in_backward, found))[:_MAX_AGAIN]
         return self._recomputable[start, stop]
+
+    def read_in_backward(self, value: int) -> Ref:
+        """A value in the form in which hanging nodes read it."""
+        ref = self.graph.ref(value)
+        return ref.transposed if ref.transposed in self.transposed else ref
+
+    def _transposed(self) -> frozenset[Ref]:
+        """The values and gradients that fusions would read transposed in backward.
+
+        A gradient is among them only where one step makes it: of a sum nobody makes another form on its way.
+        """
+        names = {fusion: tuple(_transposed_reads(fusion)) for fusion, _, _ in self.matches}
+        found = set[Ref]()
+        for fusion, start, stop in (match for match in self.matches if names[match[0]]):
+            nodes = self.nodes[slice(*fusion.covers("backward", start, stop))]
+            if not self.graph.needs_grad(nodes[-1].output):
+                continue
+            needed = {f"{k}.{name}" for k, node in enumerate(nodes) for name in self.needed(node)}
+            needed |= {"input"} if "0.input" in needed else set()
+            read = [name for produces, name in names[fusion] if not produces or needed.intersection(produces)]
+            found.update([self.in_match(fusion, nodes, name) for name in read])
+        return frozenset([r for r in found if r.kind is not GRADIENT or self._is_made_at_once(r.index)])
+
+    def _is_made_at_once(self, value: int) -> bool:
+        """Whether the gradient of a value comes from one reader alone."""
+        return not self.graph.leaves(value) and len(self.graph.consumers(value)) == 1
 
     # ----------------------------------------------------------------------------------------- refs
 
@@ -304,15 +341,15 @@ class Problem:
         Raises:
             ValueError: when it is nothing there.
         """
-        plain, dtype = form_named(name)
+        plain, form = form_named(name)
         ref = self._named_in_match(nodes, plain)
-        if ref is not None and dtype is not None:
-            ref = self._in_form(ref, dtype)
+        if ref is not None and form is not None:
+            ref = self._in_form(ref, form)
         if ref is None:
             raise ValueError(
                 f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
-                '"k.<parameter>", "k.<named input>" or "k.<named output>", maybe with a form, as in "input.float32", '
-                'or "k.d_<named output>" for a gradient'
+                '"k.<parameter>", "k.<named input>" or "k.<named output>", maybe with a form, as in "input.float32" or '
+                '"input.transposed", or "k.d_<named output>" or "dy.transposed" for a gradient'
             )
         return ref
 
@@ -330,6 +367,8 @@ class Problem:
             return self.graph.ref(nodes[0].input)
         if name == "output":
             return self.graph.ref(nodes[-1].output)
+        if name == "dy":
+            return gradient_ref(nodes[-1].output)
         place, _, what = name.partition(".")
         if not place.removeprefix("-").isdigit() or not -len(nodes) <= int(place) < len(nodes):
             return None
@@ -340,14 +379,16 @@ class Problem:
         named = zip(node.op.named_outputs(), node.named_out, strict=True)
         return next((gradient_ref(v) for own, v in named if name == f"d_{own}"), None)
 
-    def _in_form(self, ref: Ref, dtype: torch.dtype) -> Ref | None:
-        """A value or a parameter in a dtype; None of anything else."""
+    def _in_form(self, ref: Ref, form: Form) -> Ref | None:
+        """A value or a parameter in a dtype, a value or a gradient transposed; None of anything else."""
+        if form.layout == "transposed":
+            return ref.transposed if ref.kind in (VALUE, GRADIENT) else None
         if ref.kind is VALUE:
             made = self.graph.values[ref.index].spec.dtype
-            return ref._replace(form=AS_MADE if made == dtype else Form(dtype))
+            return ref._replace(form=AS_MADE if made == form.dtype else form)
         if ref.kind is PARAMETER:
             made = self.graph.parameter_specs[ref.index].dtype
-            return parameter_ref(ref.index, None if made == dtype else dtype)
+            return parameter_ref(ref.index, None if made == form.dtype else form.dtype)
         return None
 
     def why_not_there(self, fusion: Fusion, nodes: tuple[Node, ...], names: Iterable[str], stored: bool) -> str | None:
@@ -361,7 +402,7 @@ class Problem:
             if ref.kind is GRADIENT and not self.graph.needs_grad(ref.index):
                 return f"it reads {name}, and no gradient of {self.graph.values[ref.index].name} comes"
             if ref.kind is VALUE and form_named(name)[1] is not None:
-                standing = [v.index for v in self.graph.values if self.graph.ref(v.index) == ref]
+                standing = [v.index for v in self.graph.values if self.graph.ref(v.index) == ref.by_rows]
                 if not standing:
                     return f"it reads {name}, and {self.graph.values[ref.index].name} is in other forms alone"
                 if stored and not any(self.graph.consumers(v) or self.graph.leaves(v) for v in standing):

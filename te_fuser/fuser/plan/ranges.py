@@ -80,8 +80,8 @@ class Gives:
             self.sums.append(_target(name, e, output))
             self.sum_outputs.append(output)
             return
-        key = (id(e), output.dtype, output.axes, output.width)
-        same = self._cut.alias(e, output.dtype) or self._stored.get(key)
+        key = (id(e), output.dtype, output.axes, output.width, output.layout)
+        same = self._stored.get(key) or (self._cut.alias(e, output.dtype) if output.layout == "rows" else None)
         if same is None:
             self._stored[key] = output.ref
             self.store(name, e, output)
@@ -99,4 +99,4 @@ class Gives:
 
 
 def _target(name: str, e: Expr, output: KernelOutput) -> Target:
-    return Target(name, e, output.axes, output.width, output.dtype)
+    return Target(name, e, output.axes, output.width, output.dtype, output.layout)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
-from te_fuser.fuser.plan.additions import with_casts
+from te_fuser.fuser.plan.additions import with_forms
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
 from te_fuser.fuser.steps.step import Price
@@ -85,7 +85,7 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
     if not needing:
         return None
-    forward = with_casts(problem, prices, [_forward(problem, prices, call) for call in calls], set())
+    forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
     backward = [_backward(problem, prices, call) for call in needing]
     kept = kept_by(problem, prices, backward)
     return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)

@@ -13,7 +13,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.graph.refs import Ref, gradient_ref
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -136,11 +136,20 @@ def _values(problem: Problem) -> list[int]:
                 graph.leaves(v.index),
                 problem.hanging_reads.get(v.index),
                 problem.forms_read[graph.root(v.index)],
+                *_transposed(problem, v.index),
             ),
             len(known),
         )
         for v, asked in zip(graph.values, problem.asked.values, strict=True)
     ]
+
+
+def _transposed(problem: Problem, value: int) -> tuple[bool, ...]:
+    """Whether a value, and its gradient, are read transposed; nothing where nothing is."""
+    if not problem.transposed:
+        return ()
+    read = problem.transposed
+    return problem.graph.ref(value).transposed in read, gradient_ref(value).transposed in read
 
 
 def _section(
@@ -197,7 +206,7 @@ class _Form:
             tuple([(name, number[v]) for name, v in node.named_in.items()]),
             tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
             node.role,
-            node.draws,
+            node.draws and node.share,
         )
 
     def _value(self, value: int) -> Hashable:

@@ -29,7 +29,9 @@ from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import parameter_axes
 
 if TYPE_CHECKING:
+    from te_fuser.formula.random import Shared
     from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.ops.share import Share
 
 
 _Raised = tuple[str, int, Ref, Expr]  # the name of a maximum, its features, the number that is raised, and of what
@@ -45,6 +47,7 @@ class Stretch:
         self.env: dict[int, Expr] = {}
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
+        self._drawn: dict[str, Node] = {}  # the name of a stream -> who draws
         self.roles: dict[int, str] = {}
         self._cuts: dict[int, Range] = {}
         self._differentiated: dict[tuple[int, int], tuple[Range, _Wanted, list[Expr]]] = {}
@@ -86,7 +89,7 @@ class Stretch:
     def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
         """What an op gives as one of its values, under a name of its own."""
         if node.draws:
-            y = self._name_stream(y, role, node.stream)
+            y = self._name_stream(y, role, node)
         features = self.graph.values[value].spec.features
         if y.op != "const" and not y.has_features and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
@@ -102,8 +105,8 @@ class Stretch:
             self.marks[name] = value
         return marked
 
-    def _name_stream(self, y: Expr, role: str, number: int) -> Expr:
-        self.streams[role] = number
+    def _name_stream(self, y: Expr, role: str, node: Node) -> Expr:
+        self.streams[role], self._drawn[role] = node.stream, node
 
         def rename(e: Expr) -> Expr | None:
             if e.op != "keep" or e.attrs[0] != "keep":
@@ -181,20 +184,27 @@ class Stretch:
         v = self.graph.values[value]
         return Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
 
-    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
+    def forward(
+        self,
+        start: int,
+        stop: int,
+        stores: Iterable[int],
+        statistics: Iterable[str],
+        transposed: Iterable[int] = (),
+    ) -> KernelTask | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
 
         Args:
             stores: values to store.
             statistics: digests of canonical expressions to store per row.
+            transposed: values to store transposed.
         """
         cut = self._cut(start)
         gives = Gives(cut)
-        for value in stores:
-            v, ref = self.graph.values[value], self.graph.ref(value)
+        refs = [*((v, self.graph.ref(v)) for v in stores), *((v, self.graph.ref(v).transposed) for v in transposed)]
+        for value, ref in refs:
             if ref not in {o.ref for o in gives.outputs}:
-                output = KernelOutput(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
-                gives.add(self._output_name(value), cut.of(self.env[value]), output)
+                gives.add(*self._given(value, ref, cut.of(self.env[value])))
         for k, digest in enumerate(statistics):
             output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
@@ -203,6 +213,12 @@ class Stretch:
                 e, width = cut.of(self.env[node.input]), self.graph.values[node.input].spec.features
                 gives.raise_by(f"{self.roles[node.index]}.amax", e, width, slot)
         return self._kernel(start, stop, "fwd", cut, gives)
+
+    def _given(self, value: int, ref: Ref, e: Expr) -> tuple[str, Expr, KernelOutput]:
+        """A value as a kernel gives it: the name of the tensor, the expression and what is stored."""
+        spec = self.graph.values[value].spec
+        name = self._output_name(value) + _suffix(ref)
+        return name, e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
 
     def statistic(self, digest: str) -> Expr:
         """The canonical expression with this digest."""
@@ -237,6 +253,7 @@ class Stretch:
         readable: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
+        transposed: frozenset[Ref] = frozenset(),
     ) -> KernelTask | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
 
@@ -244,6 +261,7 @@ class Stretch:
             readable: values (by storage) that exist after forward, apart from what enters the range.
             recompute: values of the range to compute again and store.
             silent: ops whose per-row statistics forward cannot give.
+            transposed: what to store transposed: gradients beside their rows, values to compute again in their place.
 
         Raises:
             NotOneKernel: when it does not fit one kernel.
@@ -264,11 +282,11 @@ class Stretch:
         gives = Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
+            if (turned := output.ref.transposed) in transposed:
+                gives.add(f"d_{name}{_suffix(turned)}", e, output._replace(ref=turned))
         for value, e in zip(recompute, reduced[len(wanted) : len(wanted) + len(again)], strict=True):
-            spec, ref = self.graph.values[value].spec, self.graph.again(value)
-            gives.store(
-                self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
-            )
+            ref = self.graph.again(value)
+            gives.store(*self._given(value, ref.transposed if ref.transposed in transposed else ref, e))
         for (name, width, slot, _), e in zip(arriving, reduced[len(wanted) + len(again) :], strict=True):
             gives.raise_by(name, e, width, slot)
         return self._kernel(start, stop, "bwd", used, gives)
@@ -395,10 +413,28 @@ class Stretch:
         if any(s not in self.streams for s in description.streams):
             raise TypeError(f"{self._drawing()}: compute() draws by keep_mask; define draws(), which says when it does")
         streams = tuple(self.streams[s] for s in description.streams)
+        share, shared = self._shared([self._drawn[s] for s in description.streams])
+        if shared:
+            description = replace(description, shared=tuple(zip(description.streams, shared, strict=True)))
         outputs = (*gives.outputs, *gives.sum_outputs)
         batch_dim = self.batch_dim(start, stop)
         aliases, raised = tuple(gives.aliases), tuple(gives.raised)
-        return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised)
+        return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
+
+    def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
+        """What this rank has of what ops draw for, and how ranks share it for each of them; nothing where it is whole.
+
+        Raises:
+            NotOneKernel: when they lie otherwise for each of them.
+        """
+        shares = [n.share for n in drawing if n.share is not None]
+        if not shares:
+            return None, []
+        if len(shares) < len(drawing) or len({(s.rows, s.dim, s.columns) for s in shares}) > 1:
+            raise NotOneKernel("the ops draw for values that ranks share in different ways")
+        specs = [self.graph.values[n.input].spec for n in drawing]
+        each = zip(shares, drawing, specs, strict=True)
+        return shares[0], [s.shared(n.op.batch_dim(), len(x.shape)) for s, n, x in each]
 
     def _drawing(self) -> str:
         """The first op that draws and does not say so."""
@@ -413,6 +449,11 @@ class Stretch:
         if direction == "fwd":
             return self.graph.ref(self.graph.nodes[start].input)
         return gradient_ref(next(v for v in self.graph.leaving(start, stop) if self.graph.needs_grad(v)))
+
+
+def _suffix(ref: Ref) -> str:
+    """What the name of a tensor ends with in a kernel, for its form."""
+    return "" if ref.form.layout == "rows" else f"_{ref.form.layout}"
 
 
 def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[Expr]:

@@ -130,7 +130,7 @@ def runs_alike(first: Plan, second: Plan) -> bool:
 
 def _as_run(plan: Plan) -> tuple[Any, ...]:
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs, s.task.identity) for s in plan.steps]
-    nodes = [(n.op.kind, n.path, n.stream, n.casts) for n in plan.graph.nodes]
+    nodes = [(n.op.kind, n.path, n.stream, n.casts, n.share) for n in plan.graph.nodes]
     values = [(v.spec.dtype, v.gradient_dtype, v.alias_of, v.needs_grad) for v in plan.graph.values]
     parts = [(s.start, s.stop) for s in plan.segments]
     return steps, nodes, values, parts, measured_schedules(plan)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import _native
-from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made, stream_of
+from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, FusionCall, Match
-from te_fuser.ops.rows import batch_layout
+from te_fuser.ops.share import stream_of
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class FusionTask(Task):
     def _takes(self) -> tuple[str, ...]:
         """The tensors that its body is a plain function of; none: it is called with what it covers."""
         if self.gradient is not None:
-            return ("dy", *self.gradient.reads)
+            return self.gradient.takes
         joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
         return () if joint_backward else self.fusion.takes
 
@@ -139,9 +139,9 @@ class FusionRunner:
         first = slots[self._first]
         streams = {}
         for k, node in self._streams:
-            layout = batch_layout(first.shape, node.op.batch_dim())
             # Read only when somebody draws from it: a seed on a GPU is waited for.
-            streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, layout)
+            where = first.shape, node.op.batch_dim(), node.share
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, *where)
         call = FusionCall(self._ops, tensors, self._needed, streams, later)
         result = self._function(call, first)
         if self._forward:

@@ -21,8 +21,9 @@ from te_fuser.ops.rows import batch_layout
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription, Load
+    from te_fuser.codegen.description import KernelDescription, Layout, Load
     from te_fuser.ops.base import Spec
+    from te_fuser.ops.share import Share
 
 
 class KernelOutput(NamedTuple):
@@ -34,6 +35,11 @@ class KernelOutput(NamedTuple):
     dtype: str
     shape: tuple[int, ...] | None = None
 
+    @property
+    def layout(self) -> Layout:
+        """How it lies."""
+        return self.ref.form.layout
+
 
 @record()
 class KernelTask(Task):
@@ -43,6 +49,7 @@ class KernelTask(Task):
         aliases: (new name, the tensor it is).
         lead: a full-size tensor whose leading dimensions the outputs have.
         raised: the numbers that it raises to largest magnitudes, in the order of the description's maxima.
+        share: what this rank has of what is drawn for; None: all.
     """
 
     what = "kernel"
@@ -57,6 +64,7 @@ class KernelTask(Task):
     aliases: tuple[tuple[Ref, Ref], ...] = field()
     lead: Ref
     raised: tuple[Ref, ...] = ()
+    share: Share | None = None
 
     @property
     def identity(self) -> Any:
@@ -101,6 +109,7 @@ class KernelTask(Task):
             tuple([(move(new), move(old)) for new, old in self.aliases]),
             move(self.lead),
             tuple(map(move, self.raised)),
+            self.share,
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
@@ -122,16 +131,31 @@ class KernelTask(Task):
             slots[self.lead],
             self.batch_dim,
             [
-                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, STORED[o.dtype])
+                (
+                    slots[o.ref],
+                    -1 if alike is None else alike,
+                    _shape_rule(o.axes, o.layout),
+                    o.width,
+                    o.shape,
+                    STORED[o.dtype],
+                )
                 for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
             ],
-            self.streams,
+            self._integers(),
             [(slots[new], slots[old]) for new, old in self.aliases],
             LARGE // widest if widest else sys.maxsize,
             prefer_huge_pages,
             [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(self.inputs)),
             [slots[r] for r in self.overwritten() if slots[r] in bench.dying],
+            None if self.share is None or self.share.rows is None else self.share.dim,
         )
+
+    def _integers(self) -> tuple[int, ...]:
+        """The run-time integers that no call changes; where ranks share the rows, each call adds the last."""
+        if self.share is None:
+            return self.streams
+        block = () if self.share.rows is not None else (1,)
+        return *self.streams, *self.share.ranks, *block
 
     def _alike(self, inputs: int) -> list[int | None]:
         """For each output the tensor of its sizes and dtype among the inputs and the outputs before it, by number."""
@@ -143,7 +167,7 @@ class KernelTask(Task):
                 forms[ref.index, load.dtype] = k
         found = []
         for k, o in enumerate(self.outputs, inputs):
-            form: Any = (_ROWS, o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
+            form: Any = (_shape_rule(o.axes, o.layout), o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
             if o.ref.kind is PARAMETER_GRADIENT and not o.ref.term:
                 form = (o.ref.index, o.dtype)
             found.append(forms.get(form))
@@ -152,14 +176,14 @@ class KernelTask(Task):
 
 
 # How an output's sizes follow from a call's; in the order of the native runtime.
-_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
+_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS, _TRANSPOSED = range(5)
 _ANY_SIZE = (_FIXED, -1)
 
 
-def _shape_rule(axes: Axes) -> int:
+def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
     """How the sizes of a tensor with these axes follow from a call's."""
     if axes & Axes.OUTER:
-        return _ROWS
+        return _ROWS if layout == "rows" else _TRANSPOSED
     if axes & Axes.BATCH:
         return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
     return _FIXED

@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import _native
-from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Cost
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall
+from te_fuser.ops.share import stream_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.ops.tensor_function import TensorFunction
-
-
-def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> RandomStream:
-    """The random stream `number` of a call whose (seed, offset) is `seed`."""
-    value, offset = seed.tolist()
-    return RandomStream(value, offset, number, *layout)
 
 
 @record()
@@ -146,9 +140,9 @@ class OpRunner:
         node, forward = self._node, self._forward
         call = OpCall({name: slots[k] for name, k in self._inputs}, self._task.needed)
         call.notes = slots[self._notes] or {}
-        if node.draws:
-            call.random = stream_of(slots[self._seed], node.stream, (1, 1))
         first = slots[self._first]
+        if node.draws:
+            call.random = stream_of(slots[self._seed], node.stream, first.shape, node.op.batch_dim(), node.share)
         if self._task.phase == "wait":
             call.emitted, first = first
         made = self._function(call, first)

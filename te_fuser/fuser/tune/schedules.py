@@ -134,5 +134,5 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
 
 def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:
     """Seconds of one launch of a kernel alone."""
-    numbers = tuple(range(len(kernel.description.streams)))
+    numbers = tuple(range(1, kernel.description.integers + 1))
     return seconds_alone(lambda: kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)) / _LAUNCHES

@@ -1,0 +1,65 @@
+"""Share: which part of a whole value the ranks of a group have each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.formula.random import Placed, RandomStream, Shared
+from te_fuser.ops.group import Group
+from te_fuser.ops.rows import batch_layout
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank has of a value that ranks share.
+
+    Attributes:
+        rows: the ranks that share the rows; None: the rows are whole.
+        dim: the dimension of the value that is cut for it.
+        columns: the ranks that share the features; None: they are whole.
+        parts: the features are so many tensors side by side (a gate and what it gates, say), each of them cut.
+    """
+
+    rows: Group | None = None
+    dim: int = 0
+    columns: Group | None = None
+    parts: int = 1
+
+    def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
+        """The same without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
+        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == self.dim
+        return Shared(_size(self.rows), self.dim > 0, samples, _size(self.columns), self.parts)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This process's place among those that share the rows, and the columns."""
+        return _rank(self.rows), _rank(self.columns)
+
+    def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> Placed:
+        """Where the rows and columns of a value of this shape lie in the whole."""
+        block = max(math.prod(shape[self.dim : -1]), 1)
+        return Placed(self.shared(batch_dim, len(shape)), *self.ranks, block)
+
+
+def _size(group: Group | None) -> int:
+    return 1 if group is None else group.size
+
+
+def _rank(group: Group | None) -> int:
+    return 0 if group is None else group.rank
+
+
+def stream_of(
+    seed: torch.Tensor, number: int, shape: tuple[int, ...], batch_dim: int | None = None, share: Share | None = None
+) -> RandomStream:
+    """The random stream `number` of a call whose (seed, offset) is `seed`, for an op with an input of this shape.
+
+    Args:
+        share: what this rank has of it; None: all.
+    """
+    value, offset = seed.tolist()
+    placed = None if share is None else share.placed(shape, batch_dim)
+    return RandomStream(value, offset, number, *batch_layout(shape, batch_dim), placed)

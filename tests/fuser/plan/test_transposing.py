@@ -1,0 +1,179 @@
+"""The form "transposed": which steps make it, of what, what is kept, and that products by it are right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser as te
+from te_fuser import fusions, ops
+from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, VALUE, Form
+from te_fuser.fuser.plan.device import DEVICES
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run import fuser
+from te_fuser.fusions import cublaslt_float8
+from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.kernels import quantized_matmul
+from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.float8_products import quantized
+from te_fuser.recipe import DelayedScaling
+from tests import fake_cublaslt
+from tests.fake_cublaslt import FakeCublasLt
+from tests.fake_cuda import Emulation, FakeDriver
+from tests.float8 import FORMATS
+from tests.needs import needs_compiler
+from tests.twins import randomize
+
+F, FFN, ROWS = 64, 128, 37
+BF16 = torch.bfloat16
+TURNED = Form(layout="transposed")
+MODELS: dict[str, Callable[[], Any]] = {
+    "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
+    "mlp": lambda: te.Sequential(
+        te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F), ops.Dropout(0.0))
+    ),
+    "gated": lambda: te.Sequential(
+        ops.RMSNorm(F), ops.MatMul(F, 2 * FFN), ops.SwiGLU(), ops.MatMul(FFN, F), ops.Bias(F)
+    ),
+    "main_grad": lambda: te.Sequential(
+        ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F, accumulate_into_main_grad=True)
+    ),
+}
+
+
+def planned(name: str, device: str = "h200", memory: str = "balanced") -> Plan:
+    with torch.device("meta"):
+        model = MODELS[name]().to(BF16)
+        model.memory = memory
+        x = torch.empty(8192, F, dtype=BF16, requires_grad=True)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        return model.plan(x, device=device)  # type: ignore[no-any-return]
+
+
+def turned(plan: Plan, direction: str) -> dict[str, list[str]]:
+    """The steps that store transposed, and what."""
+    steps = plan.forward if direction == "forward" else plan.backward
+    found = {s.name: [r.label(plan.graph) for r in s.writes() if r.form == TURNED] for s in steps}
+    return {name: labels for name, labels in found.items() if labels}
+
+
+def test_kernels_without_row_sums_store_both_layouts() -> None:
+    p = planned("mlp", memory="fast")
+    gradient, value = "gradient of float8_mat_mul.output transposed", "quantize.output transposed"
+    assert turned(p, "forward") == {"transposed8": [value], "gelu_quantize_fwd": [value]}
+    assert turned(p, "backward") == {"bias_add_bwd": [gradient], "bias_gelu_quantize_bwd": [gradient]}
+    gelu = next(s for s in p.forward if s.name == "gelu_quantize_fwd")
+    assert [s.layout for s in gelu.task.description.stores] == ["rows", "transposed"]  # type: ignore[union-attr]
+
+
+# --------------------------------------------------------------------------------------------- values and gradients
+
+
+@contextlib.contextmanager
+def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCublasLt]:
+    """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
+    patch.setattr(quantized_matmul, "obstacle_on", lambda *given: None)
+    patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
+    quantized_matmul.configured.cache_clear()
+    library = fake_cublaslt.compile_library(folder)
+    with patch.context(), emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
+        yield fake
+    patch.undo()
+    quantized_matmul.configured.cache_clear()
+
+
+def trained(
+    model: Any, run: Callable[[Any, torch.Tensor], torch.Tensor], dtype: torch.dtype = BF16
+) -> list[torch.Tensor]:
+    """The output and all gradients of a second call, whose scales are of the first."""
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(amax_history_len=2)):
+        for k in range(2):
+            rng = torch.Generator().manual_seed(k)
+            x = torch.randn(ROWS, F, generator=rng).to(dtype).requires_grad_()
+            for p in model.parameters():
+                p.grad, p.main_grad = None, torch.ones(p.shape)
+            y = run(model, x)
+            y.backward(torch.randn(y.shape, generator=rng).to(dtype))
+    grads = [p.main_grad if p.grad is None else p.grad for p in model.parameters()]
+    return [y.detach(), x.grad, *grads]  # type: ignore[list-item]
+
+
+def agree(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """A byte may be a step apart where kernels do not round twice."""
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients(name: str, driver: FakeDriver, emulation: Emulation, tmp_path: Path) -> None:
+    """As the emulation has them, with kernels that store both layouts, in generated CUDA; and each step is right."""
+    model = randomize(MODELS[name]()).to(BF16)
+    twin, looked_at = copy.deepcopy(model), copy.deepcopy(model)
+    looked_at.verify = True
+    wanted = trained(twin, lambda m, x: m(x))
+    with on_an_emulated_gpu(emulation, tmp_path) as library:
+        agree(trained(model, lambda m, x: m(x)), wanted)
+        agree(trained(looked_at, lambda m, x: m(x)), wanted)
+        assert library.products
+
+
+def _turned_weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor
+) -> torch.Tensor:
+    return (dy.float() * gradient_inverse) @ (x.float() * inverse).mT
+
+
+def _input_gradient(
+    dy: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor
+) -> torch.Tensor:
+    w8 = quantized(w, scale, torch.float8_e4m3fn).float() * inverse
+    return (dy.float() * gradient_inverse) @ w8
+
+
+def backward_by_pytorch(m: Match, method: str) -> Body:
+    """Of what lies transposed, wherever."""
+    return Body({"input_gradient": _input_gradient, "weight_gradient": _turned_weight_gradient}[method], plain=True)
+
+
+ANYWHERE = Fusion(
+    "float8_by_pytorch",
+    "backward",
+    (Float8MatMul,),
+    run_forward=None,
+    run_backward=None,
+    gradients=(cublaslt_float8._INPUT, cublaslt_float8._WEIGHT),
+    cost=lambda m: (Cost(seconds=1e-9), Cost(seconds=1e-9)),
+    choose=backward_by_pytorch,
+    takes_gradients_in=FORMATS,
+)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "gated"])
+def test_on_a_cpu(name: str, memory: str, kernels: str) -> None:
+    """Any target stores so; in float32 with the same bytes."""
+    model = randomize(MODELS[name]())
+    model.memory, model.kernels = memory, kernels
+    twin, looked_at = copy.deepcopy(model), copy.deepcopy(model)
+    looked_at.verify = True
+    wanted = trained(twin, lambda m, x: m(x), torch.float32)
+    with fusions.only(fusions.STRETCH, ANYWHERE):
+        found = trained(model, lambda m, x: m(x), torch.float32)
+        agree(trained(looked_at, lambda m, x: m(x), torch.float32), wanted)
+        with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+            plan = model.plan(torch.empty(ROWS, F, requires_grad=True))
+    agree(found, wanted)
+    dw = [s for s in plan.backward if s.name == ANYWHERE.name and "0.weight" in dict(s.outputs)]
+    read = [r for s in dw for r in s.reads() if r.form == TURNED]
+    assert len(read) == 2 * len(dw) > 0 and {r.kind for r in read} <= {VALUE, GRADIENT, RECOMPUTED}

@@ -1,0 +1,109 @@
+"""Random draws of ranks that share a value: bit for bit those of one process that has all of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.formula.random import RandomStream
+from te_fuser.fuser.graph import lowering
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.ops.attention_math import kept
+from te_fuser.ops.group import Group
+from te_fuser.ops.share import Share
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.twins import sequential, tensor
+
+SHAPE = (4, 6, 32)
+# What is cut: the dimension of the rows, whether the features are, and into how many parts.
+WAYS = {"first": (0, False, 1), "second": (1, False, 1), "features": (None, True, 1), "parts": (None, True, 2)}
+
+
+def group() -> Group:
+    return ops.AllReduce(dist.group.WORLD).group
+
+
+def share_of(way: str) -> Share:
+    dim, columns, parts = WAYS[way]
+    return Share(None if dim is None else group(), dim or 0, group() if columns and dim is None else None, parts)
+
+
+@contextmanager
+def sharing(share: Share) -> Iterator[None]:
+    """In here what draws does so for this share of a value."""
+
+    def shared(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+        return [replace(item, share=share) if item.lowered.op.draws() else item for item in listed]
+
+    with mock.patch.object(lowering, "PASSES", (*lowering.PASSES, shared)):
+        yield
+
+
+def own(t: torch.Tensor, share: Share) -> torch.Tensor:
+    """This rank's part of a value."""
+    rank = dist.get_rank()
+    if share.rows is not None:
+        t = t.chunk(WORLD, share.dim)[rank]
+    if share.columns is not None:
+        t = torch.cat([part.chunk(WORLD, -1)[rank] for part in t.chunk(share.parts, -1)], -1)
+    return t.detach().contiguous().requires_grad_(t.requires_grad)
+
+
+def results(run: object, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and dx, whose draws begin anew."""
+    torch.manual_seed(3)
+    y = run(x)  # type: ignore[operator]
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks
+def test_dropout(way: str, dtype: torch.dtype) -> None:
+    """Of several ops in one kernel, in both directions, of kernels, the reference and what is verified step by step."""
+    share = share_of(way)
+    model = sequential(ops.SiLU(), ops.Dropout(0.3), ops.GELU(), ops.DropPath(0.2, 1), ops.Dropout(0.2)).to(dtype)
+    x, dy = tensor(*SHAPE).to(dtype), tensor(*SHAPE, grad=False, seed=5).to(dtype)
+    x = x.detach().requires_grad_()
+    want = [own(t, share) for t in results(model, x, dy)]
+    assert 0 < (want[0] == 0).double().mean() < 1
+    with sharing(share):
+        for m in (copy.deepcopy(model), te_fuser.Sequential(*copy.deepcopy(model), verify=True)):
+            for run in (m, m.reference):
+                for got, wanted in zip(results(run, own(x, share), own(dy, share)), want, strict=True):
+                    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+                    assert torch.equal(got == 0, wanted == 0)
+
+
+@on_ranks
+def test_lengths() -> None:
+    """A plan holds for every length: where rows lie follows from each call's sizes."""
+    share = share_of("second")
+    model = sequential(ops.Dropout(0.5))
+    xs = [torch.ones(3, length, 16, requires_grad=True) for length in (4, 6, 4, 10)]
+    wanted = [own(results(model, x, x.detach())[0], share) for x in xs]
+    with sharing(share):
+        mine = copy.deepcopy(model)
+        for x, want in zip(xs, wanted, strict=True):
+            assert torch.equal(results(mine, own(x, share), own(x.detach(), share))[0], want)
+        assert len(mine.plans_kept()) < 3
+
+
+def test_heads() -> None:
+    """Of attention's probabilities ranks share the heads; of each sample they have a block."""
+    two, like = Group("two", 2), torch.empty(0)
+    whole = kept(RandomStream(1, 2, 3), (2, 6, 5, 7), like, 0.3)
+    for rank in range(2):
+        with mock.patch.object(Share, "ranks", (0, rank)):
+            placed = Share(columns=two).placed((5, 2, 30))
+        mine = kept(RandomStream(1, 2, 3, placed=placed), (2, 3, 5, 7), like, 0.3)
+        assert torch.equal(mine, whole[:, 3 * rank : 3 * rank + 3])
