@@ -259,14 +259,16 @@ class AsPut:
     """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
 
     def __init__(self, states: Sequence[State]) -> None:
-        self._states = states
+        self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
 
-    def __call__(self) -> bool:
-        if not all(state.is_as_put() for state in self._states):
-            return False
-        if not region.recomputing():
-            entry = region.entries()
-            for state in self._states:
+    def __call__(self) -> bool:  # in each call: one loop, which calls nothing
+        entry = None if region.recomputing() else region.entries()
+        for state, buffers, scale, history in self._states:
+            if state._put is None or buffers.get(scale) is not state._put[0]:
+                return False
+            if buffers.get(history) is not state._put[1]:
+                return False
+            if entry is not None:
                 state.entry = entry
         return True
 
