@@ -32,23 +32,29 @@ PyObject* attributes(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return found.release();
 }
 
-// tensor_key(tensors): all but values and strides that is known of them, as bytes; None where one is no plain tensor.
-PyObject* tensor_key(PyObject*, PyObject* tensors) {
+// What `append` knows of tensors, as bytes; None where it knows nothing of one.
+PyObject* key_by(bool (*append)(PyObject*, std::string&), PyObject* tensors) {
   const Reference all = Reference::steal(PySequence_Tuple(tensors));
   if (!all) return nullptr;
   std::string key;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(all.get()); ++i) {
-    if (append_key(PyTuple_GET_ITEM(all.get(), i), key)) continue;
+    if (append(PyTuple_GET_ITEM(all.get(), i), key)) continue;
     if (PyErr_Occurred() != nullptr) return nullptr;
     Py_RETURN_NONE;
   }
   return PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()));
 }
 
+// tensor_key(tensors): all but values and strides that is known of them, as bytes; None where one is no plain tensor.
+PyObject* tensor_key(PyObject*, PyObject* tensors) { return key_by(append_key, tensors); }
+
+// call_key(tensors): the same, of DTensors too.
+PyObject* call_key(PyObject*, PyObject* tensors) { return key_by(append_call_key, tensors); }
+
 // ------------------------------------------------------------------------------------------------------------- calls
 
 // The fields of a `Known` tuple.
-enum Field : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, function, known_fields };
+enum Field : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, function, held, known_fields };
 
 // Appends what is known of the named inputs, where these are the names in this order: 1, 0, or -1 with an error set.
 int append_inputs(PyObject* inputs, PyObject* wanted, std::string& key) {
@@ -70,7 +76,7 @@ Reference append_parameters(PyObject* slots, std::string& key) {
   for (Py_ssize_t i = 0; found && i < count; ++i) {
     PyObject* slot = at(slots, i);
     PyObject* parameter = PyDict_GetItemWithError(at(slot, 0), at(slot, 1));
-    if (parameter == nullptr || !append_key(parameter, key)) return Reference();
+    if (parameter == nullptr || !append_call_key(parameter, key)) return Reference();
     PyList_SET_ITEM(found.get(), i, Py_NewRef(parameter));
   }
   return found;
@@ -189,6 +195,7 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 
 PyMethodDef methods[] = {
     {"attributes", fast(attributes), METH_FASTCALL, "That attribute of each object, as a tuple."},
+    {"call_key", call_key, METH_O, "What calls know of tensors, DTensors too, as bytes; None where one is neither."},
     {"like", fast(like), METH_FASTCALL, "The parameters of a call that is like the known one; None where it is not."},
     {"refuse_create_graph", fast(refuse_create_graph), METH_FASTCALL,
      "An error where grad mode is on: the backward that runs is to be differentiated itself."},

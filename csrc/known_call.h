@@ -5,7 +5,7 @@
 
 namespace te {
 
-// attributes, like, refuse_create_graph, refusing, run_if_like and tensor_key.
+// attributes, call_key, like, refuse_create_graph, refusing, run_if_like and tensor_key.
 bool bind_known_call(pybind11::module_& module);
 
 }  // namespace te

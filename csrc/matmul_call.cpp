@@ -51,7 +51,7 @@ bool read_matrix(const CudaMatmul& product, size_t index, PyObject* tensor, Matr
   if (!read_cuda_matrix(tensor, *argument.dtype, site, &reading.call.device, matrix, &fits)) return false;
   const bool factor = argument.role == Role::a || argument.role == Role::b;
   const bool narrow = argument.dtype->bits == 8 && factor;
-  // The library sums factors only as they usually lie; those of 8 bits lie along what is summed, in steps of 16 bytes.
+  // The library sums factors only as they usually lie; those of 8 bits are taken as they are said to, in steps of 16 bytes.
   const bool may_be_flipped = factor && product.matmul.form.epilogue->bias != Use::written && !narrow;
   const bool needs_alignment = argument.role == Role::bias || argument.role == Role::aux || narrow;
   const auto is_in_steps = [&] {

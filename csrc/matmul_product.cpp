@@ -40,9 +40,6 @@ bool check_factors(const MatmulForm& form) {
   if (same && std::strcmp(form.dtype.name, "float8_e5m2") == 0) {
     return refuse(name, "one of its factors is float8_e4m3fn, got two in float8_e5m2");
   }
-  if (form.transpose_a || !form.transpose_b) {
-    return refuse(name, "factors of 8 bits lie along what is summed: [m, k] and, with transpose_b, [n, k]");
-  }
   return true;
 }
 

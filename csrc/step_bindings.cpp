@@ -76,7 +76,7 @@ std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::
   }
   step->streams = hold(streams);
   step->has_blocks = cut_dim.has_value();
-  step->cut_dim = static_cast<size_t>(cut_dim.value_or(0));
+  step->cut_dim = cut_dim.value_or(0);
   step->aliases = std::move(aliases);
   step->many_rows = many_rows;
   step->large = hold(large);

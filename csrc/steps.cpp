@@ -165,7 +165,8 @@ bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& s
 Reference KernelStep::integers(const Sizes& sizes) const {
   if (!has_blocks) return Reference::borrow(streams.get());
   int64_t block = 1;
-  for (size_t i = cut_dim; i < sizes.dimensions; ++i) block *= sizes.outer[i];
+  const auto first = static_cast<size_t>(cut_dim < 0 ? cut_dim + static_cast<int64_t>(sizes.dimensions) + 1 : cut_dim);
+  for (size_t i = first; i < sizes.dimensions; ++i) block *= sizes.outer[i];
   const Py_ssize_t count = PyTuple_GET_SIZE(streams.get());
   Reference made = Reference::steal(PyTuple_New(count + 1));
   if (!made) return made;

@@ -77,7 +77,7 @@ class KernelStep : public Step {
   std::vector<OutputSpec> outputs;
   Reference streams;  // the integers that no call changes
   bool has_blocks = false;  // whether ranks share the rows by `cut_dim`: the last integer is a rank's block of them
-  size_t cut_dim = 0;
+  int64_t cut_dim = 0;
   std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases;  // new, old
   int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
   Reference large;

@@ -262,6 +262,24 @@ void keep_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
+// Whether an object is a DTensor; there is none while their module is not loaded.
+bool is_distributed(PyObject* object) {
+  static PyObject* name = PyUnicode_InternFromString("torch.distributed.tensor");
+  static PyObject* type = nullptr;
+  if (type == nullptr) {
+    const Reference module = Reference::steal(PyImport_GetModule(name));
+    if (!module) return false;
+    type = PyObject_GetAttrString(module.get(), "DTensor");
+  }
+  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type;
+}
+
+// This process's part of a DTensor.
+Reference part_of(PyObject* object) {
+  static PyObject* name = PyUnicode_InternFromString("_local_tensor");
+  return Reference::steal(PyObject_GetAttr(object, name));
+}
+
 // append_key, which gives the tensor too.
 bool append_key_of(PyObject* object, std::string& key, dlpack::Tensor& tensor) {
   const bool is_parameter = Py_TYPE(object) == torch_api.parameter;
@@ -309,7 +327,24 @@ bool append_key(PyObject* object, std::string& key) {
   return append_key_of(object, key, tensor);
 }
 
+bool append_call_key(PyObject* object, std::string& key) {
+  if (append_key(object, key)) return true;
+  if (PyErr_Occurred() != nullptr || !is_distributed(object)) return false;
+  static PyObject* spec_of = PyUnicode_InternFromString("_spec");
+  const Reference needs_grad = Reference::steal(PyObject_GetAttr(object, torch_api.requires_grad));
+  const Reference part = part_of(object);
+  const Reference spec = Reference::steal(PyObject_GetAttr(object, spec_of));
+  if (!needs_grad || !part || !spec || !append_key(part.get(), key)) return false;
+  const int64_t facts[] = {needs_grad.get() == Py_True, reinterpret_cast<int64_t>(spec.get())};
+  key.append(reinterpret_cast<const char*>(facts), sizeof(facts));
+  return true;
+}
+
 bool append_place(PyObject* object, std::string& place) {
+  if (is_distributed(object)) {
+    const Reference part = part_of(object);
+    return part && append_place(part.get(), place);
+  }
   dlpack::Tensor tensor;
   if (!append_key_of(object, place, tensor)) return false;
   const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;

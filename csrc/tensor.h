@@ -38,7 +38,11 @@ bool is_tensor(PyObject* object);
 // memory, and false with a Python error set where torch fails.
 bool append_key(PyObject* object, std::string& key);
 
-// The same, and where it lies: its first element and its strides.
+// The same of a tensor that this process has its part of, too: of a DTensor, of its part, and which object says how it is
+// distributed; whoever keeps a key keeps that.
+bool append_call_key(PyObject* object, std::string& key);
+
+// append_key, and where it lies: its first element and its strides.
 bool append_place(PyObject* object, std::string& place);
 
 // What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.

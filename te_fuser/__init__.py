@@ -1,5 +1,8 @@
 """te_fuser: Transformer models from small fusable operations, run as few, large kernels."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from te_fuser import fusions, ops, utils
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
@@ -28,6 +31,10 @@ from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
+
+if TYPE_CHECKING:
+    from te_fuser import parallel
+    from te_fuser.parallel import parallelize
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -61,9 +68,18 @@ __all__ = [
     "fusion",
     "fusions",
     "ops",
+    "parallel",
+    "parallelize",
     "precision",
     "revert",
     "utils",
     "verify",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("parallel", "parallelize"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = importlib.import_module("te_fuser.parallel")  # loads DTensor, which one process does without
+    return found if name == "parallel" else found.parallelize

@@ -327,6 +327,9 @@ def refusing(result: torch.Tensor) -> torch.Tensor:
 def refuse_create_graph(*gradients: torch.Tensor | None) -> None:
     """Refuse to run in a backward that is to be differentiated itself: RuntimeError when grad mode is on."""
 
+def call_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
+    """The same as `tensor_key`, of DTensors too: of a rank's part, and the address of what says how they lie."""
+
 def tensor_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
     """What plans know of tensors: class, dtype, device, shape, requires_grad; None where one is no plain tensor."""
 

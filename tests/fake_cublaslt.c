@@ -13,7 +13,7 @@ struct fake_state {
   int heuristics, products, refused, refused_algorithm, last_epilogue, last_compute, by_algorithm[4];
   long long last_workspace;
   void* last_workspace_at;
-  int last_fast;
+  int last_fast, any_layout;
 };
 struct fake_state fake;
 
@@ -65,9 +65,9 @@ int cublasLtMatmulPreferenceSetAttribute(struct preference* p, int attribute, co
 int cublasLtMatmulAlgoCheck(void* handle, struct description* d, struct layout* a, struct layout* b, struct layout* c,
                             struct layout* out, const struct algorithm* algorithm, struct candidate* found) {
   (void)handle, (void)c, (void)out;
-  /* Hopper's: both factors lie along what is summed, in steps of 16, and one of them is E4M3. */
-  int narrow = a->type >= 28;
-  if (narrow != (b->type >= 28) || (narrow && (!d->transa || d->transb || a->type + b->type == 58))) return 15;
+  /* Hopper's: both factors lie along what is summed, in steps of 16, and one of them is E4M3; others take any layout. */
+  int narrow = a->type >= 28, along = (d->transa && !d->transb) || fake.any_layout;
+  if (narrow != (b->type >= 28) || (narrow && (!along || a->type + b->type == 58))) return 15;
   if (narrow && (a->rows % 16 || a->ld % 16 || b->ld % 16)) return 15;
   memset(found, 0, sizeof(*found));
   found->algorithm = *algorithm;

@@ -24,6 +24,7 @@ class FakeCublasLt(ctypes.Structure):
         ("last_workspace", ctypes.c_longlong),
         ("last_workspace_at", ctypes.c_void_p),
         ("last_fast", ctypes.c_int),
+        ("any_layout", ctypes.c_int),
     ]
 
 

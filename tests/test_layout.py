@@ -68,6 +68,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
+    "parallel": {"formula", "ops", "sequential"},
     "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -90,7 +91,10 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
+    "te_fuser.ops.gradient_sums",  # of tensors, not an op
+    "te_fuser.ops.group",  # the same
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
@@ -98,6 +102,7 @@ ABSTRACT = {
     "te_fuser.ops.rows",
     "te_fuser.ops.share",
     "te_fuser.ops.sizes",
+    "te_fuser.ops.spread",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
@@ -117,9 +122,12 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "cut",
+    "dtensor",
     "facts",
     "float8_products",
     "given",
+    "gradient_sums",
     "group",
     "hooks",
     "joined",
@@ -130,6 +138,7 @@ OP_HELPERS = {
     "scales",
     "share",
     "sizes",
+    "spread",
     "tensor_function",
     "transposed",
 }
@@ -147,6 +156,19 @@ ASPECTS = {
     "codegen": {"float8", "maxima"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
+    "parallel": {
+        "collectives",
+        "cut_products",
+        "data_parallel",
+        "draws",
+        "dtensor_parameters",
+        "fully_shard",
+        "lockstep",
+        "presets",
+        "ranks",
+        "spread",
+        "two_meshes",
+    },
 }
 
 
@@ -281,6 +303,7 @@ def test_autograd_functions():
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.float8_products", "_Products"),
+        ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),
     ]
 

@@ -1,7 +1,8 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
 Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and reads dy and x transposed for
-dW = dy^T x: the kernels that make these store them so. Where W is kept in 8 bits both read what is kept.
+dW = dy^T x: the kernels that make these store them so. Where W is kept in 8 bits both read what is kept. On GPUs whose
+products take factors as they lie, all are read by rows, and nothing is turned.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from te_fuser.ops.sizes import asked
 
 _OF_INPUT = ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse")
 _OF_KEPT_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_KEPT_INPUT_BY_ROWS = ("0.weight_data", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_WEIGHT_BY_ROWS = ("input", "0.input_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One of the three: the dtypes of its factors and its result, and how it is summed."""
+    """One of the three: the dtypes of its factors and its result, how it is summed, and how its factors lie."""
 
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
     fast: bool
+    transposes: tuple[bool, bool] = products.ALONG
 
     @classmethod
     def of(cls, m: Match, which: str) -> _Product:
@@ -50,13 +54,16 @@ class _Product:
         form = cast(Float8MatMul, m[0]).form
         x, weight, gradient = form.formats
         fast = dict(zip(("y", "dx", "dW"), form.fast, strict=True))[which]
+        by_rows = _is_by_rows(m)
         if which == "y":
             return cls(x, weight, form.dtype, fast)
-        return cls(gradient, weight, form.dtype, fast) if which == "dx" else cls(gradient, x, form.weight_dtype, fast)
+        if which == "dx":
+            return cls(gradient, weight, form.dtype, fast, (False, False) if by_rows else products.ALONG)
+        return cls(gradient, x, form.weight_dtype, fast, (True, False) if by_rows else products.ALONG)
 
     def configured(self, kind: str = "plain", out: torch.dtype | None = None) -> Any:
         """The native product."""
-        return products.configured(kind, self.a, self.b, out or self.out, self.fast)
+        return products.configured(kind, self.a, self.b, out or self.out, self.fast, self.transposes)
 
 
 # ------------------------------------------------------------------------------------------- what runs
@@ -83,25 +90,26 @@ def _input_gradient(
     product: _Product,
 ) -> torch.Tensor:
     """dx = dy W."""
-    _, turned = quantize_weight_by_kernel(weight, scale, None, "turned")
-    return _kept_input_gradient(dy, turned, inverse, gradient_inverse, product)
+    along = product.transposes == products.ALONG
+    data, turned = quantize_weight_by_kernel(weight, scale, None, "turned" if along else "rows")
+    return _kept_input_gradient(dy, turned if along else data, inverse, gradient_inverse, product)
 
 
 def _kept_input_gradient(
     dy: torch.Tensor,
-    turned: torch.Tensor,
+    weight: torch.Tensor,
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
     product: _Product,
 ) -> torch.Tensor:
-    """The same, of W^T in 8 bits."""
-    return cast(torch.Tensor, product.configured().make(dy, turned, gradient_inverse, inverse))
+    """The same, of W^T in 8 bits, or of W where it is read by rows."""
+    return cast(torch.Tensor, product.configured().make(dy, weight, gradient_inverse, inverse))
 
 
 def _weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: _Product
 ) -> torch.Tensor:
-    """dW = dy^T x, both given transposed."""
+    """dW = dy^T x, both given as the product takes them."""
     return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
 
 
@@ -114,15 +122,21 @@ def _main_gradient(
     product: _Product,
     over: bool,
 ) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x, both given transposed; gives what stands for it."""
+    """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it."""
+    along = product.transposes == products.ALONG
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         run = product.configured("plain" if over else "onto", main_grad.dtype)
-        run((dy.mT, x.mT, gradient_inverse, inverse, main_grad))
+        run((*((dy.mT, x.mT) if along else (dy, x)), gradient_inverse, inverse, main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
     # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
-    return put_gradient(dy.mT, x.mT, weight, over, put)
+    return put_gradient(*((dy.mT, x.mT) if along else (dy, x)), weight, over, put)
+
+
+def _is_by_rows(m: Match) -> bool:
+    """Whether the GPU's products take factors as they lie."""
+    return products.takes_any_layout(m.device, m.capability)
 
 
 def _is_kept(m: Match) -> bool:
@@ -155,7 +169,7 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     if direction == "forward" and not kept:
         yield QuantizeWeight(weight, "rows", m[0].reads("weight_amax"))
     if "input" in needed and not kept:
-        yield QuantizeWeight(weight, "turned")
+        yield QuantizeWeight(weight, "rows" if _is_by_rows(m) else "turned")
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -180,14 +194,18 @@ def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
 def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> str | None:
     op = cast(Float8MatMul, m[0])
     inner, out = op.in_features, op.out_features
-    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, padded(rows))}[which]
+    tokens = padded(rows) if product.transposes == products.ALONG else rows
+    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, tokens)}[which]
     if not rows:
         return None
     out_dtype = torch.float32 if kind == "onto" else product.out
-    return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast)
+    return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast, product.transposes)
 
 
-def _why_not_backward(m: Match, main_grad: bool, kept: bool = False) -> str | bool:
+def _why_not_backward(m: Match, main_grad: bool, kept: bool = False, by_rows: bool = False) -> str | bool:
+    if _is_by_rows(m) != by_rows:
+        how = "lie along what is summed" if by_rows else "may lie by rows"
+        return f"factors of 8 bits {how} on this device"
     if _is_kept(m) != kept:
         return "no weight in 8 bits is kept" if kept else "the weight is kept in 8 bits"
     if m[0].accumulate_into_main_grad != main_grad:
@@ -202,7 +220,7 @@ def _forward_cost(m: Match) -> Cost:
 
 def _backward_costs(m: Match) -> tuple[Cost, Cost]:
     rows, inner, out = m.x.rows, m[0].in_features, m[0].out_features
-    return _cost(m, "dx", rows, inner, out), _cost(m, "dW", out, inner, padded(rows))
+    return _cost(m, "dx", rows, inner, out), _cost(m, "dW", out, inner, rows if _is_by_rows(m) else padded(rows))
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
@@ -228,10 +246,21 @@ def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
 
 # ---------------------------------------------------------------------------------------------- the fusions
 
-_INPUT = Gradient(("input",), _OF_INPUT, "input_gradient")
-_KEPT_INPUT = Gradient(("input",), _OF_KEPT_INPUT, "input_gradient")
-_WEIGHT = Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient")
-_MAIN = Gradient(("0.weight",), (*_OF_WEIGHT, "0.weight"), "weight_gradient")
+
+def _nodes(by_rows: bool, kept: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
+    """dx and dW, and what they read."""
+    of_kept = _OF_KEPT_INPUT_BY_ROWS if by_rows else _OF_KEPT_INPUT
+    of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
+    of_input = of_kept if kept else _OF_INPUT
+    return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
+
+
+def _said_of(by_rows: bool, kept: bool, main_grad: bool) -> str:
+    """What a row of backward's says of itself."""
+    lying = "lie by rows" if by_rows else "lie along what is summed"
+    weight = ", the weight's kept in 8 bits" if kept else ""
+    onto = ", dW onto main_grad" if main_grad else ""
+    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{weight}{onto}."
 
 
 def _declare(
@@ -272,32 +301,16 @@ FUSIONS = (
         (Float8MatMul, Optional(QuantizeGradient), Bias),
         lambda m: why_no_bias(m, len(m) - 1) or _why_not(m, ("y",), "bias"),
     ),
-    _declare(
-        "float8_matmul_backward",
-        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that lie along what is summed.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=False),
-        (_INPUT, _WEIGHT),
-    ),
-    _declare(
-        "float8_matmul_main_grad",
-        "The same, where the product adds dW to main_grad.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=True),
-        (_INPUT, _MAIN),
-    ),
-    _declare(
-        "float8_matmul_kept_backward",
-        "dx and dW where the weight is kept in 8 bits, turned too.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=False, kept=True),
-        (_KEPT_INPUT, _WEIGHT),
-    ),
-    _declare(
-        "float8_matmul_kept_main_grad",
-        "The same, where the product adds dW to main_grad.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=True, kept=True),
-        (_KEPT_INPUT, _MAIN),
+    *(
+        _declare(
+            f"float8_matmul_{'rows_' if by_rows else ''}{'kept_' if kept else ''}{'main_grad' if main else 'backward'}",
+            _said_of(by_rows, kept, main),
+            (Float8MatMul,),
+            functools.partial(_why_not_backward, main_grad=main, kept=kept, by_rows=by_rows),
+            _nodes(by_rows, kept, main),
+        )
+        for by_rows in (False, True)
+        for kept in (False, True)
+        for main in (False, True)
     ),
 )

@@ -7,8 +7,10 @@ itself leaves nothing for such a pass, and those ops are planned by themselves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -78,6 +80,13 @@ def _why_not_these_inputs(m: Match) -> str | None:
     return None if mixed is None else f"queries are {text_of(m.dtype)}, keys or values {text_of(mixed)}"
 
 
+def _state(m: FusionCall, device: torch.device) -> AbstractContextManager[Any]:
+    """What a library draws from: the state that the op names, else the generator's, or that of this rank."""
+    named = m[0].op.random_state
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return m.drawing(0, device) if named is None or capturing else named()  # type: ignore[no-any-return]
+
+
 class _Attention:
     """Attention of a match by a provider: what no call changes is asked while planning.
 
@@ -103,7 +112,8 @@ class _Attention:
         draws, provider = m.draws(0), self._provider
         mask = m["0.attention_mask"] if "attention_mask" in self._read else None
         random = m.random(0) if provider.draws and draws else None
-        y, saved = provider.forward(self._settings[draws], x, mask, random)
+        with _state(m, x.device) if draws and not provider.draws else contextlib.nullcontext():
+            y, saved = provider.forward(self._settings[draws], x, mask, random)
         for name, tensor in saved.items():
             m.emit(name, tensor)
         return y
@@ -138,7 +148,9 @@ class _SeparateAttention:
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """The output."""
         tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
-        y, saved = self._way.forward_separate(self._settings[m.draws(0)], tensors, self._blank)
+        draws = m.draws(0)
+        with _state(m, x.device) if draws and not self._provider.draws else contextlib.nullcontext():
+            y, saved = self._way.forward_separate(self._settings[draws], tensors, self._blank)
         for name, tensor in saved.items():
             m.emit(name, tensor)
         return y

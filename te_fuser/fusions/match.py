@@ -5,9 +5,11 @@ And what it says of a match: what it costs (`Cost`), and what runs there (`Body`
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.share import own_state
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,14 @@ class Body:
     Attributes:
         plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
         describe: says what it runs by, as explain() shows it; nothing while that is not known.
+        transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
+            "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
     """
 
     function: Callable[..., Any]
     plain: bool = False
     describe: Callable[[], str] | None = field(default=None, compare=False)
+    transposed: tuple[str, ...] = ()
 
 
 class MatchedOp:
@@ -228,7 +234,7 @@ class FusionCall:
             end; None where they must be there when the body returns. It is good for this call alone.
     """
 
-    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "later", "made")
+    __slots__ = ("_ops", "_tensors", "_needed", "_shared", "_streams", "later", "made")
 
     def __init__(
         self,
@@ -237,8 +243,10 @@ class FusionCall:
         needed: frozenset[str],
         streams: Mapping[int, Callable[[], RandomStream]],
         later: object = None,
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         self._ops, self._tensors, self._needed, self._streams, self.later = ops, tensors, needed, streams, later
+        self._shared = shared
         self.made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, key: int | str) -> Any:
@@ -262,6 +270,13 @@ class FusionCall:
     def draws(self, index: int) -> bool:
         """Whether op `index` draws random numbers in this plan, whatever its training flag says by now."""
         return index in self._streams
+
+    def drawing(self, index: int, device: torch.device) -> AbstractContextManager[None]:
+        """In here PyTorch's generator is what a library draws from that draws by itself for op `index`.
+
+        Where ranks share what it draws for, each has a state of its own, of the draw that the call has made.
+        """
+        return own_state(self._streams[index], device) if index in self._shared else contextlib.nullcontext()
 
     def random(self, index: int) -> RandomStream:
         """The random stream of op `index`.

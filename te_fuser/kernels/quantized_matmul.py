@@ -3,6 +3,7 @@
 y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the other in that or in
 float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them. So all three
 products of a layer are this one: y of x and W, dx of dy and W^T, dW of dy^T and x^T, where transposed ones are at hand.
+Compute capability 10 takes them as they lie (`takes_any_layout`).
 Scales are float32 [], what 8 bits are multiplied by (`QuantizedTensor.scale_inverse`), read on the device at each run.
 """
 
@@ -19,6 +20,8 @@ from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
 from te_fuser.ops.quantized_matmul import STEP, product
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
+_ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose products take factors as they lie
+ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
@@ -26,12 +29,18 @@ KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "
 
 @functools.cache
 def configured(
-    kind: str, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, fast: bool
+    kind: str,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast: bool,
+    transposes: tuple[bool, bool] = ALONG,
 ) -> _native.CudaMatmul:
     """The native product of that kind; one for the process.
 
     Args:
         fast: sums in fewer bits than float32 has, as forward may have them.
+        transposes: whether a comes as [k, m], and b as [n, k].
 
     Raises:
         KeyError: when there is no such kind.
@@ -41,7 +50,8 @@ def configured(
         f"quantized_matmul_{kind}",
         text_of(a_dtype),
         b_dtype=text_of(b_dtype),
-        transpose_b=True,
+        transpose_a=transposes[0],
+        transpose_b=transposes[1],
         out_dtype=text_of(out_dtype),
         fast_accumulation=fast,
         on_empty=functools.partial(_write_empty, kind),
@@ -63,6 +73,17 @@ def _write_empty(
         out.zero_()
     for b in bias:
         out += b
+
+
+def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
+    """Whether a device's products of 8 bits take factors as they lie, and not along what is summed alone.
+
+    Args:
+        capability: the compute capability of a GPU that is not at hand.
+    """
+    if device.type != "cuda":
+        return False
+    return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
@@ -104,15 +125,23 @@ def refusal(
     device: torch.device,
     kind: str = "plain",
     fast: bool = False,
+    transposes: tuple[bool, bool] = ALONG,
 ) -> str | None:
-    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can."""
+    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can.
+
+    Args:
+        transposes: as of `configured`.
+    """
     why = obstacle()
     if why is not None:
         return why
-    if sizes[2] % STEP:
-        return f"rows of {sizes[2]} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
+    m, n, k = sizes
+    rows = (m if transposes[0] else k, k if transposes[1] else n)
+    uneven = next((row for row in rows if row % STEP), None)
+    if uneven is not None:
+        return f"rows of {uneven} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, a_dtype, b_dtype, out_dtype, fast).refusal(*sizes, index)
+    return configured(kind, a_dtype, b_dtype, out_dtype, fast, transposes).refusal(*sizes, index)
 
 
 def multiply(

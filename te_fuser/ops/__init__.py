@@ -14,6 +14,7 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
 from te_fuser.ops.collective import Collective
+from te_fuser.ops.cut import Cut
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
@@ -34,6 +35,7 @@ from te_fuser.ops.linear import Linear
 from te_fuser.ops.log_softmax import LogSoftmax
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norm import Norm
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
@@ -76,6 +78,7 @@ __all__ = [
     "Cast",
     "ClampedSwiGLU",
     "Collective",
+    "Cut",
     "DotProductAttention",
     "DropPath",
     "Dropout",
@@ -97,6 +100,7 @@ __all__ = [
     "MatMul",
     "NamedInput",
     "Norm",
+    "OfHeads",
     "Output",
     "PartlyFloat8MatMul",
     "Quantize",

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -20,10 +20,14 @@ from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.facts import Facts
+from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
+from te_fuser.ops.spread import WHOLE, Spread, Told
 from te_fuser.record import record
+
+Op = TypeVar("Op", bound="FusableOperation")
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,12 @@ class FusableOperation(HoldsScales):
                 return planned
         return super().__getattr__(name)
 
+    def with_attributes(self: Op, **attributes: Any) -> Op:
+        """Another op of this class over the same parameters, with other attributes."""
+        made = object.__new__(type(self))
+        object.__setattr__(made, "__dict__", {**self.__dict__, **attributes})
+        return made
+
     def facts(self) -> Facts:
         """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
         return Facts(items=((self.__dict__, "revision", self.revision),))
@@ -271,6 +281,47 @@ class FusableOperation(HoldsScales):
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
+
+    def each_rank(self) -> tuple[FusableOperation, ...]:
+        """What each of the ranks that share this op runs in its place, one of its kind among collectives."""
+        return (self,)
+
+    def shared_by(self) -> Group | None:
+        """The ranks that share it by what it says of itself, from which the spreads of a list's values follow."""
+        return None
+
+    def runs_with(self) -> Group | None:
+        """The ranks that run it together, each in the same place among what they run so; None: this process alone."""
+        return self.shared_by()
+
+    def rows_cut_along(self) -> int | None:
+        """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
+        return None
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        """The op that each rank runs on an input that they have so; by default the same.
+
+        Raises:
+            ValueError: when they cannot.
+        """
+        return self
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """What each rank has of the outputs, where it has this of the input; all ranks the same of what is whole.
+
+        Raises:
+            ValueError: when it cannot take that; the message says what to do.
+        """
+        if any(given != WHOLE for given in (x, *told.named.values())):
+            raise ValueError(
+                f"{type(self).__name__} does not say what it makes of an input that is {x} in the ranks of "
+                f"{told.group.title}: define its spread(x, told), or put it where values are whole"
+            )
+        return WHOLE
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        """Those of its parameters of whose gradient each rank has a term: whole ones, read beside what is not."""
+        return () if x == WHOLE else tuple(told.shapes)
 
     def parameter_names(self) -> tuple[str, ...]:
         """The parameters that are there, those included that torch.nn.utils.parametrize computes."""
@@ -333,6 +384,10 @@ class FusableOperation(HoldsScales):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
+        return {}
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
         return {}
 
     def draws(self) -> bool:

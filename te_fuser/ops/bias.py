@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Spec
+from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.checks import feature_size
+from te_fuser.ops.cut import COLUMN, Cut
+from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction
 
 
-class Bias(RowOp):
+class Bias(Cut, RowOp):
     """Add a learnable number to each feature: y = x + bias.
+
+    With `parallel_mode` "column", see `Cut`, each rank has its part of x's features and of the bias. Behind a product
+    that is cut by "row" it comes once, as that gives the sum.
 
     Args:
         features: the size of the last dimension; x is [..., features], `bias` is [features] and starts at 0.
@@ -42,6 +48,22 @@ class Bias(RowOp):
     def reset_parameters(self) -> None:
         """Start at 0."""
         fill(self.bias, 0.0)
+
+    def each_rank(self) -> tuple[FusableOperation, ...]:
+        own = self.parallel_mode == COLUMN and self.is_cut
+        return (self.part(features=self.share(self.features, "features")),) if own else (self,)
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        cut = self.parallel_mode == COLUMN
+        return {"bias": (self.share(self.features, "features"),)} if cut else {}
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        if self.is_cut and self.group == told.group:
+            self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
+        return super().spread(x, told)
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

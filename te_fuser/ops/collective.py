@@ -11,6 +11,7 @@ import torch
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating
 from te_fuser.ops.group import Group
+from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told, rows
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
@@ -90,6 +91,11 @@ def _joined(blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     return blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1)
 
 
+def _along(dim: int) -> Spread:
+    """What is cut along a dimension."""
+    return FEATURES if dim == -1 else rows(dim)
+
+
 class Collective(UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 
@@ -134,6 +140,24 @@ class Collective(UnfusedOperation):
     def back(self) -> Exchange | None:
         """The same of dy; None: dx = dy."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
+
+    def runs_with(self) -> Group | None:
+        return self.group if self.group.size > 1 else None
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """What is joined was cut so, what is added up were terms; those of another group change nothing."""
+        forth = self.forth
+        if self.group != told.group or self.group.size == 1:
+            return x
+        takes = WHOLE if forth is None else PARTIAL if forth.join is None else _along(forth.join)
+        if x != takes:
+            raise ValueError(
+                f"{type(self).__name__} takes what is {takes} in the ranks of {self.group.title}, and x is {x}: put it "
+                "elsewhere, or leave it to the products, which by their parallel_mode have what they need"
+            )
+        if forth is not None and forth.cut is not None:
+            return _along(forth.cut)
+        return WHOLE if self.back is None else GATHERED
 
     @property
     def ranks(self) -> int:  # type: ignore[override]

@@ -87,6 +87,10 @@ class Float8MatMul(UnfusedOperation):
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return 2.0 * x.rows * self.in_features * self.out_features
 
+    def scratch_bytes(self, x: Spec) -> int:
+        """The factors of the emulation, in float32."""
+        return 4 * self.in_features * (x.rows + self.out_features)
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
 

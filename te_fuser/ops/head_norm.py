@@ -7,13 +7,14 @@ import torch
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike, empty, fill, randomized
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.spread import PARTIAL, Spread, Told
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
 
 
-class HeadNorm(UnfusedOperation):
+class HeadNorm(OfHeads):
     """Normalizes each query and key head of packed queries, keys and values; values stay.
 
     With m = mean(x) over a head for LayerNorm, else 0, and s = mean((x - m)^2), for L2Normalization sum(x^2), a head
@@ -79,6 +80,10 @@ class HeadNorm(UnfusedOperation):
         """As x."""
         check_features(self, x, (self.heads + 2 * (self.kv_heads or 0)) * self.head_dim)
         return x
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x: each head is normed by itself."""
+        return super().spread(x, told) if x == PARTIAL else x
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(self._names(), (self.head_dim,))

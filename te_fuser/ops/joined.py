@@ -12,6 +12,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.ops.binding import WeakBinding, owned, place_of
+from te_fuser.ops.dtensor import as_gradient, is_dtensor, own_part, recorded_part
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.scales import HoldsScales
 
@@ -34,17 +35,23 @@ class Joined(NamedTuple):
 
 
 class InOneBuffer(torch.autograd.Function):
-    """Tensors that `lie_together` as one, without a copy; each gets the rows of the gradient that are its own."""
+    """Tensors as one that has their values; each gets its rows of the gradient, a DTensor as one that lies alike."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        ctx.rows = [p.shape[0] for p in parts]
+        ctx.rows = [own_part(p).shape[0] for p in parts]
+        ctx.specs = [(k, p._spec) for k, p in enumerate(parts) if is_dtensor(p)]
         return whole.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> Any:  # type: ignore[override]
-        return (None, *([None] * len(ctx.rows) if dy is None else dy.split_with_sizes(ctx.rows)))
+        if dy is None:
+            return (None, *[None] * len(ctx.rows))
+        shares = [*dy.split_with_sizes(ctx.rows)]
+        for k, spec in ctx.specs:
+            shares[k] = as_gradient(shares[k], spec, shares[k].shape)
+        return (None, *shares)
 
 
 class JoinedBinding(WeakBinding):
@@ -89,7 +96,7 @@ class JoinedBinding(WeakBinding):
         return found
 
     def get(self) -> torch.Tensor:
-        return torch.cat(self.parts())
+        return torch.cat([recorded_part(p) for p in self.parts()])
 
     @property
     def slot(self) -> tuple[Mapping[str, object], str]:
@@ -113,9 +120,9 @@ class JoinedBinding(WeakBinding):
         wholes.pop(self.name, None)
         del kept  # its node, and those that take the parts' gradients, know the stream that they were made on
         parts = self.parts()
-        together = lie_together(parts)
+        together = lie_together([own_part(p) for p in parts])
         with torch.inference_mode(False), torch.enable_grad():  # later calls may be recorded
-            whole = _viewed(parts) if together else torch.cat(parts)
+            whole = _viewed(parts) if together else _copied(parts)
         whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts), not together)
         if together:
             wholes[self.name] = whole
@@ -130,12 +137,12 @@ class JoinedBinding(WeakBinding):
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
         parts = self.parts()
-        rows = sum(p.shape[0] for p in parts)
+        rows = sum(own_part(p).shape[0] for p in parts)
         needs = any(p.requires_grad for p in parts)
-        return made((rows, *parts[0].shape[1:]), parts[0].dtype, parts[0].device, needs)
+        return made((rows, *own_part(parts[0]).shape[1:]), parts[0].dtype, parts[0].device, needs)
 
     def note(self) -> str:
-        if lie_together(self.parts()):
+        if lie_together([own_part(p) for p in self.parts()]):
             return ""
         return f"{self.name} lie apart, so each call copies them: te_fuser.ops.Together keeps them in one buffer"
 
@@ -178,7 +185,7 @@ def whole_again(kept: Sequence[Any], places: Places) -> Sequence[Any]:
         return kept
     found = list(kept[: places[0][1]])
     for place, start, stop in places:
-        found[place] = torch.cat([part.detach() for part in kept[start:stop]])
+        found[place] = torch.cat([own_part(part).detach() for part in kept[start:stop]])
     return found
 
 
@@ -198,12 +205,20 @@ def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _viewed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The same, with its node where a part needs a gradient."""
-    whole = in_one_buffer(parts)
+    whole = in_one_buffer([own_part(p) for p in parts])
     if not any(p.requires_grad for p in parts):
         return whole
     whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
     whole.grad_fn._set_sequence_nr(_FIRST)
     return whole
+
+
+def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same as a copy."""
+    if not any(map(is_dtensor, parts)):
+        return torch.cat(parts)  # type: ignore[arg-type]
+    whole = torch.cat([own_part(p).detach() for p in parts])
+    return InOneBuffer.apply(whole, *parts) if any(p.requires_grad for p in parts) else whole  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any], ...]:

@@ -9,12 +9,12 @@ import torch
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, may_look
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.of_heads import OfHeads
 
 _INTEGERS = (torch.int32, torch.int64)
 
 
-class KeyValueCache(UnfusedOperation):
+class KeyValueCache(OfHeads):
     """Write keys and values of packed heads into caches of the call, and go on with the queries: y = q.
 
     Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position

@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import function_or_none
+from te_fuser.ops.cut import SHARING, Cut
+from te_fuser.ops.dtensor import filled
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, randomized
 
 
-class Linear(FusableOperation):
+class Linear(Cut):
     """Apply a learnable affine map to each row: y = x W^T + bias; stands for MatMul and Bias.
+
+    Ranks of a group share it by `parallel_mode`, see `Cut`; what is set here holds for both.
 
     Args:
         in_features: the size of x's last dimension; x is [..., in_features].
@@ -73,18 +77,24 @@ class Linear(FusableOperation):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in SHARING and "_parts" in self.__dict__:
+            for part in self._parts:
+                setattr(part.op, name, value)
+
     def reset_parameters(self) -> None:
         """Fill weight and bias uniformly in +-1/sqrt(in_features), or by `init_method` and with 0."""
         self.reset_scales()
-        if self.weight is not None:
-            init_linear_weight(self.weight, self.init_method)
-        if self.bias is None:
-            return
+        filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
+        filled(self, "bias", self._fill_bias)
+
+    def _fill_bias(self, bias: torch.Tensor) -> None:
         if self.init_method is not None or not self.in_features:
-            torch.nn.init.zeros_(self.bias)
+            torch.nn.init.zeros_(bias)
         else:
             bound = 1 / math.sqrt(self.in_features)
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+            torch.nn.init.uniform_(bias, -bound, bound)
 
     def lower(self) -> list[LoweredOp]:
         product, add_bias = self._parts

@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, Spec
+from te_fuser.ops.all_gather import AllGather
+from te_fuser.ops.all_reduce import AllReduce
+from te_fuser.ops.all_reduce_gradient import AllReduceGradient
+from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
 from te_fuser.ops.construction import constructed
+from te_fuser.ops.cut import COLUMN, ROW, Cut
+from te_fuser.ops.dtensor import filled
+from te_fuser.ops.group import Group
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
+from te_fuser.ops.reduce_scatter import ReduceScatter
+from te_fuser.ops.spread import FEATURES, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -53,8 +61,11 @@ def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
     return _main_gradient(dy, x, weight, over=True)
 
 
-class MatMul(UnfusedOperation):
+class MatMul(Cut, UnfusedOperation):
     """Multiply each row with a learnable matrix: y = x W^T, dx = dy W, dW = dy^T x.
+
+    Ranks of a group share it by `parallel_mode`, see `Cut`: "column" gives each rank its part of y's features, "row"
+    takes its part of x's, and y is the sum.
 
     Args:
         in_features: the size of x's last dimension; x is [..., in_features].
@@ -108,19 +119,60 @@ class MatMul(UnfusedOperation):
     def reset_parameters(self) -> None:
         """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features); scales of FP8 begin anew."""
         self.reset_scales()
-        if self.weight is not None:
-            init_linear_weight(self.weight, self.init_method)
+        filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
+
+    @property
+    def own_features(self) -> tuple[int, int]:
+        """in_features and out_features of this rank's weight.
+
+        Raises:
+            ValueError: when ranks cannot cut them into equal parts.
+        """
+        mode = self.parallel_mode
+        inner = self.share(self.in_features, "in_features") if mode == ROW else self.in_features
+        return inner, self.share(self.out_features, "out_features") if mode == COLUMN else self.out_features
+
+    def each_rank(self) -> tuple[FusableOperation, ...]:
+        """AllGather, MatMul; MatMul, ReduceScatter; or AllReduceGradient, MatMul; MatMul, AllReduce."""
+        if not self.is_cut:
+            return (self,)
+        inner, outer = self.own_features
+        own, group, rows = self.part(in_features=inner, out_features=outer), self.group, self.sequence_dim
+        if self.parallel_mode == COLUMN:
+            return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
+        return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
+        if self.is_cut and self.group == told.group:
+            by_column = self.parallel_mode == COLUMN
+            self.check_spread(x, self.between if by_column else FEATURES)
+            return FEATURES if by_column else self.between
+        if x == FEATURES:
+            return PARTIAL
+        if x == WHOLE or x.by_rows:
+            return x
+        raise ValueError(f"MatMul takes whole rows, and x is {x}: set its parallel_mode, or put AllReduce before it")
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        return () if self.is_cut and self.group == told.group or x == FEATURES else super().summed(x, told)
 
     def infer(self, x: Spec) -> Spec:
+        if self.is_cut:
+            return super().infer(x)  # type: ignore[no-any-return]
         check_floating(x)
         check_features(self, x, self.in_features)
         return x.with_features(self.out_features)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {"weight": (self.out_features, self.in_features)}
+        return {"weight": self.own_features[::-1]}
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"weight": (0 if self.parallel_mode == COLUMN else 1, self.group)} if self.is_cut else {}
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
-        return 2.0 * x.rows * self.in_features * self.out_features
+        inner, outer = self.own_features
+        return 2.0 * x.rows * inner * outer
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         weight = Gradient(("weight",), ("input",), "weight_gradient")

@@ -11,19 +11,23 @@ import torch
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import check_eps, check_floating, feature_size
+from te_fuser.ops.cut import Cut
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.reshape import Flatten, Unflatten
 from te_fuser.ops.row_op import RowOp
 
 
-class Norm(RowOp):
+class Norm(Cut, RowOp):
     """Normalize each row, then scale and shift it; a row is the last dimension of x, or several.
+
+    Ranks may share its rows by `sequence_parallel`, see `Cut`, which a list with products that do so need not be told.
 
     Over several dimensions it stands for Flatten, the norm over one, and Unflatten; parameters have the shape of the
     dimensions, as torch.nn has them.
     """
 
     family = True
+    modes = ()
     autocast = "float32"
     sized = True
     weight: torch.nn.Parameter | None
@@ -68,7 +72,7 @@ class Norm(RowOp):
     def lower(self) -> list[LoweredOp]:
         if len(self.normalized_shape) == 1:
             return super().lower()
-        row = alike(self, self.features)
+        row = alike(self, self.features).shared_as(self)
         whole = Bound(row, self, **{name: f"flat_{name}" for name in row.parameter_names()})
         ops = (as_row(type(self).__name__, self.normalized_shape), whole, Unflatten(-1, self.normalized_shape))
         return [replace(low, suffix=f".{low.op.kind.__name__.lower()}") for op in ops for low in op.lower()]

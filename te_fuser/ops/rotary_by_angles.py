@@ -11,14 +11,14 @@ import torch
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
-class RotaryByAngles(UnfusedOperation):
+class RotaryByAngles(OfHeads):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Angles are [L, 1 or B, 1, D] in every layout, with L positions, as many as x has or more, and an even D, the

@@ -19,8 +19,8 @@ import torch
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention_math import raised
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 
@@ -81,7 +81,7 @@ def rotation_table(
     return cos, sin
 
 
-class RotaryEmbedding(UnfusedOperation):
+class RotaryEmbedding(OfHeads):
     """Turns the query and key heads of packed queries, keys and values by their position; values stay.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,9 @@ from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
+from te_fuser.ops.spread import FEATURES, PARTIAL, Spread, Told
+
+_SOME = 64  # features, where a formula tells by none how many there are
 
 
 class RowOp(FusableOperation):
@@ -102,6 +106,47 @@ class RowOp(FusableOperation):
         if isinstance(tensor, torch.Tensor):
             return expr.leaf(name, parameter_axes(tensor.shape), tensor.numel())
         return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As the input's, where the formula extends over no more than a rank has."""
+        given = self.named_inputs()
+        for name, other in told.named.items():
+            if given[name].axes == Axes.FULL and other != x:
+                raise ValueError(
+                    f"{type(self).__name__} takes two values that ranks of {told.group.title} have alike: x is {x}, "
+                    f"{given[name].name.rsplit('/', 1)[-1]!r} is {other}"
+                )
+        if x == FEATURES and self._made(told, lambda y: y.depth > 0):
+            raise ValueError(
+                f"{type(self).__name__} goes over all features of a row, and x is {x}: each rank of "
+                f"{told.group.title} would see its own alone; put it before the features are cut, or behind their sum"
+            )
+        if x == PARTIAL and self._made(told, lambda y: y.op != "input"):
+            raise ValueError(
+                f"{type(self).__name__} takes a sum, and x is {x}: put ReduceScatter or AllReduce before it"
+            )
+        return x
+
+    def _made(self, told: Told, found: Callable[[expr.Expr], bool]) -> bool:
+        """Whether something holds of what the formula makes of whatever features."""
+        sizes = {name: math.prod(shape) for name, shape in told.shapes.items()}
+        width, given = max([n for n in sizes.values() if n > 1], default=_SOME), self.named_inputs()
+        arguments = [
+            expr.leaf(name, parameter_axes(told.shapes[name]), sizes[name])
+            if name in sizes
+            else self._symbol(name, given.get(name), width)
+            for name in self.arguments()
+        ]
+        try:
+            made = self.given_by(self.compute(expr.leaf("x", Axes.FULL, width), *arguments), "compute()")
+        except (ValueError, TypeError, AttributeError):
+            return False  # planning says why
+        return any(found(expr.lift(y)) for y in made.values())
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        """A parameter with a number for each feature is cut as the features are."""
+        names = super().summed(x, told)
+        return tuple([n for n in names if x != FEATURES or parameter_axes(told.shapes[n]) == Axes.NONE])
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output.

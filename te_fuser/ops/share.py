@@ -1,8 +1,11 @@
-"""Share: which part of a whole value the ranks of a group have each."""
+"""Share: which part of a whole value the ranks of a group have each, and what each of them draws for it."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +21,7 @@ class Share:
 
     Attributes:
         rows: the ranks that share the rows; None: the rows are whole.
-        dim: the dimension of the value that is cut for it.
+        dim: the dimension of the value that is cut for it; a negative one counts from the end.
         columns: the ranks that share the features; None: they are whole.
         parts: the features are so many tensors side by side (a gate and what it gates, say), each of them cut.
     """
@@ -30,17 +33,23 @@ class Share:
 
     def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
         """The same without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
-        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == self.dim
-        return Shared(_size(self.rows), self.dim > 0, samples, _size(self.columns), self.parts)
+        dim = self.dim % dimensions
+        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == dim
+        return Shared(_size(self.rows), dim > 0, samples, _size(self.columns), self.parts)
 
     @property
     def ranks(self) -> tuple[int, int]:
         """This process's place among those that share the rows, and the columns."""
         return _rank(self.rows), _rank(self.columns)
 
+    @property
+    def ranks_draw_apart(self) -> bool:
+        """Whether ranks have different parts, for which they draw different numbers."""
+        return max(_size(self.rows), _size(self.columns)) > 1
+
     def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> Placed:
         """Where the rows and columns of a value of this shape lie in the whole."""
-        block = max(math.prod(shape[self.dim : -1]), 1)
+        block = max(math.prod(shape[self.dim % len(shape) : -1]), 1)
         return Placed(self.shared(batch_dim, len(shape)), *self.ranks, block)
 
 
@@ -63,3 +72,29 @@ def stream_of(
     value, offset = seed.tolist()
     placed = None if share is None else share.placed(shape, batch_dim)
     return RandomStream(value, offset, number, *batch_layout(shape, batch_dim), placed)
+
+
+@contextlib.contextmanager
+def own_state(stream: Callable[[], RandomStream], device: torch.device) -> Iterator[None]:
+    """In here PyTorch's generator of a device draws what a rank's place and a stream say; then it is as it was.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, whose replays draw by the generator's own seed.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a library draws for what ranks share, and its stream is being captured into a CUDA graph: replays would "
+            "draw the same on all ranks. Set the dropout of attention to 0, or call the model without a graph"
+        )
+    found = stream()
+    at = (0, 0) if found.placed is None else (found.placed.row_rank, found.placed.column_rank)
+    text = repr((found.seed, found.offset, found.stream, at))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    generator = torch.default_generator if device.type != "cuda" else torch.cuda.default_generators[index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -116,21 +116,18 @@ class Affine(Preset):
         if isinstance(op, ops.Bound) and op.owner is self:
             own = op.op
             if isinstance(own, ops.MatMul) and "weight" in given:
-                product = self.product(own.in_features, own.out_features, own.overwrite_main_grad)
+                product = self.product_as(own, own.overwrite_main_grad)
                 return ops.Bound(product, self._call[0], weight="weight")
             if isinstance(own, ops.Bias) and "bias" in given:
-                return ops.Bound(ops.Bias(own.features, device="meta"), self._call[0], bias="bias")
+                return ops.Bound(self.bias_op(own.features).shared_as(own), self._call[0], bias="bias")
         return op
 
     def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
             yield from self.norm.ops(self)
-        mode = self.parallel_mode
-        rows = self.share(self.out_features) if mode == "column" else self.out_features
-        columns = self.share(self.in_features) if mode == "row" else self.in_features
-        yield self._bound(self.product(columns, rows), "weight")
+        yield self._bound(self.product(self.in_features, self.out_features, self.parallel_mode), "weight")
         if self.use_bias and not self.return_bias:
-            yield self._bound(ops.Bias(rows, device="meta"), "bias")
+            yield self._bound(self.bias_op(self.out_features, self.parallel_mode), "bias")
 
     def _bound(self, op: ops.FusableOperation, name: str) -> ops.Bound:
         if self.skip_weight_param_allocation:

@@ -8,12 +8,15 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from te_fuser.ops.checks import whole_number
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
@@ -42,8 +45,9 @@ class Placed:
     Attributes:
         params_dtype: the parameters'; None: torch's default.
         device: the parameters'; None: torch's default where it was set, else the GPU where there is one, else the CPU.
-        sequence_parallel: what parameters that see a part of the sequence are marked with.
-        tp_group: the group of ranks that share the weights; one of more than one rank is refused when it is called.
+        sequence_parallel: whether ranks cut the sequence between products, so that each has its part of x's rows.
+        sequence_dim: along which dimension of x; where attention's layout says it, that is taken.
+        tp_group: the group of ranks that share the weights: a ProcessGroup, or a dimension of a DeviceMesh.
         tp_size: how many ranks, where the group comes later, by `set_tensor_parallel_group`.
 
     Raises:
@@ -55,6 +59,7 @@ class Placed:
     sequence_parallel: bool | None = False
     tp_group: Any = None
     tp_size: int = 1
+    sequence_dim: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -66,6 +71,7 @@ class Placed:
                 f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
             )
         check_size("tp_size", self.tp_size)
+        whole_number("a preset", "sequence_dim", self.sequence_dim)
 
     def choose(self, name: str, choices: Iterable[str]) -> None:
         """Take one of several words for an argument, in any case.
@@ -77,13 +83,31 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class RandomState:
+    """`with state():` draws from a tracker's random state of that name; None: its default."""
+
+    tracker: Callable[[], Any]
+    name: str | None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        tracker = self.tracker()
+        return tracker.fork() if self.name is None else tracker.fork(self.name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def of(given: Any) -> RandomState | None:
+        """That of a preset's arguments, where they name a tracker."""
+        return given.get_rng_state_tracker and RandomState(given.get_rng_state_tracker, given.rng_tracker_name)
+
+
+@dataclass(frozen=True)
 class Common(Placed):
     """What presets with weights take, too.
 
     Attributes:
         init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
         output_layer_init_method: the same, for the last weight of a block.
-        get_rng_state_tracker: gives the tracker whose random state weights are filled from: `with tracker.fork():`.
+        get_rng_state_tracker: gives the tracker whose random state weights are filled from, and from which a library's
+            attention draws, but in a graph's capture: `with tracker.fork():`.
         rng_tracker_name: which of its states; None: the tracker's default.
         fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
     """

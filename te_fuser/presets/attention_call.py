@@ -26,6 +26,7 @@ MASK_TYPES = (
     "arbitrary",
 )
 LAYOUTS = {"sbhd": "sequence_first", "bshd": "batch_first", "thd": "tokens"}
+_SEQUENCE_DIMS = {"sbhd": 0, "bshd": 1, "thd": 0}
 SELF, CROSS = "self_", "enc_dec_"  # before the arguments of an attention in the calls of a layer
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
@@ -359,6 +360,15 @@ class Asking:
         return replace(call, bias="alibi" if slopes is None else "slopes"), (
             {} if slopes is None else {"alibi_slopes": slopes}
         )
+
+
+def sequence_dim_of(qkv_format: Any) -> int:
+    """The dimension of the sequence.
+
+    Raises:
+        ValueError: for a format that is unknown.
+    """
+    return _SEQUENCE_DIMS[check_choice("qkv_format", qkv_format, LAYOUTS)]
 
 
 def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] = ()) -> None:

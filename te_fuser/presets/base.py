@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -16,10 +16,23 @@ from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
 from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
-from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
+from te_fuser.ops.gradient_sums import LEFT
+from te_fuser.presets.arguments import (
+    OPTIONS,
+    Common,
+    Fill,
+    Placed,
+    RandomState,
+    check_flag,
+    default_device,
+    signature_of,
+    taken,
+)
 from te_fuser.recipe.region import microbatch
 from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
+
+Shared = TypeVar("Shared", bound=ops.Cut)
 
 
 @dataclass(frozen=True)
@@ -147,8 +160,11 @@ class Preset(Together, Variants):
         self.sequence_parallel = bool(common.sequence_parallel)
         self.fuse_wgrad_accumulation = bool(getattr(common, "fuse_wgrad_accumulation", False))
         self._declared: dict[str, Declared] = {}
-        self._group = _Group(common.tp_group)
-        self.tp_size = common.tp_size if common.tp_group is None else self._group.ranks
+        self.sequence_dim = common.sequence_dim
+        self._group = _group(common.tp_group)
+        self.tp_size = common.tp_size if common.tp_group is None else self._group.size
+        if common.tp_size not in (1, self.tp_size):
+            raise ValueError(f"tp_size={common.tp_size}, but tp_group has {self.tp_size} ranks: leave tp_size out")
         self._refusal = self._why_not()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -164,7 +180,9 @@ class Preset(Together, Variants):
     def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
         """What this preset was given of these arguments, for the parts of it that are presets themselves."""
         common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
-        return {**common, "tp_group": self.tp_group, "tp_size": self.tp_size, **changed}
+        group = None if self._group == ops.Group() else self._group
+        placed = {"tp_group": group, "tp_size": self.tp_size, "sequence_dim": self.sequence_dim}
+        return {**common, **placed, **changed}
 
     # ---------------------------------------------------------------------------------- parameters
 
@@ -190,8 +208,11 @@ class Preset(Together, Variants):
         return size // self.tp_size
 
     def whole(self) -> dict[str, Any]:
-        """The marks of a parameter that every rank has as a whole."""
-        return {"sequence_parallel": self.sequence_parallel}
+        """The marks of a parameter that every rank has as a whole.
+
+        Its gradient is added up over the ranks where these have terms of it, and nobody has to do so once more.
+        """
+        return {LEFT: False}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
@@ -211,11 +232,8 @@ class Preset(Together, Variants):
         self._settle()
 
     def _random_state(self, parameter: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        tracker = self.common.get_rng_state_tracker
-        if tracker is None or parameter.is_meta:
-            return contextlib.nullcontext()
-        name = self.common.rng_tracker_name
-        return tracker().fork() if name is None else tracker().fork(name)  # type: ignore[no-any-return]
+        state = RandomState.of(self.common)
+        return contextlib.nullcontext() if state is None or parameter.is_meta else state()
 
     def _settle(self) -> None:
         super()._settle()
@@ -303,22 +321,44 @@ class Preset(Together, Variants):
         """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
         return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
 
-    def product(self, in_features: int, out_features: int, over: bool = False) -> ops.MatMul:
+    def product(
+        self, in_features: int, out_features: int, mode: str | None = None, overwrite_main_grad: bool = False
+    ) -> ops.MatMul:
         """A product to be bound to a weight.
 
         Args:
-            over: whether the weight's gradient is written over its main_grad.
+            mode: how the ranks of the group share it, see `ops.Cut`.
+            overwrite_main_grad: whether the weight's gradient is written over its main_grad.
         """
-        adds = self.fuse_wgrad_accumulation
-        return ops.MatMul(
-            in_features, out_features, accumulate_into_main_grad=adds, overwrite_main_grad=over, device="meta"
+        made = ops.MatMul(
+            in_features,
+            out_features,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            overwrite_main_grad=overwrite_main_grad,
+            device="meta",
         )
+        return self.shared(made, mode)
+
+    def product_as(self, other: ops.MatMul, overwrite_main_grad: bool) -> ops.MatMul:
+        """A product like another one."""
+        made = self.product(other.in_features, other.out_features, overwrite_main_grad=overwrite_main_grad)
+        return made.shared_as(other)
+
+    def bias_op(self, features: int, mode: str | None = None) -> ops.Bias:
+        """A bias to be bound, which the ranks of the group share as a product with that mode gives its rows."""
+        return self.shared(ops.Bias(features, device="meta"), mode)
+
+    def shared(self, op: Shared, mode: str | None = None) -> Shared:
+        """The op, shared by the ranks of the group."""
+        op.parallel_mode, op.group = mode, self._group
+        op.sequence_parallel, op.sequence_dim = self.sequence_parallel, self.sequence_dim
+        return op
 
     def writing_over(self, op: torch.nn.Module) -> torch.nn.Module:
         """An op of this list; for a product that adds to main_grad one that writes over it."""
         if not (isinstance(op, ops.Bound) and isinstance(op.op, ops.MatMul) and op.op.accumulate_into_main_grad):
             return op
-        return ops.Bound(self.product(op.op.in_features, op.op.out_features, over=True), op.owner, **op.names)
+        return ops.Bound(self.product_as(op.op, overwrite_main_grad=True), op.owner, **op.names)
 
     @property
     def is_list(self) -> bool:
@@ -358,8 +398,8 @@ class Preset(Together, Variants):
 
     @property
     def tp_group(self) -> Any:
-        """The group of ranks that share the weights, or None."""
-        return self._group.group
+        """The group of ranks that share the weights, as torch.distributed knows it; None where none was given."""
+        return None if self._group == ops.Group() else self._group.process_group()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Give this preset and those in it their group of ranks.
@@ -367,16 +407,19 @@ class Preset(Together, Variants):
         Raises:
             TypeError: when it is none.
         """
-        group = _Group(tp_group)
+        group = _group(tp_group)
         for module in self.modules():
             if isinstance(module, Preset):
                 module._group = group
                 module._refusal = module._why_not()
+                module._made_from = []  # variants are made anew
+            if isinstance(module, ops.Bound) and isinstance(module.op, ops.Cut) and isinstance(module.owner, Preset):
+                module.op.group = group
             if isinstance(module, FusableOperation):
                 module.revision += 1  # lists around look at the preset again
 
     def check_group(self) -> None:
-        """Raise where this preset is one of several ranks'.
+        """Raise where this preset has not the group of ranks that it was made for.
 
         Raises:
             RuntimeError: saying what to do.
@@ -385,31 +428,24 @@ class Preset(Together, Variants):
             raise RuntimeError(f"{type(self).__name__}: {self._refusal}")
 
     def _why_not(self) -> str:
-        ranks = self._group.ranks
-        if max(ranks, self.tp_size) == 1:
+        ranks = self._group.size
+        if ranks == self.tp_size:
             return ""
-        if self._group.group is None:
+        if self._group == ops.Group():
             return f"tp_size={self.tp_size} takes a group: call set_tensor_parallel_group(group), or leave tp_size at 1"
-        if ranks != self.tp_size:
-            return f"it was made for tp_size={self.tp_size}, its tp_group has {ranks} ranks"
-        return f"its tp_group has {ranks} ranks, and te_fuser splits no model yet: use a group of one rank"
+        return f"it was made for tp_size={self.tp_size}, its tp_group has {ranks} ranks: make it with tp_size={ranks}"
 
 
-class _Group:
-    """A group of ranks: copies share it, pickles have none."""
+def _group(given: Any) -> ops.Group:
+    """The ranks of a group, of this process alone where none is given.
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.ranks = group, 1
-        if group is not None:
-            if not isinstance(group, torch.distributed.ProcessGroup):
-                raise TypeError(f"tp_group is a group of torch.distributed's, got {group!r}: use new_group(ranks)")
-            self.ranks = torch.distributed.get_world_size(group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _Group, (None,)
+    Raises:
+        TypeError: when it is none.
+    """
+    try:
+        return ops.Group() if given is None else ops.Group.of("tp_group", given)
+    except TypeError as error:
+        raise TypeError(f"tp_group is a group of torch.distributed's, got {given!r}: use new_group(ranks)") from error
 
 
 _BESIDE = ("return_bias", "return_layernorm_output")

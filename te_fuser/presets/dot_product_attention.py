@@ -11,7 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import Placed, check_flag, check_size
+from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, cut, understands
 
@@ -22,7 +22,11 @@ SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 @dataclass(frozen=True)
 class DotProductAttentionArguments(Placed):
-    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset."""
+    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset.
+
+    Attributes:
+        set_parallel_mode: whether each rank of the group has its part of the heads.
+    """
 
     num_gqa_groups: int | None = None
     qkv_format: str = "sbhd"
@@ -36,6 +40,7 @@ class DotProductAttentionArguments(Placed):
     attention_type: str = "self"
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
+    set_parallel_mode: bool = True
     packing: str = "apart"
     prefix: str = ""
 
@@ -106,7 +111,7 @@ class DotProductAttention(Preset):
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
-            self.declare("softmax_offset", [self.share(num_attention_heads)], 0.0, **cut(0, False))
+            self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, False))
         self.reset_parameters()
         self.relist()
 
@@ -117,10 +122,11 @@ class DotProductAttention(Preset):
         call = call or self.asking.default
         softmax, packing = SINKS[self.common.softmax_type], packing or self.common.packing
         packed = packing in PACKINGS
+        heads, groups = self.own_heads
         op = ops.DotProductAttention(
-            self.share(self.num_attention_heads),
+            heads,
             self.channels[0],
-            kv_heads=self.share(self.num_gqa_groups),
+            kv_heads=groups,
             mask=call.hides(not packed),
             dropout=self.attention_dropout,
             scale=self.softmax_scale,
@@ -128,7 +134,22 @@ class DotProductAttention(Preset):
             packing=packing if packed else self._apart(packing),
             scores=call.scores(self.common.softcap, softmax),
         )
+        op.random_state = RandomState.of(self.common)
+        self.with_own_heads(op)
         yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """This rank's heads of queries, and of keys and values."""
+        if not self.common.set_parallel_mode:
+            return self.num_attention_heads, self.num_gqa_groups
+        heads = self.share(self.num_attention_heads, "num_attention_heads")
+        return heads, self.share(self.num_gqa_groups, "num_gqa_groups")
+
+    def with_own_heads(self, op: ops.OfHeads) -> ops.OfHeads:
+        """An op that was made for `own_heads`."""
+        op.heads_of_rank = self.tp_size > 1 and bool(self.common.set_parallel_mode)
+        return op
 
     def _apart(self, packing: str) -> ops.Apart:
         if packing == CACHES:
@@ -181,7 +202,7 @@ class DotProductAttention(Preset):
 
     def _flat(self, rows: int, query: Any, key: Any, value: Any) -> list[torch.Tensor]:
         """Heads as features of a row."""
-        heads, groups = self.share(self.num_attention_heads), self.share(self.num_gqa_groups)
+        heads, groups = self.own_heads
         sizes = ((heads, self.channels[0]), (groups, self.channels[0]), (groups, self.channels[1]))
         flat = []
         for name, t, size in zip(("query_layer", "key_layer", "value_layer"), (query, key, value), sizes, strict=True):

@@ -54,7 +54,7 @@ class LayerNormMLP(Preset):
             "clamped_swiglu"; the gate of a gated one comes first.
         activation_params: of "clamped_swiglu", limit (7.0), alpha (1.702) and glu_linear_offset (1.0).
         return_bias: fc2_bias is not added but returned: (y, bias).
-        set_parallel_mode: ranks would cut the first product by columns and the second by rows.
+        set_parallel_mode: ranks of `tp_group` cut the first product by columns and the second by rows.
         checkpoint: backward keeps the input alone and computes the rest again; a list runs the preset by itself then.
         seq_length, micro_batch_size: where both are given, calls with [seq_length, micro_batch_size, hidden_size] are
             planned, and what they need is compiled, when the preset is made.
@@ -111,15 +111,17 @@ class LayerNormMLP(Preset):
         return map(self.writing_over, self.own_ops()) if over else self._ops()
 
     def _ops(self) -> Iterator[torch.nn.Module]:
-        wide, ffn = self._between
+        first, last = ("column", "row") if self.common.set_parallel_mode else (None, None)
+        ffn = self.ffn_hidden_size
+        wide = ffn * (2 if widens(self.common.activation) else 1)
         yield from self.norm.ops(self)
-        yield ops.Bound(self.product(self.hidden_size, wide), self, weight="fc1_weight")
+        yield ops.Bound(self.product(self.hidden_size, wide, first), self, weight="fc1_weight")
         if self.use_fc1_bias:
-            yield ops.Bound(ops.Bias(wide, device="meta"), self, bias="fc1_bias")
+            yield ops.Bound(self.bias_op(wide, first), self, bias="fc1_bias")
         yield self._activation()
-        yield ops.Bound(self.product(ffn, self.hidden_size), self, weight="fc2_weight")
+        yield ops.Bound(self.product(ffn, self.hidden_size, last), self, weight="fc2_weight")
         if self.use_bias and not self.return_bias:
-            yield ops.Bound(ops.Bias(self.hidden_size, device="meta"), self, bias="fc2_bias")
+            yield ops.Bound(self.bias_op(self.hidden_size, last), self, bias="fc2_bias")
 
     @understands
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **call: Any) -> Asked:

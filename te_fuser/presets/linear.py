@@ -16,7 +16,7 @@ class Linear(Affine):
         in_features: the size of x's last dimension; x is [..., in_features].
         out_features: the size of y's; `weight` is [out_features, in_features], `bias` [out_features].
         bias: whether there is one.
-        parallel_mode: "column" or "row", in any case: the dimension that ranks would cut.
+        parallel_mode: "column" or "row", in any case: which dimension of the weight ranks cut: see `ops.Cut`.
         skip_weight_param_allocation: there are no parameters, and each call gives weight and bias.
         return_bias: the bias is not added but returned: (y, bias).
         parameters_split: names of parts that are parameters of their own, name_weight and name_bias, of equal sizes or

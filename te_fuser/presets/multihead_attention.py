@@ -12,7 +12,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
-from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
+from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
@@ -55,7 +55,7 @@ class MultiheadAttention(Preset):
             `DotProductAttention`.
         return_bias: the last bias is not added but returned: (y, bias).
         return_layernorm_output: with input_layernorm, calls return what the norm gives, too, behind everything else.
-        set_parallel_mode: ranks would cut the first projections by columns and the last by rows.
+        set_parallel_mode: ranks of `tp_group` cut the first projections by columns and the last by rows.
         seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
             the preset is made.
         **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
@@ -82,6 +82,7 @@ class MultiheadAttention(Preset):
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
         self.channels = kv_channels or channels_of(hidden_size, num_attention_heads)
+        self.sequence_dim = sequence_dim_of(said.qkv_format)
         self._make_parts(attention_dropout)
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
@@ -157,7 +158,10 @@ class MultiheadAttention(Preset):
             self._project("qkv", {"query": queries, "key": keys, "value": keys})
         if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
             self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
-        names = ("softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type")
+        names = (
+            "softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type",
+            "get_rng_state_tracker", "rng_tracker_name",
+        )  # fmt: skip
         self.core_attention = DotProductAttention(
             self.num_attention_heads,
             self.channels,
@@ -167,6 +171,7 @@ class MultiheadAttention(Preset):
             prefix=said.prefix,
             attention_type=said.attention_type,
             **{name: getattr(said, name) for name in names},
+            set_parallel_mode=bool(said.set_parallel_mode),
             **{name: self.keywords()[name] for name in ("params_dtype", "device", "tp_group", "tp_size")},
         )
         self.proj = Linear(
@@ -250,7 +255,8 @@ class MultiheadAttention(Preset):
             yield "queries", ops.Take("query")
         if caches:
             layout = LAYOUTS[call.qkv_format]
-            yield "cache", ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
+            cache = ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
+            yield "cache", self._core.with_own_heads(cache)
             yield "core_attention", self._core.within(call=call, packing=CACHES)
         else:
             usual = call == self._core.common.call()
@@ -268,25 +274,23 @@ class MultiheadAttention(Preset):
         if norm is not None and self.common.qk_norm_before_rope:
             yield "qk_norm", norm
         if not self.crosses:
-            yield (
-                "rotary",
-                ops.RotaryByAngles(
-                    self.channels,
-                    **self._heads(),
-                    angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
-                    starts="starts" if caches else None,
-                    padded=caches,  # of sequences themselves `cached` knows that all positions have angles
-                    layout=LAYOUTS[call.qkv_format],
-                    offsets=call.begins if call.qkv_format == "thd" else None,
-                    style="interleaved" if self.common.rotary_pos_interleaved else "half",
-                ),
+            turned = ops.RotaryByAngles(
+                self.channels,
+                **self._heads(),
+                angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
+                starts="starts" if caches else None,
+                padded=caches,  # of sequences themselves `cached` knows that all positions have angles
+                layout=LAYOUTS[call.qkv_format],
+                offsets=call.begins if call.qkv_format == "thd" else None,
+                style="interleaved" if self.common.rotary_pos_interleaved else "half",
             )
+            yield "rotary", self._core.with_own_heads(turned)
         if norm is not None and not self.common.qk_norm_before_rope:
             yield "qk_norm", norm
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
         """What an op on heads is told of them: queries, those with keys and values, or these alone."""
-        heads, groups = self.share(self.num_attention_heads), self.share(self.num_gqa_groups)
+        heads, groups = self._core.own_heads
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         kv_heads = groups if keys_alone or not self.crosses else None
         return {"heads": 0 if keys_alone else heads, "kv_heads": kv_heads, "packing": packing}
@@ -300,6 +304,7 @@ class MultiheadAttention(Preset):
             eps=said.qk_norm_eps,
             device="meta",
         )
+        self._core.with_own_heads(norm)
         names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}
         return ops.Bound(norm, self, **names) if names else norm
 
@@ -345,7 +350,7 @@ class MultiheadAttention(Preset):
         return how, tensors
 
     def _cached(self, params: Any, call: AttentionCall, x: torch.Tensor, angles: Any) -> dict[str, torch.Tensor]:
-        groups, kind = self.share(self.num_gqa_groups), x.device.type
+        groups, kind = self._core.own_heads[1], x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         who, key = type(self).__name__, self if self.layer_number is None else self.layer_number
         sizes = (groups * self.channels,) * 2

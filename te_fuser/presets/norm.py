@@ -88,6 +88,7 @@ class Norm:
         """The ops, bound to these."""
         kind = _OPS[self.normalization]
         norm = kind(self.features, self.eps, zero_centered_gamma=self.zero_centered_gamma, device="meta")
+        preset.shared(norm)
         yield ops.Bound(norm, preset, **{name: prefix + name for name in norm.parameter_names()})
         if self.output is not None:
             yield ops.Output(self.output)

@@ -10,8 +10,16 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import check_flag, check_size
-from te_fuser.presets.attention_call import CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, check_arguments
+from te_fuser.presets.arguments import Placed, check_flag, check_size
+from te_fuser.presets.attention_call import (
+    CROSS,
+    LAYOUTS,
+    OF_BOTH,
+    SELF,
+    AttentionCall,
+    check_arguments,
+    sequence_dim_of,
+)
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
 from te_fuser.presets.layer_norm import LayerNorm
@@ -124,6 +132,7 @@ class TransformerLayer(Preset):
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.layer_type, self.layer_number = said.layer_type, said.layer_number
+        self.sequence_dim = sequence_dim_of(said.attn_input_format)
         self.self_attention = self._attention(num_attention_heads, "self")
         if self.decodes:
             self.inter_attention = self._attention(num_attention_heads, "cross")
@@ -139,10 +148,8 @@ class TransformerLayer(Preset):
             **self.keywords(Normed, **common),
         )
         if said.output_layernorm:
-            names = ("params_dtype", "device", "sequence_parallel", "tp_group", "tp_size")
-            placed = {name: self.keywords()[name] for name in names}
-            gamma = bool(said.zero_centered_gamma)
-            kind = _NORMS[said.normalization]
+            gamma, kind = bool(said.zero_centered_gamma), _NORMS[said.normalization]
+            placed = self.keywords(Placed)
             self.layernorm = kind(hidden_size, said.layernorm_epsilon, zero_centered_gamma=gamma, **placed)
         if said.apply_residual_connection_post_layernorm:
             self._add_to_norms()

@@ -104,8 +104,7 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     if not _is_product(item):
         return ""
     product = cast(MatMul, item.lowered.op)
-    for name in ("in_features", "out_features"):
-        size = getattr(product, name)
+    for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
         if size % STEP:
             return f"its {name}, {size}, are no multiple of {STEP}"
     return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
@@ -146,7 +145,7 @@ def _without_values(weight: Binding, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
     device = device_of(weight) or torch.device("meta")
     state, number = State(torch.nn.Module(), weight.name), torch.empty((), dtype=torch.float32, device=device)
-    data = torch.empty(product.out_features, product.in_features, dtype=E4M3, device=device)
+    data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device=device)
     state.kept.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
@@ -243,7 +242,8 @@ def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, re
 def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping[str, Binding]) -> ListedOp:
     op.train(item.lowered.op.training)
     low = LoweredOp(op, bindings, item.lowered.suffix)
-    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream)
+    summed = {name: group for name, group in item.summed.items() if name in bindings}
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:

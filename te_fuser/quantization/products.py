@@ -18,11 +18,19 @@ def products() -> list[Binding]:
     found: dict[object, Binding] = {}
     for op in in_order():
         product = op.op if isinstance(op, Bound) else op
-        if product.kind is MatMul and not (product.in_features % STEP or product.out_features % STEP):
+        if isinstance(product, MatMul) and product.kind is MatMul and _fits(product):
             weight = _weight_of(op)
             if weight is not None:
                 found.setdefault(weight.key, weight.weak())
     return list(found.values())
+
+
+def _fits(product: MatMul) -> bool:
+    """Whether a rank's product is one that 8 bits take."""
+    try:
+        return not any(size % STEP for size in product.own_features)
+    except ValueError:  # which ranks cannot cut so: calls say it
+        return False
 
 
 def _weight_of(op: FusableOperation) -> Binding | None:

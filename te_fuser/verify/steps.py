@@ -19,6 +19,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
+from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.main_grad import caught
 from te_fuser.ops.rows import unrounded
 from te_fuser.verify.promises import Promises
@@ -58,7 +59,8 @@ class _Watch:
         self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
         self.given = parameters
-        self.parameters = [p.detach() for p in parameters]
+        specs = plan.graph.parameter_specs
+        self.parameters = [own_part(p.detach(), s.shape) for p, s in zip(parameters, specs, strict=True)]
         self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
         self.coarsest = plan.graph.coarsest

@@ -39,17 +39,18 @@ def test_a_kernel_step_makes_inputs_contiguous_and_outputs_by_every_rule() -> No
         (3, -1, 1, 0, (4, 2), torch.float64),
         (4, -1, 2, 0, None, torch.float32),
         (5, -1, 3, 6, None, torch.float32),
+        (6, -1, 4, 7, None, torch.uint8),
     ]
-    step = kernel_step(lambda *a: calls.append(a), outputs, streams=(8,), aliases=[(6, 1)], batch_dim=1)
+    step = kernel_step(lambda *a: calls.append(a), outputs, streams=(8,), aliases=[(7, 1)], batch_dim=1)
     x = torch.randn(2, 3, 5).transpose(1, 2)  # [2, 5, 3]
-    slots: list[Any] = [x, *[None] * 6]
+    slots: list[Any] = [x, *[None] * 7]
     step(slots)
     tensors, rows, inner, samples, streams = calls[0]
     assert (rows, inner, samples, streams) == (10, 1, 5, (8,))
     assert tensors[0].is_contiguous() and torch.equal(tensors[0], x)
-    assert [tuple(t.shape) for t in slots[1:6]] == [(2, 5, 3), (2, 5, 7), (4, 2), (5,), (5, 6)]
-    assert [t.dtype for t in slots[1:6]] == [o[-1] for o in outputs]
-    assert all(a is b for a, b in zip(tensors[1:], slots[1:6], strict=True)) and slots[6] is slots[1]
+    assert [tuple(t.shape) for t in slots[1:7]] == [(2, 5, 3), (2, 5, 7), (4, 2), (5,), (5, 6), (7, 16)]
+    assert [t.dtype for t in slots[1:7]] == [o[-1] for o in outputs]
+    assert all(a is b for a, b in zip(tensors[1:], slots[1:7], strict=True)) and slots[7] is slots[1]
 
 
 def test_an_output_of_fixed_sizes_has_some() -> None:
@@ -88,7 +89,7 @@ def test_sizes_of_inputs_are_given_for_all_or_none() -> None:
     with pytest.raises(ValueError, match="sizes of all inputs, or of none"):
         kernel_step(None, [], input_sizes=[(0, 3), (0, 3)])
     with pytest.raises(ValueError, match="unknown rule"):
-        kernel_step(None, [], input_sizes=[(4, 3)])
+        kernel_step(None, [], input_sizes=[(5, 3)])
 
 
 def test_large_outputs_are_shown_before_anything_is_written() -> None:

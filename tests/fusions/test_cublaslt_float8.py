@@ -35,6 +35,7 @@ Y, BIASED, BACK, MAIN = (
     "float8_matmul_main_grad",
 )
 KEPT_BACK, KEPT_MAIN = "float8_matmul_kept_backward", "float8_matmul_kept_main_grad"
+ROWS_BACK, ROWS_MAIN, ROWS_KEPT = (f"float8_matmul_rows_{name}" for name in ("backward", "main_grad", "kept_backward"))
 HYBRID = DelayedScaling()
 
 
@@ -68,7 +69,7 @@ def step(p: Plan, name: str, produces: str = "output") -> Step:
     return found
 
 
-@pytest.mark.parametrize("device", ["h200", "l4", "b200"])
+@pytest.mark.parametrize("device", ["h200", "l4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_taken(device: str, dtype: torch.dtype) -> None:
     """With the bias in forward, past what quantizes its gradient; what is turned beside norms is a step of its own."""
@@ -83,6 +84,20 @@ def test_taken(device: str, dtype: torch.dtype) -> None:
     assert dw.task.written == () and step(p, "transposed8", "transposed").task.written == (Transposed8(E4M3),)
     assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
     assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
+
+
+def test_where_factors_are_taken_as_they_lie() -> None:
+    """Nothing is turned, the weight neither, and sums go over the tokens that there are."""
+    p = planned("b200")
+    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.backward] == ["bias_gelu_bwd", ROWS_BACK, "layer_norm_quantize_bwd", ROWS_BACK]
+    assert step(p, ROWS_BACK, "input").task.written == (QuantizeWeight(torch.bfloat16, "rows"),)
+    assert step(p, ROWS_BACK, "0.weight").cost.flops == 2.0 * ROWS * IN * OUT
+    assert reasons(p, BACK) == {"factors of 8 bits may lie by rows on this device"}
+    assert reasons(planned(), ROWS_BACK) == {"factors of 8 bits lie along what is summed on this device"}
+    assert {s.name for s in planned("b200", main_grad=True).backward} >= {ROWS_MAIN}
+    kept = step(planned("b200", first=False), ROWS_KEPT, "input")
+    assert "0.weight_data" in dict(kept.inputs) and kept.task.written == ()
 
 
 def test_without_gradients() -> None:
@@ -156,9 +171,9 @@ def test_without_generated_kernels() -> None:
 
 KERNELS = [
     *(
-        QuantizeWeight(dtype, wanted, wanted == "rows")
+        QuantizeWeight(dtype, wanted, records)
         for dtype in (torch.bfloat16, torch.float32)
-        for wanted in ("rows", "turned")
+        for wanted, records in (("rows", True), ("rows", False), ("turned", False))
     ),
     QuantizeWeight(torch.bfloat16, "both"),
 ]
@@ -196,9 +211,13 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("dtype", "weight"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float32)]
 )
-def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype | None, format: Format) -> None:
+@pytest.mark.parametrize(("device", "back"), [("h200", BACK), ("b200", ROWS_BACK)])
+def test_products(
+    library: FakeCublasLt, device: str, back: str, dtype: torch.dtype, weight: torch.dtype | None, format: Format
+) -> None:
     """In the dtype of the call, the weight's gradient in the weight's; tokens are no multiple of 16."""
-    p, own = planned(dtype=dtype, weight=weight, recipe=DelayedScaling(fp8_format=format)), weight or dtype
+    library.any_layout = back == ROWS_BACK
+    p, own = planned(device, dtype, DelayedScaling(fp8_format=format), weight), weight or dtype
     rng = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*shape, generator=rng) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
     w, bias, slot = w.to(own), torch.randn(OUT, generator=rng).to(dtype), torch.tensor(0.25)
@@ -224,7 +243,7 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
     close(y, wide_x @ wide_w.mT + (bias.double() if biased else 0.0))
     assert slot == w8.amax
     for name, exact, made in (("input", wide_dy @ wide_w, dtype), ("0.weight", wide_dy.mT @ wide_x, own)):
-        task = step(p, BACK, name).task
+        task = step(p, back, name).task
         found = task.body.function(*[numbers[name] for name in task.gradient.takes])  # type: ignore[union-attr]
         assert found.dtype == made and not library.last_fast
         close(found, exact)
@@ -266,17 +285,21 @@ def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
-def test_main_grad_takes_the_product(library: FakeCublasLt, main: torch.dtype) -> None:
+@pytest.mark.parametrize(("device", "name"), [("h200", MAIN), ("b200", ROWS_MAIN)])
+def test_main_grad_takes_the_product(library: FakeCublasLt, device: str, name: str, main: torch.dtype) -> None:
     """Added to what it holds, or written over it; of joined weights each part has its rows."""
-    p = planned(main_grad=True)
+    library.any_layout = name == ROWS_MAIN
+    p = planned(device, main_grad=True)
     rng = torch.Generator().manual_seed(0)
     x8 = quantize(torch.randn(ROWS, IN, generator=rng), E4M3, 70.0)
     dy8 = quantize(torch.randn(ROWS, OUT, generator=rng), E5M2, 50.0)
     exact = (dy8.data.double() / 50.0).mT @ (x8.data.double() / 70.0)
-    run = step(p, MAIN, "0.weight").task.body.function  # type: ignore[union-attr]
+    task = step(p, name, "0.weight").task
+    run = task.body.function  # type: ignore[union-attr]
     w = torch.nn.Parameter(torch.zeros(OUT, IN, dtype=torch.bfloat16))
     w.main_grad = torch.ones(OUT, IN, dtype=main)  # type: ignore[attr-defined]
-    given = (dy8.transposed, x8.transposed, x8.scale_inverse, dy8.scale_inverse, w)
+    factors = layouts(x8, dy8)
+    given = (*[factors[n] for n in task.gradient.takes[:2]], x8.scale_inverse, dy8.scale_inverse, w)  # type: ignore[union-attr]
     run(*given)
     close(w.main_grad, exact + 1.0)
     assert w.main_grad._version == 1

@@ -95,6 +95,30 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
     close(run(dy.transposed, x.transposed, (dy.scale_inverse, x.scale_inverse)), wide["dy"].mT @ wide["x"])
 
 
+def test_factors_as_they_lie(library: FakeCublasLt) -> None:
+    """Where the GPU takes them so: dx of dy and W, dW of dy and x, all by rows; any number of tokens."""
+    library.any_layout = 1
+    tokens, features, out = 13, 32, 48
+    x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)
+    dy = numbers(tokens, out, dtype=E5M2, seed=2)
+    wide = {n: t.data.double() * t.scale_inverse.double() for n, t in (("x", x), ("w", w), ("dy", dy))}
+    for b, transposes, exact in (
+        (w, (False, False), wide["dy"] @ wide["w"]),
+        (x, (True, False), wide["dy"].mT @ wide["x"]),
+    ):
+        product = quantized_matmul.configured("plain", E5M2, E4M3, torch.float32, False, transposes)
+        close(product.make(dy.data, b.data, dy.scale_inverse, b.scale_inverse), exact)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "any_layout"), [((8, 9), False), ((9, 0), False), ((10, 3), True), ((12, 0), False)]
+)
+def test_who_takes_any_layout(capability: tuple[int, int], any_layout: bool) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert quantized_matmul.takes_any_layout(gpu, capability) == any_layout
+    assert not quantized_matmul.takes_any_layout(cpu, capability)
+
+
 def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
     a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
     product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, True)
@@ -177,7 +201,11 @@ REFUSED = {
         lambda: _native.CudaMatmul("p", "float8_e4m3fn", transpose_b=True), ValueError, "float16, got float8_e4m3fn"
     ),
     "lying otherwise": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32"), ValueError, "lie along what is summed"
+        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, (False, False)).make(
+            A, torch.zeros(A.shape[1], 16).to(E4M3), ONE, ONE
+        ),
+        RuntimeError,
+        "CUBLAS_STATUS_NOT_SUPPORTED",
     ),
     "fast": (
         lambda: _native.CudaMatmul("p", "bfloat16", fast_accumulation=True), ValueError, "is for factors of 8 bits"

@@ -55,8 +55,8 @@ class RanksFailedError(AssertionError):
 class Ranks:
     """The processes, which run one body after the other: started when they are asked for, anew after a failure."""
 
-    def __init__(self, folder: Path, cpu: str, deadline: float = DEADLINE) -> None:
-        self._folder, self._cpu, self._deadline = folder, cpu, deadline
+    def __init__(self, folder: Path, cpu: str, deadline: float = DEADLINE, world: int = WORLD) -> None:
+        self._folder, self._cpu, self._deadline, self._world = folder, cpu, deadline, world
         self._starts = 0
         self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
@@ -90,10 +90,12 @@ class Ranks:
         (self._folder / f"{self._starts}").mkdir()
         context = multiprocessing.get_context("forkserver")  # which imports once for all ranks of all files
         context.set_forkserver_preload(IMPORTED)
-        for rank in range(WORLD):
+        for rank in range(self._world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, str(self._log(rank)), self._cpu, self._deadline, theirs), daemon=True
+                target=_serve,
+                args=(rank, self._world, str(self._log(rank)), self._cpu, self._deadline, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -103,9 +105,9 @@ class Ranks:
 
     def _finished(self, what: str, deadline: float | None = None) -> None:
         """Wait until all ranks have answered."""
-        said = dict.fromkeys(range(WORLD), "did not answer in time")
+        said = dict.fromkeys(range(self._world), "did not answer in time")
         until = time.monotonic() + (deadline or self._deadline)
-        waiting = dict(zip(self._ends, range(WORLD), strict=True))
+        waiting = dict(zip(self._ends, range(self._world), strict=True))
         while waiting and (ready := wait(list(waiting), max(until - time.monotonic(), 0))):
             for end in ready:
                 assert isinstance(end, Connection)
@@ -117,13 +119,13 @@ class Ranks:
             return
         self.stop()
         ends = [f"---- rank {rank} {how}, and wrote:\n{self._written(rank)}" for rank, how in said.items()]
-        raise RanksFailedError(f"{what} failed on {WORLD} ranks\n" + "\n".join(ends))
+        raise RanksFailedError(f"{what} failed on {self._world} ranks\n" + "\n".join(ends))
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{self._starts}" / f"rank{rank}.log"
 
     def _logs(self) -> list[Path]:
-        return [self._log(rank) for rank in range(WORLD)]
+        return [self._log(rank) for rank in range(self._world)]
 
     def _written(self, rank: int) -> str:
         return self._log(rank).read_text(errors="replace")[-LOG:] if self._log(rank).exists() else "nothing"
@@ -136,7 +138,7 @@ def _answer(end: Connection) -> str:
         return "ended"
 
 
-def _serve(rank: int, log: str, cpu: str, deadline: float, orders: Connection) -> None:
+def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: Connection) -> None:
     """What a rank does: run the bodies that it is told to, until nobody is there to tell."""
     from tests.settings import settle
 
@@ -147,7 +149,7 @@ def _serve(rank: int, log: str, cpu: str, deadline: float, orders: Connection) -
         "gloo",
         init_method=f"file://{Path(log).parent}/store",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=timedelta(seconds=deadline),
     )
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EOFError):

@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula.random import RandomStream
+from te_fuser.formula.random import Placed, RandomStream, Shared
 from te_fuser.fuser.graph import lowering
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fusions.dot_product_attention import _Attention
+from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.attention_math import kept
+from te_fuser.ops.base import walk
 from te_fuser.ops.group import Group
 from te_fuser.ops.share import Share
 from tests.parallel.ranks import WORLD, on_ranks
@@ -107,3 +110,45 @@ def test_heads() -> None:
             placed = Share(columns=two).placed((5, 2, 30))
         mine = kept(RandomStream(1, 2, 3, placed=placed), (2, 3, 5, 7), like, 0.3)
         assert torch.equal(mine, whole[:, 3 * rank : 3 * rank + 3])
+
+
+class Drawing:
+    """A library's attention that draws from PyTorch's generator."""
+
+    draws, emits = False, ()
+
+    def forward(self, settings: object, x: torch.Tensor, mask: object, random: object) -> tuple[torch.Tensor, dict]:
+        return torch.rand(8), {}
+
+
+def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
+    """What attention of a rank draws, in a call that has drawn the same on all."""
+    op = ops.DotProductAttention(2, 8, dropout=0.5)
+    op.random_state = state  # type: ignore[assignment]
+    attention = _Attention(Drawing(), op.settings(), None, 0)  # type: ignore[arg-type]
+    placed = Placed(Shared(columns=2), column_rank=rank)
+    streams = {0: lambda: RandomStream(1, 2, 3, placed=placed)}
+    torch.manual_seed(5)
+    call = FusionCall([op], {}, frozenset(), streams, None, frozenset([0] if shared else []))
+    found = attention.forward(call, torch.empty(0))
+    after = torch.rand(4)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(4)) == (shared or state is not None), "the generator outside goes on"
+    return found
+
+
+def test_a_library_draws_from_a_state_for_each_rank() -> None:
+    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))
+    plain = drawn(1, shared=False)
+    torch.manual_seed(5)
+    assert torch.equal(plain, torch.rand(8))
+
+
+def test_a_library_draws_from_the_tracker_that_a_preset_was_given() -> None:
+    tracker = te_fuser.CudaRNGStatesTracker()
+    tracker.add("heads", 11)
+    names = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": "heads"}
+    layer = te_fuser.TransformerLayer(16, 32, 2, attention_dropout=0.5, device="cpu", **names)
+    (op,) = [op for op in walk(layer) if isinstance(op, ops.DotProductAttention)]
+    first, second = drawn(0, op.random_state), drawn(0, op.random_state)
+    assert not torch.equal(first, second), "the tracker's state goes on"

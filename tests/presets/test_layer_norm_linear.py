@@ -108,7 +108,7 @@ def test_main_grad() -> None:
 
 def test_marks() -> None:
     layer = made(parallel_mode="column", sequence_parallel=True)
-    assert layer.layer_norm_weight.sequence_parallel and layer.layer_norm_bias.sequence_parallel
+    assert layer.layer_norm_weight.sequence_parallel is layer.layer_norm_bias.sequence_parallel is False
     assert layer.weight.partition_dim == 0 and layer.bias.tensor_model_parallel
 
 

@@ -46,11 +46,10 @@ def check_parameters(
     for name, known in given.items():
         kind, spec = known.kind, known.spec
         # isinstance() would call a parameter made of a DTensor a plain one too.
-        if kind is not torch.Tensor and torch.nn.Parameter not in kind.__mro__:
+        if known.lies is None and kind is not torch.Tensor and torch.nn.Parameter not in kind.__mro__:
             raise TypeError(
-                f"{label}: parameter {name} is a {kind.__name__}; te_fuser runs plain tensors, "
-                "call .to_local() or .full_tensor() outside; what fully_shard cut is whole in a call of the module "
-                "that it was given, and after its unshard()"
+                f"{label}: parameter {name} is a {kind.__name__}; te_fuser runs plain tensors and "
+                "DTensors: make it one of these"
             )
         shape = shapes.get(name, spec.shape)
         if spec.shape != shape:

@@ -25,12 +25,15 @@ from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentia
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
+from te_fuser.fuser.graph.spread import gradient_sums
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
 
 if TYPE_CHECKING:
+    from te_fuser.ops.dtensor import Lies
+    from te_fuser.ops.group import Group
     from te_fuser.ops.share import Share
 
 
@@ -101,6 +104,8 @@ class Graph:
     output: int
     named_outputs: Mapping[str, int]
     stand_ins: StandIns  # what stands for the parameters that are computed
+    sums: Mapping[int, Group] = field(default_factory=dict)  # parameters of whose gradient each rank has a term
+    lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -296,6 +301,8 @@ class GraphBuilder:
             current,
             {name: self._exported(name) for name in self.call.outputs},
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
+            sums=gradient_sums(self.ops, self.parameters),
+            lies=tuple(p.lies for p in known),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
@@ -313,7 +320,7 @@ class GraphBuilder:
             known[name] = self.call.parameters[key]
         # What is alike is checked once.
         x, checked = self.values[current].spec, len(self.checked)
-        given = [(name, p.spec.key, p.kind) for name, p in known.items()]
+        given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
         like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), checked)
         if like == checked:
             check_input(label, op, x)

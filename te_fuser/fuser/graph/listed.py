@@ -11,16 +11,20 @@ import torch
 
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
+from te_fuser.ops.dtensor import Lies, in_parts
+from te_fuser.ops.joined import parts_of
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
+    from te_fuser.ops.group import Group
     from te_fuser.ops.share import Share
     from te_fuser.ops.sizes import Questions
 
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @record()
@@ -33,6 +37,7 @@ class ListedOp:
         casts: parameters that it reads in another dtype than their own.
         stream: the number of its random stream: its place in the list before anything was added to that.
         share: what this rank has of its input, for what it draws; None: all.
+        summed: parameters of whose gradient each rank of a group has a term.
     """
 
     lowered: LoweredOp
@@ -43,6 +48,7 @@ class ListedOp:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
     share: Share | None = None
+    summed: Mapping[str, Group] = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
         """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
@@ -53,9 +59,7 @@ class ListedOp:
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
         lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
-        return ListedOp(
-            lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream, self.share
-        )
+        return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
@@ -96,18 +100,26 @@ class ParameterSpecs:
     Attributes:
         kind: the class of the tensor.
         computed: whether it is computed in each call, and so nothing that could be looked at.
+        lies: how it lies among ranks, of a DTensor; `spec` is that of this rank's own part.
+        joined: the same of those that it was joined from.
     """
 
     spec: Spec
     requires_grad: bool
     kind: type
     computed: bool
+    lies: Lies | None = None
+    joined: tuple[Lies, ...] = ()
 
     @classmethod
     def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
         """What is known of a parameter that is `t` in this call."""
         kind = torch.Tensor if stands_in(t) else type(t)
-        return cls(spec_of(t, absent), t.requires_grad, kind, binding.computed)
+        lies, spec = None, spec_of(t, absent)
+        if kind not in _PLAIN and (lies := Lies.of(t, in_parts(binding.owner, binding.name))) is not None:
+            spec = replace(spec, shape=lies.seen)
+        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed else ()
+        return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
 
     def stand_in(self) -> torch.Tensor:
         """A tensor without values in its place."""

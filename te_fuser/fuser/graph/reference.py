@@ -10,6 +10,8 @@ import torch
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.dtensor import in_parts, recorded_part
+from te_fuser.ops.gradient_sums import with_sum
 from te_fuser.ops.share import Share, stream_of
 
 if TYPE_CHECKING:
@@ -34,13 +36,14 @@ def reference_run(
         around: what surrounds the call.
     """
     lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
-    tensors = {binding.key: t for binding, t in given.items()}
+    tensors = {b.key: recorded_part(t, in_parts(b.owner, b.name)) for b, t in given.items()}
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
     with torch.autocast(x.device.type, enabled=False):
         for item in lowered:
             parameters = {name: tensors[binding.key] for name, binding in item.lowered.bindings.items()}
+            parameters |= {name: with_sum(parameters[name], group) for name, group in item.summed.items()}
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op

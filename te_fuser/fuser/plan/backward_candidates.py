@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.transposing import in_forward, row_steps, wanted_of
+from te_fuser.fuser.plan.transposing import given_transposed, in_forward, row_steps, wanted_of, with_turned
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -208,13 +208,16 @@ class BackwardCandidates:
         what = ("backward", fusion, fit.whole)
         step = self.prices.once(what, functools.partial(self._fusion_step, fit, inputs))
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
-        return Edge(fit.start, fit.stop, fusion.name, (step,), self.prices.kept_bytes(kept), fusion, fit.whole)
+        steps = with_turned(self.problem, self.prices, [step], (fit.start, fit.stop))
+        return Edge(fit.start, fit.stop, fusion.name, steps, self.prices.kept_bytes(kept), fusion, fit.whole)
 
     def _fusion_step(self, fit: _Fit, inputs: Named) -> Step:
         fusion, nodes = fit.fusion, fit.nodes
         needed, outputs = self._fusion_gradients(nodes)
-        price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
         task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
+        outputs += (turned := given_transposed(self.problem, task, outputs))
+        task = replace(task, needed=task.needed.union(dict(turned))) if turned else task
+        price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
         return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
@@ -243,7 +246,8 @@ class BackwardCandidates:
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
         bytes_kept = self.prices.kept_bytes([*kept, *self._left_for_hanging(fit.nodes)])
-        return Edge(fit.start, fit.stop, fusion.name, tuple(steps), bytes_kept, fusion, fit.whole)
+        all_steps = with_turned(self.problem, self.prices, steps, (fit.start, fit.stop))
+        return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""

@@ -77,6 +77,11 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
     if plan.device.estimate:
         found.append(plan.device.estimate_note())
     multiplied = {plan.graph.values[plan.graph.nodes[s.start].input].spec.dtype for s in plan.steps if s.cost.flops}
+    for group in dict.fromkeys(plan.graph.sums.values()):
+        names = [plan.graph.parameters[k].name for k, over in plan.graph.sums.items() if over == group]
+        found.append(
+            f"gradients of {', '.join(names)} are added up over {group.size} ranks ({group.title}), once a segment"
+        )
     found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     GRADIENT,
@@ -31,6 +32,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import among, heads, most_ops
+from te_fuser.kernels.transposed8 import reason_not
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
@@ -401,6 +403,8 @@ class Problem:
             ref = self.in_match(fusion, nodes, name)
             if ref.kind is GRADIENT and not self.graph.needs_grad(ref.index):
                 return f"it reads {name}, and no gradient of {self.graph.values[ref.index].name} comes"
+            if ref.form.layout == "transposed" and (why := self._why_not_turned(ref)):
+                return f"it reads {name}, and {why}"
             if ref.kind is VALUE and form_named(name)[1] is not None:
                 standing = [v.index for v in self.graph.values if self.graph.ref(v.index) == ref.by_rows]
                 if not standing:
@@ -408,6 +412,13 @@ class Problem:
                 if stored and not any(self.graph.consumers(v) or self.graph.leaves(v) for v in standing):
                     return f"it reads {name}, which nobody else reads, so that it is not stored"
         return None
+
+    def _why_not_turned(self, ref: Ref) -> str | None:
+        """Why nothing makes a tensor transposed."""
+        spec = ref.by_rows.spec(self.graph)
+        if spec is None or spec.dtype not in FLOAT8.values():
+            return f"only 8 bits lie transposed, this is {'' if spec is None else text_of(spec.dtype)}"
+        return reason_not(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""

@@ -92,19 +92,25 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
-    """Whether nothing in a segment needs a node of our own: no op draws, say, or hands something to its backward."""
+    """Whether nothing in a segment needs a node of our own.
+
+    No op draws, say, or hands something to its backward, and ranks add up no gradient.
+    """
     if not problem.options.records or not registry.enabled(registry.RECORDED):
         return False
     nodes = problem.nodes[start:stop]
-    if [n for n in nodes if n.draws or n.op.emits]:
+    sums = problem.graph.sums
+    if [n for n in nodes if n.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
         return False
     preferred = any(start <= place < stop for _, place, _ in problem.preferred)
     return not preferred and not any(_needs_own_node(problem, n) for n in nodes)
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """Whether an op writes to main_grad, or gives values in several forms."""
+    """Whether an op writes to main_grad, gives values in several forms, or reads its part of a DTensor."""
     graph = problem.graph
+    if [p for p in node.parameters.values() if graph.lies[p] is not None]:
+        return True
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
     roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}

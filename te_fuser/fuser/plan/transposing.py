@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
+    from te_fuser.fuser.steps.fusion_task import FusionTask
     from te_fuser.fuser.steps.kernel_task import KernelTask
 
 Place = tuple[int, int]  # the ops that a step covers
@@ -52,6 +53,8 @@ def why_not_transposed(options: Options, description: KernelDescription) -> str:
     """Why a kernel cannot store transposed what it shall; empty where it can, and where that is nothing."""
     if options.target != "cuda" or not description.transposed:
         return ""
+    if description.reductions:
+        return "rows that wait for their sums and what is turned are in each other's way: two launches are faster"
     capability = options.capability or options.device.capability or (8, 0)
     return tile_refusal(rewrite(description), limits_of(arch_of(capability)))
 
@@ -75,6 +78,23 @@ def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> 
     entering = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values()) if v not in made)
     gradients = [r for v in entering if (r := gradient_ref(v).transposed) in problem.transposed]
     return gradients + [r._replace(kind=RECOMPUTED) for r in again if r.form.layout == "transposed"]
+
+
+def given_transposed(problem: Problem, task: FusionTask, outputs: Iterable[tuple[str, Ref]]) -> list[tuple[str, Ref]]:
+    """What a backward that is one step gives transposed, too: of what is read so, what its body says that it can."""
+    names = () if task.body is None else task.body.transposed
+    return [(f"{name}.transposed", r.transposed) for name, r in outputs if name in names and _is_read(problem, r)]
+
+
+def with_turned(problem: Problem, prices: Prices, steps: Sequence[Step], covers: Place) -> tuple[Step, ...]:
+    """A fusion's steps, with those that turn what it gives by rows alone and is read transposed."""
+    made = [r for s in steps for r in s.writes()] if problem.transposed else []
+    missing = [r.transposed for r in made if _is_read(problem, r) and r.transposed not in made]
+    return *steps, *[turning_step(problem, prices, r, covers) for r in missing]
+
+
+def _is_read(problem: Problem, ref: Ref) -> bool:
+    return ref.form.layout == "rows" and ref.transposed in problem.transposed
 
 
 def in_forward(

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from te_fuser import _native, dtypes
+from te_fuser.config import config
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
@@ -21,13 +22,15 @@ from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run.kept import KeptPlan, PlanCache
+from te_fuser.fuser.run import lockstep
+from te_fuser.fuser.run.kept import KeptPlan, PlanCache, Recent
 from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
+from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.sizes import Questions
 
@@ -76,6 +79,7 @@ class Fuser:
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._kept = PlanCache()
         self._known: Known | None = None  # the last call
+        self._agreed: Recent[bool] = Recent(lambda: config.shapes_kept)  # what ranks were found to run alike
         self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
         self._plain = self._list(0)
         self._within: dict[tuple[Hashable, ...], Listing] = {}  # by what surrounds calls
@@ -162,21 +166,31 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> tuple[Prepared, Call, Graph | None]:
         """The same, and where the call was planned just now, its graph."""
-        check_input(x)
-        call = self.call(x, inputs, outputs)
-        if in_dual_level():
-            refuse_tangents(call.tensors)
-        modes = call.listing.modes(x.device.type, outputs)
-        found, graph = self._found(call, modes)
+        with lockstep.telling_errors(self._plain.groups):
+            check_input(x)
+            call = self.call(x, inputs, outputs)
+            if in_dual_level():
+                refuse_tangents(call.tensors)
+            modes = call.listing.modes(x.device.type, outputs)
+            found, graph = self._found(call, modes)
+        if call.listing.groups:
+            self._agree(call, modes, found)
         self._note(call, modes, found)
         return found, call, graph
+
+    def _agree(self, call: Call, modes: Modes, found: Prepared) -> None:
+        """Compare with the ranks that share ops of the list, once for each shape."""
+        key = call.signature(modes)
+        if self._agreed.get(key) is None:
+            lockstep.check(call.listing.groups, call, found.plan, modes.words, found.draws)
+            self._agreed.put(key, True)
 
     def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""
         listing = call.listing
         if listing.computed and not all(name in place for place, name in listing.slots):
             return
-        key = _native.tensor_key(call.tensors)
+        key = _native.call_key(call.tensors)
         if key is None:
             return
         if self._facts[0] != (kind := (call.x.device.type, modes)):
@@ -184,7 +198,8 @@ class Fuser:
         facts = self._facts[1]
         if listing.computed:
             facts = Facts.of([facts, *[b.facts() for b in listing.bound.bindings]])
-        self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function)
+        held = tuple([t._spec for t in call.parameters if is_dtensor(t)])
+        self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function, held)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""

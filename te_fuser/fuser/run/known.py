@@ -15,7 +15,9 @@ from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of
 from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import registry
+from te_fuser.ops.dtensor import Lies
 from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Known(NamedTuple):
         slots: (dict, key) of each parameter.
         key: what is known of the input, the named ones and the parameters.
         function: what the plan comes to, where that is one function of the input and the parameters.
+        held: what `key` knows by its address.
     """
 
     facts: Facts
@@ -47,6 +50,7 @@ class Known(NamedTuple):
     prepared: Prepared
     outputs: tuple[str, ...]
     function: Callable[..., torch.Tensor] | None = None
+    held: tuple[Any, ...] = ()
 
 
 class Call(NamedTuple):
@@ -78,7 +82,7 @@ class Call(NamedTuple):
 
 def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What plans know of parameters of which one is no plain tensor."""
-    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters])
+    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad, Lies.of(p)) for p in parameters])
 
 
 class Modes(NamedTuple):
@@ -101,6 +105,12 @@ class Modes(NamedTuple):
     states: tuple[Hashable, ...]
     around: tuple[Hashable, ...] = ()
 
+    @property
+    def words(self) -> str:
+        """What of it ranks have in common, in words."""
+        training = f"training {''.join(map(str, map(int, self.training)))}, by op"
+        return f"{'with' if self.grad else 'without'} gradients, autocast {self.autocast}, {training}"
+
 
 class Listing:
     """The ops of a Fuser as it listed them once.
@@ -110,6 +120,9 @@ class Listing:
         given: what holds while the ops that were given come to these.
         listed: the ops.
         around: what surrounds calls of them.
+
+    Attributes:
+        groups: the ranks that share some of them.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class Listing:
         there = zip(self.bound.bindings, self.slots, strict=True)
         self.computed = any(b.computed or name not in place for b, (place, name) in there)
         self.lowered = tuple(o.lowered.op for o in listed)
+        self.groups = groups_of(listed)
         self.switches = tuple(dict.fromkeys(s for op in self.lowered if (s := type(op).global_state) is not None))
 
     def parameters(self) -> list[torch.Tensor]:

@@ -105,6 +105,8 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     alone = prepared.alone
     if alone is None or alone.aliased != (False,) or alone.unrecorded or prepared.autocast or prepared.draws:
         return None
+    if alone.distributed:
+        return None
     (segment,) = prepared.plan.segments
     (step, *more) = segment.forward
     called = None if more or alone.backward is not None else step.task.called(step)

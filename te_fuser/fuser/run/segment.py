@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from te_fuser import _native
 from te_fuser.fuser.graph.gradients import stops_gradients
-from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
+from te_fuser.fuser.graph.refs import PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops.dtensor import as_gradient, own_part
+from te_fuser.ops.gradient_sums import added_up, is_left
 from te_fuser.ops.joined import JoinedBinding, kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
+    from te_fuser.ops.group import Group
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 Gradient = Optional[torch.Tensor]  # noqa: UP045 - a type alias at run time
@@ -47,7 +50,10 @@ class Segment:
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
         joined: the places among the kept of parameters that may be joined from several.
+        sums: groups, and the places among the tensors handed in of parameters of whose gradient each rank has a term.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
+        distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
+        parts: (place among the kept, number among these) of those of which backward reads this rank's part.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -73,12 +79,61 @@ class Segment:
     promised: Graph | None = None
     joined: tuple[int, ...] = ()
     unrecorded: bool = False
+    sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
+    distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Places of parameters whose gradients ranks would add up, and leave to the engine that trains.
+
+        Raises:
+            RuntimeError: for one whose gradient goes to main_grad, where terms of earlier calls are.
+        """
+        found = frozenset(k for _, places in self.sums for k in places if is_left(tensors[k]))
+        marked = {k for _, k in self.marked}
+        for group, places in self.sums:
+            if not marked.isdisjoint(set(places) - found):
+                raise RuntimeError(
+                    f"a weight that each rank of {group.title} has whole is read beside rows that they cut, and its "
+                    "gradient goes to main_grad: call te_fuser.parallel.leave_sums_to_engine(model), and add up "
+                    "main_grad over the ranks before a step"
+                )
+        return found
+
+    def added_up(self, given: Sequence[Gradient], left: frozenset[int]) -> Sequence[Gradient]:
+        """The gradients of what was handed in, those of which ranks have terms added up."""
+        found = list(given)
+        for group, all_places in self.sums:
+            places = [k for k in all_places if k not in left]
+            terms = [g for k in places if (g := given[k]) is not None]
+            for k, gradient in zip(places, added_up(terms, group), strict=True):
+                found[k] = gradient
+        return found
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
-        slots = self.forward.slots(tensors)
+        slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
         watched.run(self.forward, slots, promised=self.promised)
         return slots
+
+    def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = list(tensors)
+        for place, seen in self.distributed:
+            found[place] = own_part(found[place], seen)
+        return found
+
+    def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
+        """The gradients of what was handed in; those of DTensors as these lie."""
+        given: Sequence[Gradient] = self.take_gradients(slots)
+        if self.sums:
+            given = self.added_up(given, ctx.left)
+        if not self.distributed:
+            return given
+        found = list(given)
+        for (place, _), (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
+            if (gradient := found[place]) is not None:
+                found[place] = as_gradient(gradient, spec, shape)
+        return found
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
@@ -99,6 +154,8 @@ class SegmentFunction(torch.autograd.Function):
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
+        if segment.sums:
+            ctx.left = segment.left(tensors)
         if segment.notes:
             ctx.notes = [slots[k] for k, _ in segment.notes]
         if segment.marked:
@@ -115,6 +172,10 @@ class SegmentFunction(torch.autograd.Function):
             kept = _exchanged(kept, segment.written, [None] * len(kept))
         if segment.joined:
             kept, ctx.places = kept_in_parts(kept, segment.joined)
+        if segment.distributed:  # saved as they are: who takes them away meanwhile fills the same ones again
+            whole = [tensors[place] for place, _ in segment.distributed]
+            ctx.lying = [(t._spec, t._local_tensor.shape) for t in whole]  # type: ignore[attr-defined]
+            kept = _exchanged(kept, segment.parts, [whole[number] for _, number in segment.parts])
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -133,6 +194,9 @@ class SegmentFunction(torch.autograd.Function):
             saved = _exchanged(saved, segment.marked, ctx.marked)
         if segment.written:
             saved = _exchanged(saved, segment.written, ctx.written)
+        if segment.parts:
+            own = [own_part(saved[place], segment.distributed[number][1]) for place, number in segment.parts]
+            saved = _exchanged(saved, segment.parts, own)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -148,7 +212,7 @@ class SegmentFunction(torch.autograd.Function):
                 watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
             watched.run(program, slots, may_overwrite, True, segment.promised)
-        given = segment.take_gradients(slots)
+        given = segment.given(ctx, slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
         return (None, *given)
@@ -190,7 +254,32 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     stops = any(map(stops_gradients, plan.graph.nodes))
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
     joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
-    return tuple(_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
+    made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
+    return tuple(_among_ranks(m, s, plan.graph) for m, s in zip(made, plan.segments, strict=True))
+
+
+def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
+    """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
+    if graph.sums:
+        made = replace(made, sums=_sums(graph, segment))
+    lies = {parameter_ref(k): (graph.parameter_specs[k].shape) for k, it in enumerate(graph.lies) if it is not None}
+    refs = [ref for ref in segment.takes if ref in lies]
+    if not refs:
+        return made
+    distributed = tuple((segment.takes.index(ref), lies[ref]) for ref in refs)
+    kept = [entry.ref for entry in segment.kept] if made.backward is not None else []
+    parts = tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept)
+    return replace(made, distributed=distributed, parts=parts)
+
+
+def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[int, ...]], ...]:
+    """Whose gradients ranks add up, by the groups of these."""
+    places: dict[Group, list[int]] = {}
+    for place, (ref, gradient) in enumerate(zip(segment.takes, segment.returned, strict=True)):
+        group = graph.sums.get(ref.index) if ref.kind is PARAMETER and gradient is not None else None
+        if group is not None:
+            places.setdefault(group, []).append(place)
+    return tuple((group, tuple(found)) for group, found in places.items())
 
 
 @dataclass(frozen=True)

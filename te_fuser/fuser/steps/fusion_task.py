@@ -120,7 +120,18 @@ class FusionTask(Task):
 class FusionRunner:
     """Runs a registered fusion in one direction."""
 
-    __slots__ = ("_first", "_forward", "_function", "_inputs", "_label", "_needed", "_ops", "_outputs", "_streams")
+    __slots__ = (
+        "_first",
+        "_forward",
+        "_function",
+        "_inputs",
+        "_label",
+        "_needed",
+        "_ops",
+        "_outputs",
+        "_shared",
+        "_streams",
+    )
 
     def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
         self._forward = task.direction == "forward"
@@ -131,6 +142,7 @@ class FusionRunner:
         self._first = dict(self._inputs)["input" if self._forward else "dy"]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
         self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
+        self._shared = frozenset([k for k, n in self._streams if n.share is not None and n.share.ranks_draw_apart])
         self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
 
     def __call__(self, slots: Slots, later: object = None) -> None:
@@ -142,7 +154,7 @@ class FusionRunner:
             # Read only when somebody draws from it: a seed on a GPU is waited for.
             where = first.shape, node.op.batch_dim(), node.share
             streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, *where)
-        call = FusionCall(self._ops, tensors, self._needed, streams, later)
+        call = FusionCall(self._ops, tensors, self._needed, streams, later, self._shared)
         result = self._function(call, first)
         if self._forward:
             self._store_forward(slots, call, result)

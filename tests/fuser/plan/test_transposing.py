@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import fuser
 from te_fuser.fusions import cublaslt_float8
-from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.float8_products import quantized
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.recipe import DelayedScaling
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
@@ -71,6 +75,43 @@ def test_kernels_without_row_sums_store_both_layouts() -> None:
     assert turned(p, "backward") == {"bias_add_bwd": [gradient], "bias_gelu_quantize_bwd": [gradient]}
     gelu = next(s for s in p.forward if s.name == "gelu_quantize_fwd")
     assert [s.layout for s in gelu.task.description.stores] == ["rows", "transposed"]  # type: ignore[union-attr]
+
+
+def test_nothing_is_turned_where_factors_are_taken_as_they_lie() -> None:
+    p = planned("mlp", "b200")
+    assert not [r for s in p.steps for r in (*s.reads(), *s.writes()) if r.form == TURNED]
+
+
+def plan_of(model: Any, rows: int, features: int, device: str = "h200") -> Plan:
+    """For so many rows in bfloat16, without memory."""
+    x = torch.empty(rows, features, dtype=BF16, device="meta", requires_grad=True)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        return model.plan(x, device=device)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize(("rows", "features"), [(1, 16), (8, 4096), (3000, 768)])
+def test_nothing_is_stored_that_nobody_reads(rows: int, features: int, memory: str) -> None:
+    """Also where little is to do: the emulation, which reads rows, is no choice beside products of 8 bits."""
+    with torch.device("meta"):
+        parts = [ops.LayerNorm(features), ops.Linear(features, features), ops.GELU(), ops.Linear(features, features)]
+        model = te.Sequential(*parts, memory=memory).to(BF16)
+    p = plan_of(model, rows, features)
+    read = {r for s in p.steps for r in s.reads()}
+    assert not [r for s in p.steps for r in s.writes() if r.form == TURNED and r not in read]
+    assert "float8_mat_mul" not in "".join(s.name for s in p.steps)
+
+
+def test_one_layout_is_kept() -> None:
+    """What backward reads of a factor, and not its rows beside it: no bytes more than without."""
+    with torch.device("meta"):
+        model = te.TransformerLayer(4096, 16384, 32, params_dtype=BF16)
+    x = torch.empty(2048, 4, 4096, dtype=BF16, device="meta", requires_grad=True)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        (p,) = model.explain(x, device="h200").plans
+    kept = [k.ref for k in p.kept if k.ref.kind is VALUE and k.ref.spec(p.graph).dtype == torch.float8_e4m3fn]
+    assert [r.form for r in kept] == [TURNED] * 3
+    assert p.kept_bytes() <= 674 * 2**20
 
 
 # --------------------------------------------------------------------------------------------- values and gradients
@@ -151,7 +192,7 @@ ANYWHERE = Fusion(
     (Float8MatMul,),
     run_forward=None,
     run_backward=None,
-    gradients=(cublaslt_float8._INPUT, cublaslt_float8._WEIGHT),
+    gradients=cublaslt_float8._nodes(by_rows=False, kept=False, main_grad=False),
     cost=lambda m: (Cost(seconds=1e-9), Cost(seconds=1e-9)),
     choose=backward_by_pytorch,
     takes_gradients_in=FORMATS,
@@ -177,3 +218,79 @@ def test_on_a_cpu(name: str, memory: str, kernels: str) -> None:
     dw = [s for s in plan.backward if s.name == ANYWHERE.name and "0.weight" in dict(s.outputs)]
     read = [r for s in dw for r in s.reads() if r.form == TURNED]
     assert len(read) == 2 * len(dw) > 0 and {r.kind for r in read} <= {VALUE, GRADIENT, RECOMPUTED}
+
+
+class BothLayouts:
+    """The backward of what stands behind a product of 8 bits, which gives both layouts of its gradient, or one."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def __call__(self, m: FusionCall, dy: torch.Tensor) -> Any:
+        dy8 = quantized(dy, m[0].scale, torch.float8_e5m2)
+        m[0].amax.copy_(torch.maximum(m[0].amax, dy.abs().max()))
+        self.asked.append(m.needs("input.transposed"))
+        others = {"1.bias": dy.sum(0)}
+        if self.asked[-1]:
+            others["input.transposed"] = by_torch(dy8)
+        return dy8, others
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_fusions_give_both_layouts_or_steps_turn(both: bool) -> None:
+    body = BothLayouts()
+    behind = Fusion(
+        "bias_by_pytorch",
+        "backward",
+        (QuantizeGradient, ops.Bias),
+        run_forward=None,
+        run_backward=None,
+        cost=lambda m: Cost(seconds=1e-9),
+        choose=lambda m, method: Body(body, transposed=("input",) if both else ()),
+    )
+    model = randomize(te.Sequential(ops.Linear(F, FFN)))
+    twin = copy.deepcopy(model)
+    wanted = trained(twin, lambda m, x: m(x), torch.float32)
+    with fusions.only(fusions.STRETCH, ANYWHERE, behind):
+        agree(trained(model, lambda m, x: m(x), torch.float32), wanted)
+        with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+            plan = model.plan(torch.empty(ROWS, F, requires_grad=True))
+    assert body.asked == [both] * 2
+    gradient = "gradient of float8_mat_mul.output transposed"
+    assert turned(plan, "backward")["bias_by_pytorch" if both else "transposed8"] == [gradient]
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def reading(pattern: type[ops.FusableOperation], *reads: str) -> Fusion:
+    """A backward that reads so."""
+    gradient = Gradient(("0.weight",), reads, "weight_gradient")
+    return replace(
+        ANYWHERE, pattern=(pattern,), gradients=(Gradient(("input",), ("0.weight",), "input_gradient"), gradient)
+    )
+
+
+@pytest.mark.parametrize(
+    ("reads", "why"),
+    [
+        (("input.transposed",), "it reads input.transposed, and only 8 bits lie transposed, this is bfloat16"),
+        (("dy.transposed", "input"), "it reads dy.transposed, and only 8 bits lie transposed, this is bfloat16"),
+    ],
+)
+def test_what_is_not_in_8_bits_is_not_turned(reads: tuple[str, ...], why: str) -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.MatMul(F, F)).to(BF16)
+    with fusions.only(reading(ops.MatMul, *reads)):
+        p = model.plan(torch.empty(5, F, dtype=BF16, device="meta", requires_grad=True), device="h200")
+    assert why in [r.reason for r in p.refusals]
+
+
+def test_what_cannot_be_named() -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.MatMul(F, F)).to(BF16)
+    with (
+        fusions.only(reading(ops.MatMul, "0.weight.transposed")),
+        pytest.raises(ValueError, match='names nothing in its match; .* or "dy.transposed" for a gradient'),
+    ):
+        model.plan(torch.empty(5, F, dtype=BF16, device="meta", requires_grad=True), device="h200")

@@ -112,16 +112,11 @@ def test_fsdp2_of_a_module_whose_ops_are_bound_to_it(one_process, parts):
     torch.testing.assert_close(model(X), twin(X))
 
 
-def test_sharded_parameters_outside_of_fsdp_are_refused(one_process):
+def test_inputs_that_are_dtensors_are_refused(one_process):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     mesh = init_device_mesh("cpu", (1,))
-    model = our_mlp()
-    model(X)
-    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(TypeError, match=r"op 1 .*parameter weight is a DTensor; .*to_local\(\)"):
-        model(X)
     with pytest.raises(TypeError, match=r"te_fuser runs plain tensors, got DTensor; .*to_local\(\)"):
         our_mlp()(DTensor.from_local(X.detach(), mesh, [Replicate()]))
     with pytest.raises(TypeError, match="input 'c' is a DTensor"):

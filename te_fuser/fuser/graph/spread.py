@@ -1,0 +1,154 @@
+"""What each rank has of every value of a list, as a pass: what cannot be is refused, and sums of gradients follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from te_fuser.formula.expr import Axes
+from te_fuser.ops.share import Share
+from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+    from te_fuser.ops.base import FusableOperation
+    from te_fuser.ops.binding import Key
+    from te_fuser.ops.group import Group
+
+
+def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list, each op with those of its parameters whose gradients are to be added up over ranks that share the list.
+
+    What draws gets what a rank has of its input.
+
+    Raises:
+        ValueError: naming an op that cannot take what it gets.
+    """
+    if not shared(listed):
+        return listed
+    shapes = {key: p.spec.shape for key, p in call.parameters.items()}
+    needing = frozenset(name for name, (_, needs) in call.named.items() if needs and call.grad)
+    return with_sums(listed, shapes, needing)
+
+
+def shared(listed: Sequence[ListedOp]) -> list[Group]:
+    """The groups whose ranks share ops of the list, each once."""
+    groups = dict.fromkeys([item.lowered.op.shared_by() for item in listed])
+    return [group for group in groups if group is not None]
+
+
+def with_sums(
+    listed: Sequence[ListedOp], shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str] = frozenset()
+) -> Sequence[ListedOp]:
+    """The same, of a list without a call.
+
+    Args:
+        shapes: those of the parameters.
+        needing: the names of what the call gives that needs a gradient.
+    """
+    for group in shared(listed):
+        listed = _Walk(listed, group, shapes, needing).found()
+    return listed
+
+
+class _Walk:
+    """The list from its first op to its last, for the ranks of one group."""
+
+    def __init__(
+        self,
+        listed: Sequence[ListedOp],
+        group: Group,
+        shapes: Mapping[Key, tuple[int, ...]],
+        needing: frozenset[str],
+    ) -> None:
+        self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
+        self._place = 0
+
+    def found(self) -> Sequence[ListedOp]:
+        """The list with sums, for what the ops take of the input: whole, by rows, or by features.
+
+        Raises:
+            ValueError: where nothing fits, what the reading says that comes furthest.
+        """
+        furthest, refusal = -1, ValueError()
+        for start in (*map(rows, self._dims()), WHOLE, FEATURES):
+            try:
+                return list(self._from(start))
+            except ValueError as error:
+                if self._place > furthest:
+                    furthest, refusal = self._place, error
+        item = self._listed[furthest]
+        raise ValueError(f"op {furthest} ({item.lowered.op.kind.__name__} {item.path!r}): {refusal}") from refusal
+
+    def _dims(self) -> Iterable[int]:
+        ops = (item.lowered.op for item in self._listed)
+        dims = (op.rows_cut_along() for op in ops if op.shared_by() == self._group)
+        return dict.fromkeys(dim for dim in dims if dim is not None)
+
+    def _from(self, start: Spread) -> Iterable[ListedOp]:
+        x, bound = start, dict[str, Spread]()
+        for place, item in enumerate(self._listed):
+            self._place = place
+            op, low = item.lowered.op, item.lowered
+            named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
+            shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
+            told = Told(self._group, start, named, shapes)
+            self._check_gradients(item, x)
+            summed = dict.fromkeys(op.summed(x, told), self._group)
+            own = op.of_rank(x, told)
+            if own is not op:
+                item = replace(item, lowered=replace(low, op=own))
+            x_in, x = x, op.spread(x, told)
+            bound.update(dict.fromkeys(item.names_out, x))
+            share = None if not op.draws() or x_in in (WHOLE, GATHERED) else _share(x_in, self._group, item.share)
+            if summed or share is not None:
+                item = replace(item, summed={**item.summed, **summed}, share=share or item.share)
+            yield item
+
+    def _check_gradients(self, item: ListedOp, x: Spread) -> None:
+        """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
+        for argument, name in item.names_in.items() if self._needing else ():
+            axes = _axes(item.lowered.op, argument)
+            if name not in self._needing or axes is None:
+                continue
+            missing = Axes.FEATURE if x == FEATURES else Axes.OUTER if x.by_rows or x == GATHERED else None
+            if missing is not None and not axes & missing:
+                raise ValueError(
+                    f"{name.rsplit('/', 1)[-1]!r} needs a gradient, of which each rank has a term alone, as x is {x}: "
+                    "give it detached, or put what makes it into the list"
+                )
+
+
+def _share(x: Spread, group: Group, other: Share | None) -> Share:
+    """What a rank has of an op's input, for what the op draws; `other`: by another group."""
+    known = other or Share()
+    return replace(known, rows=group, dim=x.dim) if x.dim is not None else replace(known, columns=group)
+
+
+def _axes(op: FusableOperation, argument: str) -> Axes | None:
+    return op.named_inputs()[argument].axes
+
+
+def gradient_sums(listed: Sequence[ListedOp], numbers: Mapping[Key, int]) -> dict[int, Group]:
+    """The parameters, by their numbers, whose gradients are added up, and over which ranks.
+
+    Raises:
+        ValueError: where one op has all of a parameter's gradient and another one a term.
+    """
+    found: dict[int, Group] = {}
+    if not [item for item in listed if item.summed]:
+        return found
+    read: dict[int, ListedOp] = {}
+    for item in listed:
+        for name, binding in item.lowered.bindings.items():
+            number, group = numbers[binding.key], item.summed.get(name)
+            if number in read and group != found.get(number):
+                raise ValueError(
+                    f"{read[number].path!r} and {item.path!r} read one parameter, of whose gradient ranks have a term "
+                    "by the one and all by the other: let both read values that ranks have alike"
+                )
+            read[number] = item
+            found.update({} if group is None else {number: group})
+    return found

@@ -1,0 +1,165 @@
+"""Cut: an op that the ranks of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.checks import whole_number, yes_or_no
+from te_fuser.ops.group import Group
+from te_fuser.ops.spread import WHOLE, Spread, Told, rows
+
+COLUMN, ROW = "column", "row"
+SHARING = ("parallel_mode", "group", "sequence_parallel", "sequence_dim")  # attributes of every such op
+
+Op = TypeVar("Op", bound=FusableOperation)
+Sharing = TypeVar("Sharing", bound="Cut")
+
+
+class Cut(FusableOperation):
+    """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
+
+    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place what
+    `each_rank()` gives: the op of a rank's share, and the collectives around it.
+
+    Attributes:
+        parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;
+            "row": along those of the input, of which each rank has its part, and the output is the sum over ranks;
+            None: every rank has the parameters whole.
+        group: the ranks; set to a dimension of a DeviceMesh, a ProcessGroup, or a `Group`. By default this process.
+        sequence_parallel: whether ranks cut the rows of what is whole in its features: what a column takes is gathered
+            first, of what a row gives each rank gets its part, and what has no mode runs on a rank's rows.
+        sequence_dim: the dimension along which these are cut.
+
+    Raises:
+        TypeError, ValueError: when set to what it cannot be.
+    """
+
+    family = True
+    modes: ClassVar[tuple[str, ...]] = (COLUMN, ROW)
+    _parallel_mode: str | None = None
+    _group: Group = Group()
+    _sequence_parallel: bool = False
+    _sequence_dim: int = 0
+
+    @property
+    def parallel_mode(self) -> str | None:
+        return self._parallel_mode
+
+    @parallel_mode.setter
+    def parallel_mode(self, mode: str | None) -> None:
+        if mode is not None and mode not in self.modes:
+            takes = ", ".join(map(repr, self.modes))
+            raise ValueError(
+                f"{type(self).__name__}: parallel_mode={mode!r} is unknown: use {takes or 'none'}, or None"
+            )
+        self._parallel_mode = mode
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = Group.of(type(self).__name__, group)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self._sequence_parallel
+
+    @sequence_parallel.setter
+    def sequence_parallel(self, is_cut: bool) -> None:
+        self._sequence_parallel = yes_or_no(type(self).__name__, "sequence_parallel", is_cut)
+
+    @property
+    def sequence_dim(self) -> int:
+        return self._sequence_dim
+
+    @sequence_dim.setter
+    def sequence_dim(self, dim: int) -> None:
+        self._sequence_dim = whole_number(type(self).__name__, "sequence_dim", dim)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has a part of the parameters."""
+        return self.parallel_mode is not None and self.group.size > 1
+
+    def share(self, size: int, name: str) -> int:
+        """A rank's part of a size.
+
+        Raises:
+            ValueError: when there are no equal parts.
+        """
+        ranks = self.group.size
+        if size % ranks:
+            raise ValueError(
+                f"{type(self).__name__}: {name}={size} cannot be cut into {ranks} equal parts, one for each rank of "
+                f"{self.group.title}: change one"
+            )
+        return size // ranks
+
+    def part(self: Op, **sizes: int) -> Op:
+        """The op as one rank has it: with other sizes, over the same parameters, and known to no group."""
+        return self.with_attributes(_parallel_mode=None, **sizes)
+
+    def shared_as(self: Sharing, other: Cut) -> Sharing:
+        """This op, shared by the same ranks in the same way as another one."""
+        for name in SHARING:
+            setattr(self, name, getattr(other, name))
+        return self
+
+    def shared_by(self) -> Group | None:
+        group = self._group
+        return group if group.size > 1 and (self.parallel_mode or self.sequence_parallel) else None
+
+    def rows_cut_along(self) -> int | None:
+        return self.sequence_dim if self.sequence_parallel else None
+
+    @property
+    def between(self) -> Spread:
+        """What each rank has of a value that is not cut by features."""
+        return rows(self.sequence_dim) if self.sequence_parallel else WHOLE
+
+    def check_spread(self, x: Spread, wanted: Spread) -> None:
+        """Refuse an input of which ranks have something else than they are to.
+
+        Raises:
+            ValueError: saying both.
+        """
+        if x != wanted:
+            said = [f"{name}={getattr(self, name)!r}" for name in SHARING if name != "group" and getattr(self, name)]
+            raise ValueError(
+                f"{type(self).__name__} with {', '.join(said)} takes what is {wanted} in the ranks of "
+                f"{self.group.title}, and x is {x}: make both alike"
+            )
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        if self.sequence_parallel and self.parallel_mode is None and self.group == told.group:
+            self.check_spread(x, rows(self.sequence_dim))
+        return super().spread(x, told)
+
+    def infer(self, x: Spec) -> Any:
+        ops = self.each_rank()
+        if ops == (self,):
+            return super().infer(x)
+        for op in ops:
+            x = op.specs(x)["output"]
+        return x
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
+        ops: Sequence[FusableOperation] = self.each_rank()
+        if ops == (self,):
+            return super().reference(call, x)
+        for op in ops:
+            x = op.reference(call, x)
+        return x
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        mode = [] if self.parallel_mode is None else [f"parallel_mode={self.parallel_mode!r}"]
+        rows = [f"sequence_parallel=True, sequence_dim={self.sequence_dim}"] if self.sequence_parallel else []
+        ranks = [f"ranks={self.group.size} ({self.group.title})"] if self.group.size > 1 else []
+        return ", ".join([*([own] if own else []), *mode, *rows, *ranks])

@@ -1,0 +1,143 @@
+"""Parameters that are DTensors: a rank runs on its own part of each, and gives gradients that are DTensors as they are.
+
+A weight of several parts along its features (a gate and what it gates) that is cut lies as [parts, features, in], so
+that ranks cut each part. Its owner knows which parameters lie so; ops see [parts * features, in].
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch.distributed.distributed_c10d import get_process_group_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fuser.ops.group import Group
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_IN_PARTS = "_in_parts"  # attribute of a module: parameter -> the number of its parts
+
+
+class Lies(NamedTuple):
+    """How a parameter of a call lies among ranks.
+
+    Attributes:
+        shape: of this rank's own tensor.
+        mesh: the mesh in words.
+        ranks: for each dimension of the mesh those that this rank is among; a DTensor may know them by an older mesh.
+        placements: for each dimension of the mesh.
+        parts: how many parts it has that are cut each by itself.
+    """
+
+    shape: tuple[int, ...]
+    mesh: str
+    ranks: tuple[tuple[int, ...], ...]
+    placements: tuple[Placement, ...]
+    parts: int = 1
+
+    @classmethod
+    def of(cls, t: torch.Tensor, parts: int = 1) -> Lies | None:
+        """How a tensor lies; None where it is no DTensor."""
+        if not is_dtensor(t):
+            return None
+        mesh = t.device_mesh
+        ranks = tuple(tuple(get_process_group_ranks(g)) for g in mesh.get_all_groups())
+        return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements), parts)
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The shape that ops see of this rank's own tensor."""
+        return self.shape if self.parts == 1 else (math.prod(self.shape[:2]), *self.shape[2:])
+
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
+
+    def is_cut(self, dim: int, group: Group) -> bool:
+        """Whether the ranks of that group alone, in their order, have equal parts along a dimension that ops see."""
+        if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
+            return False
+        (placement,) = self.placements
+        return placement.is_shard(dim if self.parts == 1 else dim + 1)
+
+
+def is_dtensor(t: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is one, of which nobody has heard before its module is loaded."""
+    if type(t) in _PLAIN:
+        return False
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(t, known.DTensor)
+
+
+def in_parts(owner: torch.nn.Module, name: str) -> int:
+    """How many parts a parameter has that are cut each by itself."""
+    return int(owner.__dict__.get(_IN_PARTS, {}).get(name, 1))
+
+
+def set_parts(owner: torch.nn.Module, name: str, parts: int) -> None:
+    """Say that a parameter lies as [parts, features, ..]."""
+    owner.__dict__[_IN_PARTS] = {**owner.__dict__.get(_IN_PARTS, {}), name: parts}
+
+
+def names_in_parts(owner: torch.nn.Module) -> Mapping[str, int]:
+    """The parameters of a module that lie so, and how many parts each has."""
+    return owner.__dict__.get(_IN_PARTS, {})  # type: ignore[no-any-return]
+
+
+def own_part(t: torch.Tensor, seen: tuple[int, ...] | None = None) -> torch.Tensor:
+    """This rank's own tensor, without autograd, in the shape that ops see; a plain tensor as it is."""
+    if not is_dtensor(t):
+        return t
+    local: torch.Tensor = t._local_tensor
+    return local if seen is None or local.shape == seen else local.view(seen)
+
+
+def recorded_part(t: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """The same as autograd records it."""
+    if not is_dtensor(t):
+        return t
+    local = t.to_local()
+    return local if parts == 1 else local.flatten(0, 1)
+
+
+def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """The gradient of this rank's own part as that of the DTensor: it lies as this does.
+
+    Args:
+        spec: the DTensor's.
+        shape: of its rank's own tensor.
+    """
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
+        gradient = torch.from_dlpack(gradient)
+    return kind(gradient if gradient.shape == shape else gradient.view(shape), spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's own part of a tensor that every rank has whole, as a DTensor lies; a view."""
+    (chunk,) = like.__create_chunk_list__()
+    own = whole[tuple([slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)])]
+    return own.view(like._local_tensor.shape) if not own.numel() else own
+
+
+def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+    """Fill a parameter; of a DTensor every rank draws the whole and takes its part, so that all draw what one would."""
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        return
+    if not is_dtensor(parameter):
+        fill(parameter)
+        return
+    (first, *others), parts = parameter.shape, in_parts(owner, name)
+    shape = (first, *others) if parts == 1 else (first * others[0], *others[1:])
+    local = parameter._local_tensor
+    whole = torch.empty(shape, dtype=local.dtype, device=local.device)
+    fill(whole)
+    with torch.no_grad():
+        local.copy_(own_chunk(whole.view(parameter.shape), parameter))

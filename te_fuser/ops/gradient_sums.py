@@ -1,0 +1,62 @@
+"""Sums over ranks of parameters' gradients, of which each rank has a term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fuser.ops.collective import Exchange
+from te_fuser.ops.group import Group
+from te_fuser.ops.joined import parts_of
+
+LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine that trains adds up over the ranks
+
+
+def is_left(parameter: torch.Tensor) -> bool:
+    """Whether the engine adds up a parameter's gradient, as its mark says.
+
+    Raises:
+        ValueError: where it was joined from several, and some of them alone are marked.
+    """
+    marks = {bool(getattr(part, LEFT, False)) for part in parts_of(parameter) or (parameter,)}
+    if len(marks) > 1:
+        raise ValueError(
+            f"of parameters that are read as one some have {LEFT}=True: call te_fuser.parallel.leave_sums_to_engine("
+            "model), which marks all of them"
+        )
+    return marks.pop()
+
+
+def added_up(gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """The sums over the ranks of tensors that each of them has, by one collective for each dtype among them."""
+    found = list(gradients)
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        places = [k for k, g in enumerate(gradients) if g.dtype == dtype]
+        flat = torch.cat([gradients[k].reshape(-1) for k in places]) if len(places) > 1 else gradients[places[0]]
+        made = Exchange().run(flat, group)
+        if len(places) == 1:
+            found[places[0]] = made
+            continue
+        for k, piece in zip(places, made.split([gradients[k].numel() for k in places]), strict=True):
+            found[k] = piece.view(gradients[k].shape).clone()
+    return found
+
+
+def with_sum(parameter: torch.Tensor, group: Group) -> torch.Tensor:
+    """The same, whose gradient autograd adds up over the ranks; what is left to the engine stays as it is."""
+    if group.size == 1 or is_left(parameter):
+        return parameter
+    return _Summed.apply(parameter, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        return added_up([dy], ctx.group)[0], None

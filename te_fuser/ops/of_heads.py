@@ -1,0 +1,56 @@
+"""OfHeads: an op on heads, of which ranks that cut features have their part each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.spread import FEATURES, PARTIAL, Spread, Told
+from te_fuser.ops.unfused_operation import UnfusedOperation
+
+
+class OfHeads(UnfusedOperation):
+    """An op on heads side by side among the features; where ranks cut these, each has whole heads.
+
+    Attributes:
+        heads: query heads, those of all ranks together.
+        kv_heads: key and value heads, the same.
+        heads_of_rank: whether these are the heads of this rank alone.
+    """
+
+    family = True
+    heads: Any
+    kv_heads: Any
+    heads_of_rank: bool = False
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        """The op with a rank's heads.
+
+        Raises:
+            ValueError: when there are no equal parts.
+        """
+        if x != FEATURES or self.heads_of_rank:
+            return self
+        ranks, counts = told.group.size, {"heads": self.heads, "kv_heads": self.kv_heads}
+        for name, count in counts.items():
+            if (count or 0) % ranks:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={count} cannot be cut into {ranks} equal parts, one for each "
+                    f"rank of {told.group.title}: change one"
+                )
+        return self.with_attributes(**{name: count and count // ranks for name, count in counts.items()})
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x, whose sequences are whole."""
+        for argument, other in told.named.items():
+            if other != x:
+                raise ValueError(
+                    f"{type(self).__name__}: x is {x} in the ranks of {told.group.title}, {argument} is {other}: make "
+                    "both alike"
+                )
+        if x.by_rows or x == PARTIAL:
+            raise ValueError(
+                f"{type(self).__name__} takes whole sequences, and x is {x} in the ranks of {told.group.title}: a "
+                "product before it with parallel_mode='column' and sequence_parallel=True gathers them"
+            )
+        return x

@@ -1,0 +1,57 @@
+"""Spread: what each rank of a group has of a value, and what an op is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from te_fuser.ops.group import Group
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What each rank of a group has of a value; of its gradient the same where nothing else is said.
+
+    Attributes:
+        words: how messages say it; it tells the kinds apart.
+        dim: of rows, the dimension along which they are cut.
+    """
+
+    words: str
+    dim: int | None = None
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each rank has its part of the rows."""
+        return self.dim is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
+WHOLE = Spread("whole")  # all have the same
+FEATURES = Spread("cut by features")  # each has its part of every row
+PARTIAL = Spread("a term of a sum over the ranks")  # whose gradient is whole
+GATHERED = Spread("whole, and gone on with in each rank's own way")  # whose gradient is a term of a sum
+
+
+def rows(dim: int) -> Spread:
+    """Each rank has its part of the rows, along a dimension."""
+    return Spread(f"cut by rows along dimension {dim}", dim)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an op is told beside the spread of its main input.
+
+    Attributes:
+        group: the ranks.
+        start: the spread of the list's input, which that of the call's other tensors is too.
+        named: by argument, those of the named inputs that ops of the list have made.
+        shapes: of its parameters, as this rank has them.
+    """
+
+    group: Group
+    start: Spread = WHOLE
+    named: Mapping[str, Spread] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

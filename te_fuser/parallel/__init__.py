@@ -1,0 +1,7 @@
+"""Models cut for the ranks of a group: tensor and sequence parallelism, on PyTorch's DeviceMesh and DTensor."""
+
+from te_fuser.parallel.derive import derived_plan
+from te_fuser.parallel.parallelize import parallelize
+from te_fuser.parallel.styles import Column, Row, shard_placement
+
+__all__ = ["Column", "Row", "derived_plan", "parallelize", "shard_placement"]

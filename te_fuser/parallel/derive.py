@@ -1,0 +1,150 @@
+"""Which products of a model ranks share, and how: of each pair in a branch the first by column, the last by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes
+from te_fuser.ops import (
+    Bias,
+    Bound,
+    DotProductAttention,
+    Dropout,
+    FusableOperation,
+    HeadNorm,
+    Linear,
+    MatMul,
+    RotaryByAngles,
+    RotaryEmbedding,
+)
+from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
+from te_fuser.ops.glu import GatedUnit
+from te_fuser.ops.group import Group
+from te_fuser.ops.row_op import RowOp
+from te_fuser.parallel.styles import Column, Row
+from te_fuser.sequential import Residual, Sequential
+
+Named = tuple[str, FusableOperation]
+_OF_HEADS = (DotProductAttention, HeadNorm, RotaryByAngles, RotaryEmbedding)
+
+
+def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Column | Row]:
+    """Name of a module -> its style.
+
+    In each branch (a Residual, or what stands between others) products are taken two by two where nothing but biases,
+    what is pointwise and attention is between them. A product that is left over stays whole.
+
+    Raises:
+        ValueError: where attention's key/value heads, or the parts of a gated unit, cannot be cut into equal shares.
+    """
+    plan: dict[str, Column | Row] = {}
+    for run in _branches(model, ""):
+        for first, between, last in _pairs(run):
+            parts = _parts(first[1], between, group)
+            plan[first[0]] = Column(parts=parts)
+            plan.update({name: Column(parts=parts) for name, op in between if isinstance(_own(op), Bias)})
+            plan[last[0]] = Row()
+    return plan
+
+
+def sequence_dim(model: torch.nn.Module) -> int:
+    """The dimension along which ranks cut sequences: attention's layout says it, else it is 0.
+
+    Raises:
+        ValueError: when attentions have different ones.
+    """
+    ops = [_own(m) for m in model.modules() if isinstance(m, FusableOperation)]
+    layouts = {op.layout for op in ops if isinstance(op, DotProductAttention)}
+    dims = {LAYOUTS[layout][0] if layout in LAYOUTS else 0 for layout in layouts}
+    if len(dims) > 1:
+        raise ValueError(
+            f"sequence_parallel: attentions of this model have the layouts {', '.join(sorted(layouts))}: parallelize "
+            "its parts by themselves"
+        )
+    return dims.pop() if dims else 0
+
+
+def _own(op: torch.nn.Module) -> torch.nn.Module:
+    return op.op if isinstance(op, Bound) else op
+
+
+def _branches(module: torch.nn.Module, prefix: str) -> Iterator[list[Named]]:
+    """The ops that run one after the other, by their names; a branch of its own ends what is around it."""
+    run: list[Named] = []
+    for part in _parts_in_order(module, prefix):
+        if isinstance(part, tuple):
+            run.append(part)
+        else:
+            yield run
+            run = []
+            yield from part
+    yield run
+
+
+def _parts_in_order(module: torch.nn.Module, prefix: str) -> Iterator[Named | Iterator[list[Named]]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, FusableOperation):
+            yield path, child
+        elif isinstance(child, Sequential) and not isinstance(child, Residual):
+            yield from _parts_in_order(child, f"{path}.")
+        else:
+            yield _branches(child, f"{path}.")
+
+
+def _pairs(run: list[Named]) -> Iterator[tuple[Named, list[Named], Named]]:
+    """Products with what is between them."""
+    first, between = None, list[Named]()
+    for name, op in run:
+        if not isinstance(_own(op), (MatMul, Linear)):
+            between.append((name, op))
+            first = first if _takes_its_share(_own(op)) else None
+        elif first is None:
+            first, between = (name, op), []
+        else:
+            yield first, between, (name, op)
+            first = None
+
+
+def _takes_its_share(op: torch.nn.Module) -> bool:
+    """Whether an op can run on a rank's part of the features."""
+    if isinstance(op, (Bias, Dropout, GatedUnit)):
+        return True
+    if isinstance(op, _OF_HEADS):
+        return not isinstance(op, DotProductAttention) or isinstance(op.packed, PackedHeads)
+    if not isinstance(op, RowOp) or op.arguments() or op.named_outputs():
+        return False
+    features: Any = expr.leaf("x", Axes.FULL, 8)
+    return expr.lift(op.compute(features)).depth == 0
+
+
+def _parts(product: FusableOperation, between: list[Named], group: Group) -> int:
+    """How many equal parts lie side by side in a weight, each of which is cut by itself."""
+    joined = isinstance(product, Bound) and not isinstance(product.names["weight"], str)
+    for name, module in between:
+        op = _own(module)
+        if isinstance(op, GatedUnit) and op.glu_interleave_size is None:
+            return 1 if joined else 2
+        if isinstance(op, DotProductAttention):
+            return _parts_of_heads(name, op, group, joined)
+    return 1
+
+
+def _parts_of_heads(name: str, op: DotProductAttention, group: Group, joined: bool) -> int:
+    if op.kv_heads % group.size:
+        raise ValueError(
+            f"{type(op).__name__} {name!r} on {group}: kv_heads={op.kv_heads} cannot be cut into {group.size} equal "
+            "parts: take fewer ranks, or more key/value heads"
+        )
+    if op.packing != "blocked" or joined:
+        return 1
+    if op.heads != op.kv_heads:
+        raise ValueError(
+            f"{type(op).__name__} {name!r} on {group}: packing='blocked' with kv_heads={op.kv_heads} of "
+            f"heads={op.heads} has parts of different sizes, which no weight can be cut by: take packing='interleaved'"
+        )
+    return 3

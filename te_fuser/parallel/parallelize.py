@@ -1,0 +1,82 @@
+"""parallelize: a model whose products the ranks of a mesh share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from te_fuser.ops import Bound, Cut, FusableOperation
+from te_fuser.ops.dtensor import is_dtensor
+from te_fuser.ops.group import Group
+from te_fuser.ops.joined import Together
+from te_fuser.parallel.derive import derived_plan, sequence_dim
+from te_fuser.parallel.styles import Column, Row, distribute, set_cut
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = False,
+    plan: Mapping[str, ParallelStyle] | None = None,
+) -> Model:
+    """Let the ranks of a mesh share a model's products, in place; its parameters become DTensors on the mesh.
+
+    Tensors at the ends of its lists are plain and local: whole, or with `sequence_parallel` cut along the sequence,
+    which attention's layout says (0 where there is none). Call it before `fully_shard` and before an optimizer is made;
+    ranks get the values of the mesh's first one.
+
+    Args:
+        model: lists of ops, alone or in modules.
+        mesh: of one dimension: `mesh["tp"]`.
+        sequence_parallel: whether ranks cut what is whole in its features along the sequence.
+        plan: pattern of names -> style, as {"*.fc1": Column(), "*.fc2": Row()}; None: in each branch the first product
+            by column, the last by row, attention by whole key/value heads.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
+            into equal parts, and modules that a style does not take.
+    """
+    group = Group.of("parallelize", mesh)
+    dim = sequence_dim(model) if sequence_parallel else 0
+    styles = derived_plan(model, group) if plan is None else _matched(model, plan)
+    for name, style in styles.items():
+        _as_asked(style, sequence_parallel, dim)._apply(model.get_submodule(name), mesh)
+    for module in [*model.modules()]:
+        op = module.op if isinstance(module, Bound) else module
+        if isinstance(op, Cut) and op.parallel_mode is None:
+            set_cut(op, None, mesh, sequence_parallel, dim)
+        if isinstance(module, (FusableOperation, Together)):
+            for name in [*module._parameters]:
+                if not is_dtensor(module._parameters[name]):
+                    distribute(module, name, mesh, None)
+    return model
+
+
+def _matched(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"parallelize: no module has a name like {pattern!r}; there are {', '.join(filter(None, names[:20]))}"
+            )
+        found.update(dict.fromkeys(matching, style))
+    return found
+
+
+def _as_asked(style: ParallelStyle, sequence_parallel: bool, dim: int) -> ParallelStyle:
+    if isinstance(style, (Column, Row)) and style.sequence_parallel is None:
+        return dataclasses.replace(style, sequence_parallel=sequence_parallel, sequence_dim=dim)
+    return style

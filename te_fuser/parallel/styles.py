@@ -1,0 +1,191 @@
+"""Column and Row: how the ranks of a mesh share a product, as styles of PyTorch's `parallelize_module`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from te_fuser.ops import Bias, Bound, Cut, Linear, MatMul
+from te_fuser.ops.binding import place_of
+from te_fuser.ops.dtensor import is_dtensor, own_part, set_parts
+from te_fuser.ops.group import Group
+from te_fuser.parallel.checkpoint import keep_whole_shapes
+
+_TAKES = "a MatMul, a Bias, a Linear, or a Bound one of these"
+
+
+@dataclass
+class _Style(ParallelStyle):
+    """How the ranks of a mesh share a product, or a bias.
+
+    Args:
+        sequence_parallel: whether ranks cut the rows of what is whole in its features; None: as `parallelize` says, by
+            default not.
+        sequence_dim: the dimension along which these are cut.
+    """
+
+    sequence_parallel: bool | None = None
+    sequence_dim: int = 0
+
+    mode = ""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        op = module.op if isinstance(module, Bound) else module
+        who = type(self).__name__
+        if not isinstance(op, (MatMul, Bias, Linear)):
+            raise TypeError(f"{who} takes {_TAKES}, got {type(op).__name__}: leave it out of the plan")
+        group = Group.of(who, device_mesh)
+        self._check(op, group)
+        for name, dim in self._dims(op).items():
+            for owner, of in _owners(module, name):
+                distribute(owner, of, device_mesh, dim, self._parts, self.src_data_rank)
+        set_cut(op, self.mode, device_mesh, bool(self.sequence_parallel), self.sequence_dim)
+        return module
+
+    @property
+    def _parts(self) -> int:
+        return 1
+
+    def _check(self, op: Cut, group: Group) -> None:
+        """Refuse, in words, what the ranks cannot cut."""
+
+    def _dims(self, op: Cut) -> dict[str, int | None]:
+        """Parameter -> the dimension that is cut; None: whole in each rank."""
+        raise NotImplementedError
+
+
+@dataclass
+class Column(_Style):
+    """Give each rank a part of a product's output features: weight [out, in] and bias [out] are cut along out.
+
+    Args:
+        sequence_parallel, sequence_dim: whether the rows of the input are cut, and along which dimension: these are
+            gathered first.
+        parts: how many equal parts lie side by side in the output, each of which is cut by itself: 2 for what a gated
+            unit takes. The parameters are then [parts, features, in] and [parts, features]; `state_dict` has [out, in].
+
+    Raises:
+        TypeError: for a module that it does not take.
+        ValueError: for features that the ranks cannot cut into equal parts.
+    """
+
+    parts: int = 1
+    mode = "column"
+
+    @property
+    def _parts(self) -> int:
+        return self.parts
+
+    def _check(self, op: Cut, group: Group) -> None:
+        features = op.features if isinstance(op, Bias) else op.out_features  # type: ignore[attr-defined]
+        check_share(type(op).__name__, "out_features", features, group, self.parts)
+
+    def _dims(self, op: Cut) -> dict[str, int | None]:
+        return {name: 0 for name in ("weight", "bias") if name in op._parameters}
+
+
+@dataclass
+class Row(_Style):
+    """Give each rank a part of a product's input features: weight [out, in] is cut along in, the bias is whole.
+
+    What ranks compute is added up; the bias comes once, behind the sum.
+
+    Args:
+        sequence_parallel, sequence_dim: whether of the sum each rank gets its part of the rows, and along which
+            dimension.
+
+    Raises:
+        TypeError: for a module that it does not take.
+        ValueError: for features that the ranks cannot cut into equal parts.
+    """
+
+    mode = "row"
+
+    def _check(self, op: Cut, group: Group) -> None:
+        if not isinstance(op, Bias):
+            check_share(type(op).__name__, "in_features", op.in_features, group)  # type: ignore[attr-defined]
+
+    def _dims(self, op: Cut) -> dict[str, int | None]:
+        known: dict[str, int | None] = {"weight": 1, "bias": None}
+        return {name: dim for name, dim in known.items() if name in op._parameters}
+
+
+def set_cut(op: Cut, mode: str | None, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
+    """Say how ranks share an op; the last two hold for an op that each has whole, too."""
+    op.group = mesh  # type: ignore[assignment]  # its setter takes a mesh
+    op.sequence_parallel, op.sequence_dim = sequence_parallel, sequence_dim
+    op.parallel_mode = mode
+
+
+def check_share(op: str, name: str, size: int, group: Group, parts: int = 1) -> None:
+    """Refuse a size that ranks cannot cut into equal parts.
+
+    Raises:
+        ValueError: naming op, rank, and what to do.
+    """
+    if size % (parts * group.size):
+        each = f", each of {parts} parts by itself" * (parts > 1)
+        raise ValueError(
+            f"{op} on {group}: {name}={size} cannot be cut into {group.size} equal parts{each}: change one, or leave "
+            "the op out of the plan"
+        )
+
+
+def distribute(
+    owner: torch.nn.Module, name: str, mesh: DeviceMesh, dim: int | None, parts: int = 1, source: int | None = 0
+) -> None:
+    """Make a parameter a DTensor that is cut along a dimension, or whole in each rank (None).
+
+    Args:
+        parts: how many equal parts lie along dimension 0, each of which is cut by itself.
+        source: the rank in the mesh whose values all get; None: each has the same, and nothing is sent.
+
+    Raises:
+        ValueError: when it is a DTensor that lies in another way.
+    """
+    old = owner._parameters.get(name)
+    if old is None:
+        return
+    wanted = [Replicate()] if dim is None else [Shard(dim + (parts > 1))]
+    if is_dtensor(old):
+        if old.device_mesh == mesh and list(old.placements) == wanted:
+            return
+        raise ValueError(
+            f"{name} of {type(owner).__name__} is a DTensor already, on {old.device_mesh} with {list(old.placements)}: "
+            "parallelize a model once, before fully_shard"
+        )
+    whole = old.detach()
+    if parts > 1 and dim is not None:
+        whole = whole.unflatten(0, (parts, whole.shape[0] // parts))
+        set_parts(owner, name, parts)
+    made: torch.Tensor = distribute_tensor(whole, mesh, wanted, src_data_rank=source)
+    if own_part(made).storage_offset() or own_part(made) is whole:
+        made = made.clone()
+    parameter = torch.nn.Parameter(made, old.requires_grad)
+    parameter.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_is_param"})
+    owner.register_parameter(name, parameter)
+    keep_whole_shapes(owner)
+
+
+def _owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:
+    """The modules that have a parameter of an op, and its names there: of one that is bound, its owner's."""
+    if not isinstance(module, Bound):
+        return [(module, name)]
+    given: Any = module.names.get(name, ())
+    return [place_of(module.owner, of) for of in ((given,) if isinstance(given, str) else given)]
+
+
+def shard_placement(parameter: torch.nn.Parameter) -> Shard | None:
+    """For `fully_shard(..., shard_placement_fn=shard_placement)`: spread features, where a weight lies in parts.
+
+    By default `fully_shard` spreads the first dimension, of which such a weight has two or three: on more ranks than
+    that the others would have none of it.
+    """
+    if is_dtensor(parameter) and parameter.placements[-1].is_shard(1) and parameter.dim() == 3:
+        return Shard(1)
+    return None

@@ -1,0 +1,212 @@
+"""Models that two ranks share by `parallelize`, against the whole ones in one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.run import fuser
+from te_fuser.parallel import Column, Row, parallelize
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.twins import assert_same_gradients, sequential, tensor
+
+F, INNER, S, B = 8, 12, 6, 2
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+
+
+def mlp() -> te_fuser.Sequential:
+    made = (
+        te_fuser.Residual(ops.LayerNorm(F), ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F)) for _ in range(2)
+    )
+    return sequential(*made, ops.RMSNorm(F))
+
+
+def gated() -> te_fuser.Sequential:
+    made = (
+        te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 2 * INNER), ops.SwiGLU(), ops.Linear(INNER, F, bias=False))
+        for _ in range(2)
+    )
+    return sequential(*made)
+
+
+def apart() -> te_fuser.Sequential:
+    """Products and biases by themselves, with a gate whose halves lie in blocks, and a product that is left over."""
+    return sequential(
+        ops.MatMul(F, 2 * INNER),
+        ops.Bias(2 * INNER),
+        ops.GEGLU(glu_interleave_size=3),
+        ops.MatMul(INNER, F),
+        ops.Bias(F),
+        ops.LayerNorm(F),
+        ops.MatMul(F, F),
+    )
+
+
+MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {"mlp": mlp, "gated": gated, "apart": apart}
+
+
+def whole(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return (t.full_tensor() if isinstance(t, DTensor) else t).reshape(like.shape)
+
+
+def backward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def assert_as_whole(model: nn.Module, twin: nn.Module, step: int = 0) -> None:
+    """Output, dx and all gradients."""
+    x = tensor(S, B, F, seed=step)
+    for got, want in zip(backward(model, x), backward(twin, x), strict=True):
+        torch.testing.assert_close(got, want, **EXACT)
+    want = {name: p.grad for name, p in twin.named_parameters()}
+    found = {name: whole(p.grad, want[name]) for name, p in model.named_parameters()}
+    assert_same_gradients(found, want, 1e-11)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks
+def test_training(kind: str) -> None:
+    """Also of a copy, with gradients that add up, and without planning again."""
+    twin = MODELS[kind]()
+    model = parallelize(copy.deepcopy(twin), mesh_of())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (model, twin)]
+    for step in range(3):
+        assert_as_whole(model, twin, step)
+        if step == 1:
+            with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+                backward(model, tensor(S, B, F, seed=7))
+            backward(twin, tensor(S, B, F, seed=7))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = copy.deepcopy(model)
+    twin.zero_grad()
+    assert_as_whole(model, twin, 4)
+    x = tensor(S, B, F)
+    torch.testing.assert_close(model.reference(x), twin(x), **EXACT)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), twin(x), **EXACT)
+
+
+@on_ranks
+def test_what_is_derived() -> None:
+    model = parallelize(mlp(), mesh_of())
+    lie = {name: p.placements for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    assert lie["0.1.weight"] == lie["0.1.bias"] == (Shard(0),) and lie["0.3.weight"] == (Shard(1),)
+    assert lie["0.0.weight"] == lie["0.3.bias"] == lie["2.weight"] == (Replicate(),)
+    cut = parallelize(gated(), mesh_of())
+    weight, bias = cut[0][1].weight, cut[0][1].bias
+    assert weight.shape == (2, INNER, F) and bias.shape == (2, INNER) and weight.placements == (Shard(1),)
+    parts = parallelize(apart(), mesh_of())
+    assert parts[0].parallel_mode == parts[1].parallel_mode == "column" and parts[3].parallel_mode == "row"
+    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2 * INNER, F)
+
+
+@on_ranks
+def test_plans_of_ones_own() -> None:
+    """By patterns, and by PyTorch's `parallelize_module`, which leaves what no style names as it is."""
+    twin = mlp()
+    model = parallelize(copy.deepcopy(twin), mesh_of(), plan={"*.1": Column(), "*.3": Row()})
+    assert_as_whole(model, twin)
+    other = copy.deepcopy(twin)
+    other.zero_grad()
+    theirs = parallelize_module(copy.deepcopy(other), mesh_of(), {"*.1": Column(), "*.3": Row()})
+    assert type(theirs[0][0].weight) is nn.Parameter and isinstance(theirs[0][1].weight, DTensor)
+    assert_as_whole(theirs, other)
+
+
+@on_ranks
+def test_all_ranks_get_the_values_of_the_first() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = parallelize(te_fuser.Sequential(ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F)), mesh_of())
+    torch.manual_seed(0)
+    twin = te_fuser.Sequential(ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p, q), q)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gated"])
+@on_ranks
+def test_initialization(kind: str) -> None:
+    """Draws what the whole model draws, made on the meta device too."""
+    twin = MODELS[kind]()
+    with torch.device("meta"):
+        model = parallelize(MODELS[kind](), mesh_of())
+    model.to_empty(device="cpu")
+    for m in (model, twin):
+        torch.manual_seed(3)
+        for part in m.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p, q), q)
+    assert_as_whole(model, twin)
+
+
+@on_ranks
+def test_whole_tensors_are_loaded() -> None:
+    twin, model = gated(), parallelize(gated(), mesh_of())
+    state = {name: 2 * t for name, t in twin.state_dict().items()}
+    model.load_state_dict(state)
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(p, state[name]), state[name])
+    assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in state.items()}
+    model.load_state_dict(model.state_dict())
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(p, state[name]), state[name])
+    with pytest.raises(RuntimeError, match="size mismatch for 0.1.weight"):
+        model.load_state_dict({**state, "0.1.weight": torch.zeros(3, F)})
+
+
+@on_ranks
+def test_what_cannot_be_is_said_on_all_ranks() -> None:
+    mesh, rank = mesh_of(), rf"rank {dist.get_rank()} of {WORLD} \(tp\)"
+    odd = te_fuser.Sequential(ops.Linear(F, 7), ops.GELU(), ops.Linear(7, F))
+    with pytest.raises(ValueError, match=rf"Linear on {rank}: out_features=7 cannot be cut into 2 equal parts: change"):
+        parallelize(odd, mesh)
+    with pytest.raises(ValueError, match="each of 2 parts by itself"):
+        parallelize(te_fuser.Sequential(ops.Linear(F, 6), ops.SwiGLU(), ops.Linear(3, F)), mesh)
+    heads = ops.Linear(F, 3 * F), ops.DotProductAttention(1, F), ops.Linear(F, F)
+    with pytest.raises(ValueError, match=rf"DotProductAttention '1' on {rank}: kv_heads=1 cannot be cut into 2"):
+        parallelize(te_fuser.Sequential(*heads), mesh)
+    with pytest.raises(ValueError, match=r"no module has a name like '\*.fc1'; there are 0, 0.0"):
+        parallelize(mlp(), mesh, plan={"*.fc1": Column()})
+    with pytest.raises(TypeError, match="Column takes a MatMul, a Bias, a Linear, or a Bound one of these, got GELU"):
+        parallelize(mlp(), mesh, plan={"0.2": Column()})
+    with pytest.raises(TypeError, match="parallelize takes a group of ranks"):
+        parallelize(mlp(), "tp")  # type: ignore[arg-type]
+    model = parallelize(mlp(), mesh)
+    with pytest.raises(ValueError, match="is a DTensor already.*parallelize a model once"):
+        parallelize(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("other",)), plan={"*.1": Row()})
+    model[0][1].parallel_mode = "row"
+    with pytest.raises(
+        TypeError, match=rf"on rank {dist.get_rank()}: parameter weight is a DTensor.*cut along dimension 1"
+    ):
+        model(tensor(S, B, F))
+
+
+@on_ranks
+def test_pickles_of_ops_keep_their_shares() -> None:
+    op = ops.MatMul(F, INNER)
+    op.parallel_mode, op.group = "column", mesh_of()
+    assert pickle.loads(pickle.dumps(op)).group == op.group

@@ -1,0 +1,160 @@
+"""Models that two ranks share and two more train by `fully_shard`: four processes, a mesh of two dimensions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from te_fuser.parallel import parallelize, shard_placement
+from tests.parallel.ranks import on_ranks
+from tests.parallel.test_parallelize import B, F, S, gated, mlp
+from tests.twins import assert_same_gradients, tensor
+
+RANKS = 4
+MODELS = {"mlp": mlp, "gated": gated}
+PLACED: dict[str, Any] = {"default": None, "features": shard_placement}
+
+
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, placed: Callable[..., Any] | None = None) -> nn.Module:
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=placed)
+    return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placed)  # type: ignore[no-any-return]
+
+
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mesh: DeviceMesh | None = None) -> None:
+    """Steps on a rank's samples; without a mesh on all."""
+    for step in steps:
+        x = tensor(S, 2 * B, F, grad=False, seed=step)
+        optimizer.zero_grad()
+        model(x if mesh is None else x.chunk(2, 1)[mesh["dp"].get_local_rank()]).square().mean().backward()
+        optimizer.step()
+
+
+def whole(tensors: dict[str, Any], like: nn.Module) -> dict[str, torch.Tensor]:
+    shapes = {name: p.shape for name, p in like.named_parameters()}
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t.detach()).reshape(shapes[n]) for n, t in tensors.items()
+    }
+
+
+def parameters(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
+    return whole(dict(model.named_parameters()), like)
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks
+def test_training(kind: str, placed: str) -> None:
+    """As one process with the whole batch."""
+    mesh, twin = mesh_of(), MODELS[kind]()
+    model = spread(parallelize(copy.deepcopy(twin), mesh["tp"]), mesh, PLACED[placed])
+    optimizers = adam(model), adam(twin)
+    for step in range(3):
+        train(model, optimizers[0], range(step, step + 1), mesh)
+        train(twin, optimizers[1], range(step, step + 1))
+        want = {name: p.grad for name, p in twin.named_parameters()}
+        assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+    assert_same_gradients(parameters(model, twin), parameters(twin, twin), 1e-10)
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def loaded(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+    """The optimizer of a model of other values, when both have loaded a checkpoint."""
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    optimizer = adam(model)
+    state = saved(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@on_ranks
+def test_checkpoints(placed: str, tmp_path: Path) -> None:
+    """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
+    mesh, like, placed_by = mesh_of(), gated(), PLACED[placed]
+    model = spread(parallelize(gated(), mesh["tp"]), mesh, placed_by)
+    optimizer = adam(model)
+    train(model, optimizer, range(2), mesh)
+    state = saved(model, optimizer)
+    shapes = {name: t.shape for name, t in like.state_dict().items()}
+    assert {name: t.shape for name, t in state["model"].items()} == shapes and [*state["model"]] == [*shapes]
+    dcp.save(state, checkpoint_id=tmp_path / "spread")
+    want = parameters(model, like)
+
+    alone = gated()
+    of_alone = loaded(alone, tmp_path / "spread")
+    torch.testing.assert_close(parameters(alone, like), want, rtol=0, atol=0)
+    dcp.save(saved(alone, of_alone), checkpoint_id=tmp_path / "alone")
+
+    cut = parallelize(gated(), mesh["tp"])
+    of_cut = loaded(cut, tmp_path / "alone")
+    torch.testing.assert_close(parameters(cut, like), want, rtol=0, atol=0)
+    dcp.save(saved(cut, of_cut), checkpoint_id=tmp_path / "cut")
+
+    back = spread(parallelize(gated(), mesh["tp"]), mesh, placed_by)
+    of_back = loaded(back, tmp_path / "cut")
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        one, other = (
+            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like) if key != "step" else o.state[p][key]
+            for m, o in ((model, optimizer), (back, of_back))
+            for p in [next(iter(m.parameters()))]
+        )
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for m, o in ((model, optimizer), (back, of_back)):
+        train(m, o, range(2, 4), mesh)
+    torch.testing.assert_close(parameters(back, like), parameters(model, like), rtol=0, atol=0)
+
+
+@on_ranks
+def test_whole_states_are_gathered_and_loaded() -> None:
+    mesh, like = mesh_of(), gated()
+    model = spread(parallelize(gated(), mesh["tp"]), mesh)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(state, like.state_dict(), rtol=0, atol=0)
+    model.load_state_dict({name: 2 * t for name, t in state.items()})
+    want = {name: 2 * p.detach() for name, p in like.named_parameters()}
+    torch.testing.assert_close(parameters(model, like), want, rtol=0, atol=0)
+
+
+@on_ranks
+def test_initialization_from_meta() -> None:
+    mesh, twin = mesh_of(), gated()
+    with torch.device("meta"):
+        model = spread(parallelize(gated(), mesh["tp"]), mesh)
+    model.to_empty(device="cpu")
+    for m in (model, twin):
+        torch.manual_seed(3)
+        for part in m.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    torch.testing.assert_close(parameters(model, twin), parameters(twin, twin), rtol=0, atol=0)
+    train(model, adam(model), range(1), mesh)
