@@ -40,6 +40,11 @@ struct CublasLt {
   static constexpr int r_16bf = 14;
   static constexpr int r_8f_e4m3 = 28;
   static constexpr int r_8f_e5m2 = 29;
+  enum ScaleMode : int {  // what has one scale; blocks since 12.9
+    scale_scalar = 0,
+    scale_vec128 = 4,
+    scale_blk128x128 = 5,
+  };
   static constexpr int op_n = 0;
   static constexpr int op_t = 1;
   enum DescriptionAttribute : int {
@@ -53,6 +58,8 @@ struct CublasLt {
     desc_b_scale_pointer = 18,
     desc_fast_accum = 25,
     desc_bias_data_type = 26,
+    desc_a_scale_mode = 31,
+    desc_b_scale_mode = 32,
   };
   enum PreferenceAttribute : int {
     pref_max_workspace_bytes = 1,

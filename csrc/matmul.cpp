@@ -194,7 +194,7 @@ PyMethodDef methods[] = {
 
 PyDoc_STRVAR(documentation,
              "CudaMatmul(name, dtype, *, transpose_a=False, transpose_b=False, out_dtype=None, epilogue='none', "
-             "add='none', on_empty=None, tuned=None, b_dtype=None, fast_accumulation=False)\n--\n\nA matrix product by cuBLASLt; call it with one tuple of "
+             "add='none', on_empty=None, tuned=None, b_dtype=None, fast_accumulation=False, scales_a='one', scales_b='one')\n--\n\nA matrix product by cuBLASLt; call it with one tuple of "
              "tensors.");
 
 }  // namespace

@@ -89,7 +89,7 @@ bool read_bias(const CudaMatmul& product, size_t index, PyObject* tensor, Matmul
   return true;
 }
 
-// One number by which a factor of 8 bits is multiplied; the library reads it at multiples of 16 bytes alone.
+// What a factor of 8 bits is multiplied by; the library reads it at multiples of 16 bytes alone.
 bool read_scale(const CudaMatmul& product, size_t index, PyObject* tensor, MatmulReading& reading) {
   const MatmulArgument& argument = product.arguments[index];
   const ArgumentSite site{product.name(), static_cast<Py_ssize_t>(index)};
@@ -100,11 +100,15 @@ bool read_scale(const CudaMatmul& product, size_t index, PyObject* tensor, Matmu
                                      !read_cuda_tensor(tensor, *argument.dtype, site, &call.device, &memory))) {
     return false;
   }
-  if (memory.bytes != static_cast<int64_t>(sizeof(float))) {
+  const bool of_a = argument.role == Role::scale_a;
+  const FactorScales& scales = of_a ? *product.matmul.form.scales_a : *product.matmul.form.scales_b;
+  const int64_t count = memory.bytes / static_cast<int64_t>(sizeof(float));
+  if (scales.is_one() && count != 1) {
     PyErr_Format(PyExc_ValueError, "product '%s': %s is one number", site.kernel, argument.name());
     return false;
   }
-  (argument.role == Role::scale_a ? call.scale_a : call.scale_b) = memory.data;
+  (of_a ? call.scale_a : call.scale_b) = memory.data;
+  (of_a ? call.scales_a : call.scales_b) = count;
   return true;
 }
 
@@ -188,6 +192,8 @@ bool imagine_call(const CudaMatmul& product, int32_t device, const MatmulSizes& 
   }
   // Nothing is read there; the library wants a pointer where an epilogue has one.
   call.bias = call.aux.data = call.scale_a = call.scale_b = reinterpret_cast<void*>(uintptr_t{4096});
+  call.scales_a = form.scales_a->count(m, k);
+  call.scales_b = form.scales_b->count(n, k);
   return read_precision(form, call);
 }
 

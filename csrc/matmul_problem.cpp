@@ -27,6 +27,12 @@ constexpr Epilogue epilogues[] = {
     {"sum_b", Lt::epilogue_bgrada, Use::written, Length::columns, Use::none, false},
 };
 
+constexpr FactorScales factor_scales[] = {
+    {"one", Lt::scale_scalar, 0},
+    {"rows", Lt::scale_vec128, 1},
+    {"squares", Lt::scale_blk128x128, 128},
+};
+
 constexpr size_t most_problems = 4096;  // of one product; beyond that it starts afresh
 constexpr uint32_t most_alignment = 256;
 
@@ -103,6 +109,19 @@ std::string known_epilogues() {
   return names;
 }
 
+const FactorScales* find_factor_scales(const std::string& name) {
+  for (const FactorScales& scales : factor_scales) {
+    if (name == scales.name) return &scales;
+  }
+  return nullptr;
+}
+
+int64_t FactorScales::count(int64_t rows, int64_t k) const {
+  const int64_t blocks = (k + 127) / 128;
+  if (is_one()) return 1;
+  return block == 1 ? blocks * rows : (blocks + 3) / 4 * 4 * ((rows + block - 1) / block);
+}
+
 int product_type(const DType& dtype) {
   const std::string name = dtype.name;
   if (name == "float32") return Lt::r_32f;
@@ -151,6 +170,12 @@ Lt::Status MatmulProblem::describe(const MatmulForm& form, const MatmulKey& key,
   }
   if (status == Lt::success && form.is_scaled()) {
     status = set(lt, description_, Lt::desc_fast_accum, static_cast<int8_t>(form.fast_accumulation));
+  }
+  if (status == Lt::success && !form.scales_a->is_one()) {
+    status = set(lt, description_, Lt::desc_b_scale_mode, form.scales_a->mode);
+  }
+  if (status == Lt::success && !form.scales_b->is_one()) {
+    status = set(lt, description_, Lt::desc_a_scale_mode, form.scales_b->mode);
   }
   if (status == Lt::success) status = set_pointers(form, call);
   if (status == Lt::success) status = make_layout(lt, &a_, in_b, call.b);
@@ -281,6 +306,16 @@ bool Matmul::sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure)
                   failure);
   };
   if (!is_result(call.out)) return wrong("out", call.out);
+  const auto wrong_scales = [&](const char* what, int64_t got, int64_t wanted) {
+    return refuse(call, std::string(what) + " has " + std::to_string(got) + " numbers and must have " +
+                            std::to_string(wanted),
+                  failure);
+  };
+  if (form.is_scaled()) {
+    const int64_t of_a = form.scales_a->count(sizes.m, sizes.k), of_b = form.scales_b->count(sizes.n, sizes.k);
+    if (call.scales_a != of_a) return wrong_scales("scale_a", call.scales_a, of_a);
+    if (call.scales_b != of_b) return wrong_scales("scale_b", call.scales_b, of_b);
+  }
   if (form.addend == Addend::c && !is_result(call.c)) return wrong("c", call.c);
   if (form.epilogue->aux != Use::none && !form.epilogue->aux_is_mask && !is_result(call.aux)) {
     return wrong("aux", call.aux);

@@ -44,6 +44,20 @@ int product_type(const DType& dtype);
 // What is added to the product before the epilogue: nothing, what the output held, or a tensor of its own.
 enum class Addend : uint8_t { none, out, c };
 
+// What of a factor of 8 bits has a scale of its own: all, 128 numbers along what is summed, or 128 such rows together.
+struct FactorScales {
+  const char* name;
+  int mode;       // the library's number
+  int64_t block;  // rows that have one
+
+  bool is_one() const { return mode == CublasLt::scale_scalar; }
+  // How many there are for a factor of so many rows, each of k numbers.
+  int64_t count(int64_t rows, int64_t k) const;
+};
+
+// The kind of that name, or nullptr.
+const FactorScales* find_factor_scales(const std::string& name);
+
 struct MatmulForm {
   std::string name;
   DType dtype;      // of a, and of b where that has none of its own
@@ -53,6 +67,7 @@ struct MatmulForm {
   const Epilogue* epilogue;
   Addend addend;
   bool fast_accumulation;  // of 8 bits: sums in fewer bits than float32's
+  const FactorScales *scales_a, *scales_b;
 
   // Factors of 8 bits come with the numbers that they are multiplied by.
   bool is_scaled() const { return dtype.bits == 8; }
@@ -66,6 +81,7 @@ struct MatmulCall {
   Matrix a, b, out, c, aux;
   void* bias;
   void *scale_a, *scale_b;
+  int64_t scales_a, scales_b;  // how many numbers are there
 };
 
 struct MatmulSizes {

@@ -27,6 +27,28 @@ bool read_dtype(const char* name, const char* dtype, bool of_a_factor, DType* fo
   return true;
 }
 
+bool read_scales(const char* name, const char* text, const FactorScales** found) {
+  *found = find_factor_scales(text);
+  return *found != nullptr || refuse(name, "scales of a factor are 'one', 'rows' or 'squares', got '" +
+                                               std::string(text) + "'");
+}
+
+// Whether the library could take blocks of factors that have scales of their own.
+bool check_scales(const MatmulForm& form) {
+  const char* name = form.name.c_str();
+  const bool one_a = form.scales_a->is_one(), one_b = form.scales_b->is_one();
+  if (one_a && one_b) return true;
+  if (!form.is_scaled()) return refuse(name, "scales are of factors of 8 bits");
+  if (one_a || one_b) return refuse(name, "its factors both have a scale for each block, or neither");
+  if (form.scales_a->block > 1 && form.scales_b->block > 1) {
+    return refuse(name, "one of its factors has a scale for each 128 numbers in a row, got squares twice");
+  }
+  if (form.transpose_a || !form.transpose_b) {
+    return refuse(name, "factors with a scale for each block lie along what is summed: [m, k] and, with transpose_b, [n, k]");
+  }
+  return !form.fast_accumulation || refuse(name, "sums over blocks are not fast");
+}
+
 // Whether the library could take factors in these dtypes, lying so.
 bool check_factors(const MatmulForm& form) {
   const char* name = form.name.c_str();
@@ -91,25 +113,28 @@ const char* MatmulArgument::name() const {
 
 std::unique_ptr<CudaMatmul> build_matmul(PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name",     "dtype", "transpose_a", "transpose_b",       "out_dtype", "epilogue", "add",
-                                "on_empty", "tuned", "b_dtype",     "fast_accumulation", nullptr};
+                                "on_empty", "tuned", "b_dtype",     "fast_accumulation", "scales_a",  "scales_b",
+                                nullptr};
   const char *name = nullptr, *dtype = nullptr, *out_dtype = nullptr, *epilogue = "none", *add = "none";
-  const char* b_dtype = nullptr;
+  const char *b_dtype = nullptr, *scales_a = "one", *scales_b = "one";
   int transpose_a = 0, transpose_b = 0, fast_accumulation = 0;
   PyObject *on_empty = Py_None, *tuned = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssOOzp:CudaMatmul", const_cast<char**>(names), &name, &dtype,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssOOzpss:CudaMatmul", const_cast<char**>(names), &name, &dtype,
                                    &transpose_a, &transpose_b, &out_dtype, &epilogue, &add, &on_empty, &tuned, &b_dtype,
-                                   &fast_accumulation)) {
+                                   &fast_accumulation, &scales_a, &scales_b)) {
     return nullptr;
   }
   MatmulForm form{name, {}, {}, {}, transpose_a != 0, transpose_b != 0, find_epilogue(epilogue), Addend::none,
-                  fast_accumulation != 0};
+                  fast_accumulation != 0, nullptr, nullptr};
   if (form.epilogue == nullptr) {
     refuse(name, "the epilogue '" + std::string(epilogue) + "' is unknown (known: " + known_epilogues() + ")");
     return nullptr;
   }
   if (!read_dtype(name, dtype, true, &form.dtype) || !read_addend(name, add, &form.addend) ||
       !read_dtype(name, b_dtype != nullptr ? b_dtype : dtype, true, &form.b_dtype) ||
-      !read_dtype(name, out_dtype != nullptr ? out_dtype : dtype, false, &form.out_dtype) || !check_factors(form)) {
+      !read_dtype(name, out_dtype != nullptr ? out_dtype : dtype, false, &form.out_dtype) || !check_factors(form) ||
+      !read_scales(name, scales_a, &form.scales_a) || !read_scales(name, scales_b, &form.scales_b) ||
+      !check_scales(form)) {
     return nullptr;
   }
   auto product = std::make_unique<CudaMatmul>(std::move(form));

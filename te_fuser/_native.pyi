@@ -172,6 +172,8 @@ class CudaMatmul:
         tuned: tuple[Callable[[MatmulProblem], bytes | None], Callable[[MatmulProblem, str], None]] | None = None,
         b_dtype: str | None = None,
         fast_accumulation: bool = False,
+        scales_a: str = "one",
+        scales_b: str = "one",
     ) -> CudaMatmul:
         """Configure a product; neither the library nor a device is needed yet.
 
@@ -187,6 +189,9 @@ class CudaMatmul:
                 Then a call has scale_a and scale_b behind b, float32 [], by which they are multiplied; they are [m, k]
                 and [n, k], k a multiple of 16, and lie so or are copied.
             fast_accumulation: of factors of 8 bits, sums in fewer bits than float32 has.
+            scales_a, scales_b: what of such a factor has a scale: "one" for all; "rows", each 128 numbers of a row,
+                float32 [ceil(k / 128), rows]; "squares", each 128 rows of these too, float32 [ceil(rows / 128),
+                ceil(k / 128) up to a multiple of 4]. Both have blocks, or none; one of them has no squares.
 
         Raises ValueError for an unknown dtype, epilogue or addend, and for factors that do not go together.
         """

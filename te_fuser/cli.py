@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.library import Library
+    from te_fuser.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -165,19 +166,24 @@ def _optional_parts() -> dict[str, str]:
 
 def _recipe_parts() -> dict[str, str]:
     """The recipes of FP8 -> whether they run on this machine, and if not, why."""
+    from te_fuser import recipe
+
+    found = [t for name in recipe.__all__ if isinstance(t := getattr(recipe, name), type)]
+    return {t.__name__: f"FP8, {_runs(t())}" for t in found if issubclass(t, recipe.Recipe) and t is not recipe.Recipe}
+
+
+def _runs(recipe: Recipe) -> str:
+    """How products run by a recipe here."""
     import torch
 
-    from te_fuser import recipe
     from te_fuser.kernels.quantized_matmul import obstacle_on
 
-    runs = "emulated on the CPU"
-    if torch.cuda.is_available():
-        why = obstacle_on(torch.device("cuda"))
-        instead = "te_fuser.config.emulate_fp8 = True has it emulated"
-        runs = "products by cuBLASLt" if why is None else f"refused: {why}; {instead}"
-    found = [t for name in recipe.__all__ if isinstance(t := getattr(recipe, name), type)]
-    recipes = [t for t in found if issubclass(t, recipe.Recipe) and t is not recipe.Recipe]
-    return {t.__name__: f"FP8, {f'does not run yet, as it takes {t.missing}' if t.missing else runs}" for t in recipes}
+    if not torch.cuda.is_available():
+        return "emulated on the CPU"
+    why = obstacle_on(torch.device("cuda"), scales=recipe.scales)
+    if why is None:
+        return "products by cuBLASLt"
+    return f"refused: {why}; te_fuser.config.emulate_fp8 = True has it emulated"
 
 
 def _torch_part() -> str:

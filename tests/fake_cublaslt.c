@@ -24,6 +24,7 @@ struct description {
   int64_t aux_ld;
   const float *scale_a, *scale_b;
   int8_t fast;
+  int mode_a, mode_b; /* 0: one scale, 4: for each 128 numbers of a row, 5: for each 128 x 128 */
 };
 struct preference { uint64_t workspace; };
 struct algorithm { uint64_t data[8]; };
@@ -43,8 +44,8 @@ int cublasLtMatmulDescSetAttribute(struct description* d, int attribute, const v
   struct { int attribute; void* field; size_t bytes; } known[] = {
       {3, &d->transa, 4}, {4, &d->transb, 4}, {7, &d->epilogue, 4},
       {8, &d->bias, 8},   {11, &d->aux, 8},   {12, &d->aux_ld, 8},
-      {17, &d->scale_a, 8}, {18, &d->scale_b, 8}, {25, &d->fast, 1}};
-  for (int i = 0; i < 9; ++i) {
+      {17, &d->scale_a, 8}, {18, &d->scale_b, 8}, {25, &d->fast, 1}, {31, &d->mode_a, 4}, {32, &d->mode_b, 4}};
+  for (int i = 0; i < 11; ++i) {
     if (known[i].attribute != attribute || known[i].bytes != bytes) continue;
     return memcpy(known[i].field, value, bytes), 0;
   }
@@ -69,6 +70,12 @@ int cublasLtMatmulAlgoCheck(void* handle, struct description* d, struct layout* 
   int narrow = a->type >= 28, along = (d->transa && !d->transb) || fake.any_layout;
   if (narrow != (b->type >= 28) || (narrow && (!along || a->type + b->type == 58))) return 15;
   if (narrow && (a->rows % 16 || a->ld % 16 || b->ld % 16)) return 15;
+  /* Blocks: of both factors, not 128 x 128 of both, sums that are not fast, whole fours of rows; with squares k is
+     whole blocks, and no epilogue. */
+  int blocks = d->mode_a || d->mode_b;
+  if (blocks && (!narrow || !d->mode_a || !d->mode_b || d->mode_a + d->mode_b == 10 || d->fast)) return 15;
+  if (blocks && (a->columns % 4 || (b->columns % 4 && b->columns != 1) || d->epilogue != 1)) return 15;
+  if (blocks && d->mode_a + d->mode_b == 9 && a->rows % 128) return 15;
   memset(found, 0, sizeof(*found));
   found->algorithm = *algorithm;
   found->workspace = (size_t)algorithm->data[0] * 1024;
@@ -118,6 +125,12 @@ static void store(void* data, int type, int64_t index, double value) {
   if (type == 0) ((float*)data)[index] = narrow;
   if (type == 14) ((uint16_t*)data)[index] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+/* The scale of element `inner` of row `outer`, of a factor with so many rows of k numbers. */
+static double scale_at(const float* scales, int mode, int64_t outer, int64_t inner, int64_t rows, int64_t k) {
+  if (mode == 0) return *scales;
+  if (mode == 4) return scales[inner / 128 * rows + outer];
+  return scales[outer / 128 * ((k + 511) / 512 * 4) + inner / 128];
+}
 static double gelu(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
 static double dgelu(double x) {
   double t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x));
@@ -136,7 +149,8 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   if (!fits || lo->type == 2) return free(column), 7;
   int narrow = la->type >= 28;
   if (narrow && ((uintptr_t)d->scale_a | (uintptr_t)d->scale_b) % 16) return free(column), 15;
-  double scale = narrow ? (double)*d->scale_a * *d->scale_b : 1;
+  int blocks = d->mode_a != 0;
+  double scale = narrow && !blocks ? (double)*d->scale_a * *d->scale_b : 1;
   fake.last_fast = d->fast;
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
@@ -144,6 +158,10 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
       for (int64_t l = 0; l < k; ++l) {
         double x = load(a, la->type, d->transa ? i * la->ld + l : l * la->ld + i);
         double y = load(b, lb->type, d->transb ? l * lb->ld + j : j * lb->ld + l);
+        if (blocks) {
+          x *= scale_at(d->scale_a, d->mode_a, i, l, m, k);
+          y *= scale_at(d->scale_b, d->mode_b, j, l, n, k);
+        }
         sum += x * y;
         if (d->epilogue == 512 && i == 0) column[j] += y;
         if (d->epilogue == 256 && j == 0) column[i] += x;

@@ -68,7 +68,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "parallel": {"formula", "ops", "sequential"},
+    "parallel": {"formula", "ops", "flatten", "fuser", "presets", "sequential"},
     "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -133,6 +133,7 @@ OP_HELPERS = {
     "joined",
     "main_grad",
     "parameters",
+    "own_scales",
     "products",
     "rows",
     "scales",

@@ -3,6 +3,7 @@
 python -m benchmarks.gpu.float8                    # about a minute; prints a table, and what runs beside the products
 python -m benchmarks.gpu.float8 --only layer       # cases whose names have this in them
 python -m benchmarks.gpu.float8 --quick            # shorter rounds
+python -m benchmarks.gpu.float8 --recipes current,blocks  # other recipes than delayed scaling
 python -m benchmarks.gpu.float8 --record results   # also writes results/gpu-float8-<gpu>.json
 python -m benchmarks.gpu --take-in FILE --only-docs  # that one into benchmarks/results/, and the tables of the guides
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,7 @@ from benchmarks.gpu.record.records import circumstances, part_record, record_pat
 from te_fuser.quantization import microbatch
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
-from te_fuser.recipe import DelayedScaling
-from te_fuser.recipe.recipes import Recipe
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 CASES: dict[str, models.Builder] = {
     "layer, dropout 0.1": models.gpt(0.1),
@@ -69,7 +69,11 @@ class Way:
 
 
 DELAYED = DelayedScaling(amax_history_len=16)
-WAYS: dict[str, Way] = {PLAIN: Way(), FP8: Way(DELAYED), KEPT: Way(DELAYED, keeps=True)}
+RECIPES: dict[str, dict[str, Way]] = {
+    "fp8": {FP8: Way(DELAYED), KEPT: Way(DELAYED, keeps=True)},
+    "current": {"current": Way(Float8CurrentScaling())},
+    "blocks": {"blocks": Way(Float8BlockScaling())},
+}
 
 
 def goals_of(case: str) -> tuple[Goal, ...]:
@@ -79,6 +83,8 @@ def goals_of(case: str) -> tuple[Goal, ...]:
     return (
         Goal("over_own_products", 1.12, FP8),
         Goal("over_own_products", 1.095, KEPT),
+        Goal("over_own_products", 1.17, "current"),
+        Goal("over_own_products", 1.12, "blocks"),
         Goal("over_bfloat16", 1 / 1.5 if "dropout" in case else 1 / 1.55, FP8),
         Goal("kernels", 34, FP8),
         Goal("kept_mib", 740, FP8),
@@ -116,12 +122,16 @@ class Step:
         return [*self.model.parameters(), *kept]
 
 
-def entry(name: str, build: models.Builder, tokens: int, hidden: int, card: Card, effort: Effort) -> dict[str, Any]:
+def entry(
+    name: str, build: models.Builder, sizes: tuple[int, int], card: Card, effort: Effort, recipes: Sequence[str]
+) -> dict[str, Any]:
     """All ways of a case, for the record."""
+    tokens, hidden = sizes
     pair = build(tokens, hidden)
     model = pair.fused.to(card.device, torch.bfloat16)
     x = torch.randn(pair.shape, device=card.device, dtype=torch.bfloat16).requires_grad_()
-    steps = {way: Step(model, x, how) for way, how in WAYS.items()}
+    ways = {PLAIN: Way()} | {way: how for recipe in recipes for way, how in RECIPES[recipe].items()}
+    steps = {way: Step(model, x, how) for way, how in ways.items()}
     results = contest(steps, effort, card)
     found: dict[str, dict[str, Any]] = {}
     for way, result in results.items():
@@ -182,17 +192,19 @@ def main() -> None:
     parser = command_parser("benchmarks.gpu.float8", __doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--quick", action="store_true", help="shorter rounds")
+    parser.add_argument("--recipes", default="fp8", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: does it run at all")
     parser.add_argument("--record", type=Path, help="write every measurement into this folder")
     parser.add_argument("--commit", default="", help="what is measured, where the tree is no git repository")
     chosen = parser.parse_args()
     device, (tokens, hidden) = ("cpu", (64, 64)) if chosen.toy else ("cuda", (8192, 4096))
     effort = TRIAL if chosen.toy else QUICK if chosen.quick else SHORT
-    card, start = Card(torch.device(device)), time.perf_counter()
-    entries = [entry(name, build, tokens, hidden, card, effort) for name, build in CASES.items() if chosen.only in name]
+    card, start, recipes = Card(torch.device(device)), time.perf_counter(), chosen.recipes.split(",")
+    asked = {name: build for name, build in CASES.items() if chosen.only in name}
+    entries = [entry(name, build, (tokens, hidden), card, effort, recipes) for name, build in asked.items()]
     shown(entries, Console(width=200))
     if chosen.record:
-        options = {"only": chosen.only, "quick": chosen.quick or chosen.toy}
+        options = {"only": chosen.only, "quick": chosen.quick or chosen.toy, "recipes": recipes}
         about = {"kind": KIND, **circumstances(card, chosen.commit)}
         record = part_record(about, effort, options, time.perf_counter() - start, entries)
         write(chosen.record / record_path(card.name, KIND).name, record)

@@ -35,6 +35,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     swiglu_matmul_quack,
     cublaslt_quantized,
     cublaslt_float8,
+    cublaslt_own_scales,
 )
 
 __all__ = [

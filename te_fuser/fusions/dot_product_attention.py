@@ -1,8 +1,8 @@
 """DotProductAttention by library kernels, one joint fusion for each of them: attention_<provider>.
 
 The CUDA providers take the ops before attention into their backward: what the library returns apart is packed, turned
-back by RotaryEmbedding and added up for the gradient of a projection's Bias in one pass. One whose backward packs by
-itself leaves nothing for such a pass, and those ops are planned by themselves.
+back by RotaryEmbedding, added up for the gradient of a projection's Bias and quantized in one pass. One whose backward
+packs by itself leaves nothing for such a pass, and those ops are planned by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded
 from te_fuser.ops.attention_heads import ApartHeads, inputs_of
-from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
@@ -95,12 +94,18 @@ class _Attention:
     Args:
         settings: of the op, with the dropout of one that draws.
         last: the place of attention in the match.
+        bias: that of the bias before it, if there is one.
     """
 
     def __init__(
-        self, provider: Provider, settings: AttentionSettings, rotation: packed_heads.Rotation | None, last: int
+        self,
+        provider: Provider,
+        settings: AttentionSettings,
+        rotation: packed_heads.Rotation | None,
+        last: int,
+        bias: int | None = None,
     ) -> None:
-        self._provider, self._last = provider, last
+        self._provider, self._last, self._bias = provider, last, f"{bias}.bias"
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
         self._packing = packed_heads.Packing(settings.packed, rotation)
@@ -124,11 +129,11 @@ class _Attention:
         settings, provider = self._settings[m.draws(self._last)], self._provider
         if self._last == 0:
             return provider.backward(settings, tensors, dy)
-        wanted = m.needs("0.bias")
-        sums = m["0.bias"].dtype if wanted else None
+        sums = m[self._bias].dtype if m.needs(self._bias) else None
         parts, grouped = provider.gradients_apart(settings, tensors, dy)
-        dx, dbias = self._packing(parts, grouped, sums=sums, later=m.later)
-        return (dx, {"0.bias": dbias}) if wanted else dx
+        scaled = rotary_embedding.scaled_by(m)
+        dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
+        return dx if sums is None else (dx, {self._bias: dbias})
 
 
 class _SeparateAttention:
@@ -179,7 +184,8 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
         names = (*op.named_inputs(), *op.parameter_shapes())
         blanks = _blanks(provider, m)
         return getattr(_separate_attention(provider, settings, names, blanks), direction)  # type: ignore[no-any-return]
-    return getattr(_attention(provider, settings, _rotation(m), len(m) - 1), direction)  # type: ignore[no-any-return]
+    made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
+    return getattr(made, direction)  # type: ignore[no-any-return]
 
 
 def _blanks(provider: Provider, m: Match) -> bool:
@@ -208,7 +214,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         return {name: calls * (wide * rows if name.endswith("logsumexp") else 8) for name in provider.emits}
 
     Both.__doc__ = f"{type(provider).__doc__ or ''}".strip()
-    before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
+    before = (*rotary_embedding.BEFORE, Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
     return fusion(
         joint=[*before, DotProductAttention],
         name=f"attention_{provider.name}",
@@ -221,7 +227,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
             saved_bytes=saved_bytes,
             forward_ops=1,
             compiles=functools.partial(_compiles, provider),
-            sums=("0.bias",) if before else (),
+            sums=rotary_embedding.SUMS if before else (),
             registered=registered,
         ),
     )(Both)
@@ -235,8 +241,12 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
             yield from (moved_rows.FindTokens(), moved_rows.MoveRows(m.dtype))
     if direction == "forward" or len(m) == 1:
         return
-    sums = m[0].dtype_of("bias") if "0.bias" in needed else None
-    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
+    bias = rotary_embedding.bias_of(m)
+    given = {
+        "sums": m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None,
+        "stored": rotary_embedding.quantizes(m),
+    }
+    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, **given)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
@@ -262,8 +272,9 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     ahead = Cost(x + apart, y, flops, 1 + idle[0], efficiency=forward, apart=apart, calls=calls)
     if provider.packs:
         return ahead, Cost(x + 2 * y, x, products, 1 + idle[1], efficiency=backward, calls=calls_back)
-    x_apart, read = 2.0 * x + apart, 2 * x + 2 * y + apart
-    return ahead, Cost(read, 2 * x, products, 2 + idle[1], efficiency=backward, apart=x_apart, calls=calls_back)
+    dx = rotary_embedding.gradient_bytes(m)  # packed from what is apart
+    read, written, moved = 2 * x + 2 * y + apart, x + dx, x + dx + apart
+    return ahead, Cost(read, written, products, 2 + idle[1], efficiency=backward, apart=moved, calls=calls_back)
 
 
 def _shares(provider: Provider, settings: AttentionSettings, positions: int) -> tuple[float, float]:

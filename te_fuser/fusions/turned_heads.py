@@ -1,7 +1,8 @@
 """HeadNorm and RotaryByAngles on CUDA as one kernel over heads, in either order, each alone too.
 
 Backward turns dy back and makes the gradients of the norm's parameters, and of the Bias of the projection before, in
-the same pass. Of a norm it reads the input again; a rotation alone keeps nothing but its angles.
+the same pass. Of a norm it reads the input again; a rotation alone keeps nothing but its angles, and stores 8 bits for
+a product of 8 bits before it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from te_fuser.dtypes import GENERATED, text_of
+from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import Details, fusion
@@ -36,7 +38,8 @@ class _Covered:
         tables: names of the rotation's inputs that are given: angles of queries, of keys; or cosines and sines.
         starts, offsets: whether they are given.
         norm_names: the norm's parameters.
-        bias: the dtype of the bias before them, if there is one.
+        bias, bias_at: the dtype of the bias before them and its place, if there is one.
+        stored: the dtype of 8 bits in which the gradient of the input is wanted, if it is.
     """
 
     heads: Groups
@@ -50,6 +53,8 @@ class _Covered:
     norm_names: tuple[str, ...]
     eps: float
     bias: torch.dtype | None
+    bias_at: int | None = None
+    stored: torch.dtype | None = None
 
     def forward_pass(self) -> TurnedPass:
         """What forward launches."""
@@ -59,8 +64,8 @@ class _Covered:
         """What backward launches where these gradients are needed."""
         wanted = set(needed)
         names = tuple(n for n in WEIGHTS if n in self.norm_names and f"{self.norm}.{n}" in wanted)
-        columns = self.bias if "0.bias" in wanted else None
-        return TurnedPass(self.heads, self.dtype, self.turning, self.norming, True, columns, names)
+        columns = self.bias if f"{self.bias_at}.bias" in wanted else None
+        return TurnedPass(self.heads, self.dtype, self.turning, self.norming, True, columns, names, self.stored)
 
     def given(self, m: FusionCall, p: TurnedPass) -> Given:
         """The tensors that a pass reads of a call."""
@@ -77,7 +82,7 @@ class _Turned:
     def __init__(self, covered: _Covered) -> None:
         self._covered = covered
         self._forward = self._called(covered.forward_pass())
-        bias = [] if covered.bias is None else ["0.bias"]
+        bias = [] if covered.bias is None else [f"{covered.bias_at}.bias"]
         self._names = [*bias, *(f"{covered.norm}.{name}" for name in covered.norm_names)]
         self._read = "0.output" if covered.bias is not None else "input"
         self._backward: dict[tuple[str, ...], tuple[TurnedPass, Turned]] = {}  # by the gradients that are needed
@@ -96,8 +101,9 @@ class _Turned:
         if wanted not in self._backward:
             self._backward[wanted] = self._called(c.backward_pass(wanted))
         p, run = self._backward[wanted]
-        dx, sums = run(dy, c.given(m, p), read=None if c.norm is None else m[self._read], later=m.later)
-        names = [*(["0.bias"] if p.columns else []), *(f"{c.norm}.{n}" for n in p.gradients)]
+        read = None if c.norm is None else m[self._read]
+        dx, sums = run(dy, c.given(m, p), read=read, scaled=rotary_embedding.scaled_by(m), later=m.later)
+        names = [*([f"{c.bias_at}.bias"] if p.columns else []), *(f"{c.norm}.{n}" for n in p.gradients)]
         return (dx, dict(zip(names, sums, strict=True))) if names else dx
 
 
@@ -120,7 +126,7 @@ def _covered(m: Match) -> _Covered:
     places = _places(m)
     rotation, norm = places.get(RotaryByAngles), places.get(HeadNorm)
     last = norm is not None and rotation is not None and norm > rotation
-    op = m[max(places[kind] for kind in places if kind is not Bias)].op
+    op = m[len(m) - 1].op
     tables: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     turning, norming, layout, eps = None, None, "tokens", 0.0
@@ -133,8 +139,10 @@ def _covered(m: Match) -> _Covered:
         names, eps = tuple(normed.parameter_shapes()), normed.eps
         dtype = m[norm].dtype_of(names[0]) if names else None
         norming = Norming(normed.norm, normed.zero_centered_gamma and bool(names), last, dtype)
-    bias = m[0].dtype_of("bias") if Bias in places else None
-    return _Covered(_groups(op), m.dtype, layout, rotation, norm, tables, turning, norming, names, eps, bias)
+    at, stored = places.get(Bias), rotary_embedding.quantizes(m)
+    bias = None if at is None else m[at].dtype_of("bias")
+    ops = rotation, norm, tables, turning, norming, names, eps, bias, at
+    return _Covered(_groups(op), m.dtype, layout, *ops, stored)
 
 
 def _tables(inputs: Any) -> tuple[str, ...]:
@@ -158,7 +166,7 @@ def _why_not(m: Match) -> str | None:
     places = _places(m)
     if len(places) < len(m):
         return "it norms once and turns once, and here one of them is done twice"
-    ops = [m[k].op for k in range(len(m)) if m[k].kind is not Bias]
+    ops = [m[k].op for k in range(len(m)) if m[k].kind in (HeadNorm, RotaryByAngles)]
     groups = {_groups(op) for op in ops}
     if len(groups) > 1:
         return f"heads are normed and turned as they lie differently: {', '.join(map(str, groups))}"
@@ -172,8 +180,8 @@ def _why_not(m: Match) -> str | None:
         if len(found) > 1:
             return f"its norm's parameters are of several dtypes: {', '.join(sorted(map(text_of, found)))}"
         dtypes += found
-    if m[0].kind is Bias:
-        dtypes.append(m[0].dtype_of("bias"))
+    if Bias in places:
+        dtypes.append(m[places[Bias]].dtype_of("bias"))
     head_dim = next(iter(groups)).head_dim
     why = kernel.reason_not(head_dim, *dtypes)
     return why if why or rotation is None else _why_not_these_angles(m, m[rotation].inputs)
@@ -192,7 +200,7 @@ def _why_not_these_angles(m: Match, inputs: Any) -> str | None:
 
 
 def _when(m: Match) -> bool | str:
-    return m.why_no_cuda() or _why_not(m) or True
+    return m.why_no_cuda() or rotary_embedding.why_not_scaled(m) or _why_not(m) or True
 
 
 def _cost(m: Match) -> Cost:
@@ -232,7 +240,13 @@ def turned_heads_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError  # `choose` gives what runs
 
 
-@fusion(backward=[Optional(Bias), RotaryByAngles], when=_when, cost=_cost, reads=_reads(2), details=_details(2))
+@fusion(
+    backward=[*rotary_embedding.BEFORE, RotaryByAngles],
+    when=_when,
+    cost=rotary_embedding.cost_back,
+    reads=_reads(3),
+    details=_details(3),
+)
 def turned_heads_backward(m: FusionCall, dy: torch.Tensor) -> Any:
     """One pass that turns back, and adds up columns for the gradient of the bias."""
     raise NotImplementedError  # `choose` gives what runs

@@ -24,6 +24,15 @@ _RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """How a result is stored in 8 bits: times a scale, its largest magnitude before that in `amax`, which is raised."""
+
+    dtype: torch.dtype
+    scale: torch.Tensor  # float32, one element, as amax is
+    amax: torch.Tensor
+
+
+@dataclass(frozen=True)
 class HeadsPass(TextKernel["_native.CudaKernel"]):
     """What the text of such a pass is written for.
 

@@ -2,7 +2,7 @@
 // keys by their position (RoFormer, Su et al., 2021), store them packed, and add up each column.
 //
 // packed_heads.py writes the constants that this text reads in front of it:
-//   Element, BiasElement, SumElement   storage types
+//   Element, BiasElement, SumElement   storage types; OutElement: of the result
 //   kQueries, kGroups, kHeadDim        query heads, key/value heads, features of a head
 //   kBlocked                           [all queries | all keys | all values], else [queries..., key, value] of each group
 //   kParts                             queries, keys and values come from three tensors
@@ -12,8 +12,11 @@
 //   kDirection                         1: as the position says; -1: back
 //   kVector                            neighbours that a thread takes at once
 //   kBias, kSums                       whether a bias is added, whether columns are added up
+//   kScaled                            whether the result is scaled, and a number raised to its largest magnitude before
 //   kThreads, kBlocks, kTiles          threads of a block, blocks of a multiprocessor, blocks side by side in a row
 //   kRows                              rows that a thread loads before it uses the first
+//
+// What is scaled is rounded to 8 bits; sums are those of what was neither.
 //
 // A thread has the same columns in all rows that its block walks over, so that sums stay in registers. The sines and
 // cosines of the next rows come to shared memory while these are computed. What a warp loads at once should be whole lines
@@ -141,7 +144,8 @@ TE_DEVICE void turn(float (&first)[kVector], float (&second)[kVector], const flo
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
     const Element* __restrict__ queries, const Element* __restrict__ keys, const Element* __restrict__ values,
     const float* __restrict__ cosines, const float* __restrict__ sines, const BiasElement* __restrict__ bias,
-    Element* __restrict__ out, SumElement* __restrict__ sums, float* __restrict__ partial,
+    const float* __restrict__ scale, float* __restrict__ amax, OutElement* __restrict__ out,
+    SumElement* __restrict__ sums, float* __restrict__ partial,
     long long rows, int samples, int groups, int out_position, int out_sample,
     int query_position, int query_sample, int query_group, int query_head,
     int key_position, int key_sample, int key_group,
@@ -173,7 +177,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
   }
   from += place.first, by_position *= kVector, by_sample *= kVector;
   const int to_second = place.second - place.first;
-  Element* to = out + column + place.first;
+  OutElement* to = out + column + place.first;
+  const float factor = kScaled ? scale[0] : 1.0f;
+  unsigned largest = 0u;
 
   // Of the first vector, and of the second or of the partners in another lane.
   float first_bias[kVector] = {}, second_bias[kVector] = {};
@@ -229,12 +235,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
         turn(a, b, &here.cosine[of][angle], &here.sine[of][angle], is_second);
       }
       if (!works) continue;
-      Element* target = to + (position[i] * static_cast<long long>(out_position) +
-                              sample[i] * static_cast<long long>(out_sample)) * kVector;
+      OutElement* target = to + (position[i] * static_cast<long long>(out_position) +
+                             sample[i] * static_cast<long long>(out_sample)) * kVector;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        first_sums[e] += a[e], second_sums[e] += b[e];
+        if (kScaled) {
+          largest = te::larger(largest, a[e]), a[e] *= factor;
+          if (has_second) largest = te::larger(largest, b[e]), b[e] *= factor;
+        }
+      }
       te::store(target, a);
       if (has_second) te::store(target + to_second, b);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) first_sums[e] += a[e], second_sums[e] += b[e];
     }
   }
   if (kSums && works) {
@@ -243,6 +255,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
     float* own = partial + static_cast<long long>(group) * kFeatures + at;
     te::store_sums(groups == 1, sums + at, own, first_sums);
     if (kTwo && place.has_second) te::store_sums(groups == 1, sums + at + to_second, own + to_second, second_sums);
+  }
+  if constexpr (kScaled) {
+    __shared__ float raised[32];
+    te::raise<kThreads>(raised, amax, largest);
   }
 }
 

@@ -3,6 +3,8 @@
     packed = turn(x + bias)                       before attention
     dqkv, dbias = turn_back(dq | dk | dv), sums   after it, from what its kernels return apart
 
+The result may be in 8 bits (`Scaled`), as products of 8 bits take the gradient of what they gave.
+
 The kernel's text is `packed_heads.cu`; NVRTC compiles it for the numbers of heads at hand.
 
 Legend: B samples, S positions, G key/value heads, R query heads of each, D features of a head,
@@ -21,7 +23,7 @@ import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, constants
+from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
@@ -53,6 +55,7 @@ class PackedPass(HeadsPass):
         rotary_dim, style: what turns; 0: nothing does.
         back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
+        stored: the dtype of 8 bits that the result is scaled to, if it is.
     """
 
     heads: PackedHeads
@@ -62,6 +65,7 @@ class PackedPass(HeadsPass):
     back: bool = False
     bias: torch.dtype | None = None
     sums: torch.dtype | None = None
+    stored: torch.dtype | None = None
     name: ClassVar[str] = "packed_heads"
 
     @classmethod
@@ -75,10 +79,11 @@ class PackedPass(HeadsPass):
         back: bool = False,
         bias: torch.dtype | None = None,
         sums: torch.dtype | None = None,
+        stored: torch.dtype | None = None,
     ) -> PackedPass:
         """What `turn`, or `Packing` (parts, back), runs; layouts and base and offset of a rotation share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
-        return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums)
+        return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums, stored)
 
     @property
     def lanes(self) -> int:
@@ -92,7 +97,7 @@ class PackedPass(HeadsPass):
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_heads.cu`."""
-        dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums}
+        dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums, "OutElement": self.stored}
         types = {name: CTYPES[name_of(dtype or self.dtype)] for name, dtype in dtypes.items()}
         heads = self.heads
         integers = {
@@ -102,7 +107,7 @@ class PackedPass(HeadsPass):
         }  # fmt: skip
         flags = {
             "kBlocked": heads.packing == "blocked", "kParts": self.parts, "kBias": self.bias is not None,
-            "kSums": self.sums is not None,
+            "kSums": self.sums is not None, "kScaled": self.stored is not None,
         }  # fmt: skip
         lines = ['#include "te_cuda.cuh"', "", "enum { kInside, kSecond, kLane };"]
         lines += [f"constexpr int kPartner = {self.partner};", *constants(types, integers, flags)]
@@ -117,7 +122,10 @@ class PackedPass(HeadsPass):
         read = [(element, wide)] * (3 if self.parts else 1)
         read += [("float32", 4)] * 2 if self.rotary_dim else []
         read += [(name_of(self.bias), self.bias.itemsize)] if self.bias else []
-        written = [(element, wide)] + ([(name_of(self.sums), self.sums.itemsize)] if self.sums else [])
+        read += [("float32", 4)] * 2 if self.stored else []
+        stored = self.stored or self.dtype
+        written = [(name_of(stored), self.vector * stored.itemsize)]
+        written += [(name_of(self.sums), self.sums.itemsize)] if self.sums else []
         dtypes, alignments = zip(*read, *written, strict=True)
         return _native.CudaKernel(
             self.name,
@@ -144,6 +152,7 @@ def turn(
     back: bool = False,
     bias: torch.Tensor | None = None,
     sums: torch.dtype | None = None,
+    scaled: Scaled | None = None,
     later: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turn queries and keys of x + bias, or turn them back.
@@ -152,16 +161,18 @@ def turn(
         x: packed heads in the layout of `heads`, on a CUDA device; float32, bfloat16 or float16.
         bias: [F], of any of these dtypes.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+        scaled: how the result is stored in 8 bits; None: as x is.
         later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
-    ready = _ready(heads, x.dtype, False, rotation, back, None if bias is None else bias.dtype, sums, x.device)
+    biased, stored = None if bias is None else bias.dtype, None if scaled is None else scaled.dtype
+    ready = _ready(heads, x.dtype, False, rotation, back, biased, sums, stored, x.device)
     x = readable(x, ready.vector)
     sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
     rows = _Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
-    return _run(ready, rows, [x], bias, later)
+    return _run(ready, rows, [x], bias, scaled, later)
 
 
 class Packing:
@@ -180,6 +191,7 @@ class Packing:
         grouped: Callable[..., Parts] | None = None,
         *,
         sums: torch.dtype | None = None,
+        scaled: Scaled | None = None,
         later: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed gradient in the layout of the heads, and the sums [F] or None.
@@ -189,22 +201,24 @@ class Packing:
                 strides.
             grouped: makes such parts of those that are given, by views alone.
             sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+            scaled: how the result is stored in 8 bits; None: as the parts are.
             later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
         """
         q, k, v = parts
-        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, sums
+        stored = None if scaled is None else scaled.dtype
+        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, sums, stored
         known = self._known.get(form)
         if known is not None:
-            return _run(*known, [q, k, v], None, later)
+            return _run(*known, [q, k, v], None, scaled, later)
         q, k, v = parts if grouped is None else grouped(*parts)
-        ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, q.device)
+        ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, stored, q.device)
         sources = [readable(part, ready.vector) for part in (q, k, v)]
         rows = _rows_of_parts(self._heads, sources, ready.vector)
         if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
             self._known[form] = ready, rows
-        return _run(ready, rows, sources, None, later)
+        return _run(ready, rows, sources, None, scaled, later)
 
 
 def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> _Rows:
@@ -269,11 +283,12 @@ def _run(
     rows: _Rows,
     sources: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
+    scaled: Scaled | None,
     later: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate, and launch on tensors that can be read where they lie."""
     first = sources[0]
-    out = first.new_empty(rows.out)
+    out = first.new_empty(rows.out, dtype=None if scaled is None else scaled.dtype)
     sums = None if ready.sums is None else first.new_empty(rows.out[2], dtype=ready.sums)
     if not rows.count:
         return out, None if sums is None else sums.zero_()
@@ -283,6 +298,8 @@ def _run(
         tensors += _angles(ready.rotation, rows.positions, first.device)
     if bias is not None:
         tensors.append(bias.contiguous())
+    if scaled is not None:
+        tensors += [scaled.scale, scaled.amax]
     tensors += [out] if sums is None else [out, sums]
     launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
     launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
@@ -318,9 +335,10 @@ def _ready(
     back: bool,
     bias: torch.dtype | None,
     sums: torch.dtype | None,
+    stored: torch.dtype | None,
     device: torch.device,
 ) -> _Ready:
-    p = PackedPass.of(heads, dtype, rotation, parts=parts, back=back, bias=bias, sums=sums)
+    p = PackedPass.of(heads, dtype, rotation, parts=parts, back=back, bias=bias, sums=sums, stored=stored)
     return _Ready(p.ready(device), p.vector, rotation, sums)
 
 
@@ -330,12 +348,13 @@ def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
     sources = [("tensor", k) for k in ((0, 1, 2) if p.parts else (0, 0, 0))]
     after = 3 if p.parts else 1
     angles = [("tensor", after), ("tensor", after + 1)] if p.rotary_dim else [nothing, nothing]
-    bias = ("tensor", out - 1) if p.bias else nothing
+    scaled = [("tensor", out - 2), ("tensor", out - 1)] if p.stored else [nothing, nothing]
+    bias = ("tensor", out - 1 - (2 if p.stored else 0)) if p.bias else nothing
     sums = [("tensor", out + 1), ("partial", 0)] if p.sums else [nothing, nothing]
     counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
     steps = [("integer", k) for k in range(2 + (10 if p.parts else 4))] + ([] if p.parts else [("batch_size", 0)] * 6)
     grid = (p.tiles, p.rows_at_once, p.per_multiprocessor, False, p.sums is not None)
-    arguments = (*sources, *angles, bias, ("tensor", out), *sums, *counts, *steps)
+    arguments = (*sources, *angles, bias, *scaled, ("tensor", out), *sums, *counts, *steps)
     launches: list[_native.CudaLaunch] = [("packed_heads", p.threads, 0, grid, arguments)]
     if p.sums:
         finish = (("partial", 0), ("tensor", out + 1), ("groups", 0))

@@ -16,10 +16,12 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
+from te_fuser.kernels.cublaslt.products import DTYPES, obstacle, version
 from te_fuser.ops.quantized_matmul import STEP, product
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
+BLOCKS = (9, 0)  # that whose products take a scale for each block of 128 numbers
+BLOCKS_SINCE = 120900  # cuBLASLt's version
 _ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose products take factors as they lie
 ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
 
@@ -35,12 +37,14 @@ def configured(
     out_dtype: torch.dtype,
     fast: bool,
     transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> _native.CudaMatmul:
     """The native product of that kind; one for the process.
 
     Args:
         fast: sums in fewer bits than float32 has, as forward may have them.
         transposes: whether a comes as [k, m], and b as [n, k].
+        scales: of a and b, as the native type has them.
 
     Raises:
         KeyError: when there is no such kind.
@@ -54,6 +58,8 @@ def configured(
         transpose_b=transposes[1],
         out_dtype=text_of(out_dtype),
         fast_accumulation=fast,
+        scales_a=scales[0],
+        scales_b=scales[1],
         on_empty=functools.partial(_write_empty, kind),
         **KINDS[kind],  # type: ignore[arg-type]
     )
@@ -86,22 +92,37 @@ def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = 
     return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
 
 
-def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
+def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
     """Why a device has no products of 8 bits, in words; None where it has.
 
     Args:
         capability: the compute capability of a GPU that is not at hand.
+        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
     """
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None
     capability = capability or torch.cuda.get_device_capability(device)
+    has = ".".join(map(str, capability))
     if capability < FIRST:
-        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
-    return obstacle() if at_hand else None
+        return f"products of 8 bits take compute capability 8.9, this GPU has {has}"
+    if scales == "mx":
+        return "products with a scale for each 32 numbers are emulated alone"
+    if scales == "block" and capability != BLOCKS:
+        return f"products with a scale for each block of 128 numbers take compute capability 9.0, this GPU has {has}"
+    return _obstacle(scales) if at_hand else None
 
 
-def check_machine(device: torch.device) -> None:
+def _obstacle(scales: str) -> str | None:
+    """Why cuBLASLt cannot be used here."""
+    why, found = obstacle(), version()
+    if why is None and scales == "block" and found is not None and found < BLOCKS_SINCE:
+        has = f"{found // 10000}.{found // 100 % 100}"
+        return f"products with a scale for each block of 128 numbers take cuBLAS 12.9, this PyTorch has {has}"
+    return why
+
+
+def check_machine(device: torch.device, scales: str = "tensor") -> None:
     """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
 
     Raises:
@@ -109,7 +130,7 @@ def check_machine(device: torch.device) -> None:
     """
     if device.type != "cuda" or config.emulate_fp8:
         return
-    why = obstacle_on(device)
+    why = obstacle_on(device, scales=scales)
     if why is not None:
         raise RuntimeError(
             f"FP8 on {device}: {why}; leave the region out here, or set te_fuser.config.emulate_fp8 = True to have it "
@@ -126,6 +147,7 @@ def refusal(
     kind: str = "plain",
     fast: bool = False,
     transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> str | None:
     """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can.
 
@@ -141,7 +163,7 @@ def refusal(
     if uneven is not None:
         return f"rows of {uneven} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, a_dtype, b_dtype, out_dtype, fast, transposes).refusal(*sizes, index)
+    return configured(kind, a_dtype, b_dtype, out_dtype, fast, transposes, scales).refusal(*sizes, index)
 
 
 def multiply(

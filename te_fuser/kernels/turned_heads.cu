@@ -20,6 +20,7 @@
 //   kThreads, kBlocks, kTiles           threads of a block, blocks of a multiprocessor, blocks side by side in a row
 //   kRows                               rows that a thread loads before it uses the first
 //   kSumsColumns, kSumsWeights          whether columns are added up, whether gradients of weights are made
+//   kScaled                             whether the result is scaled, and a number raised to its largest magnitude before
 //   TE_SUMS(X)                          X(number, width, rows of a group, type) of each sum
 //   TE_COLUMN_SUMS(X), TE_WEIGHT_SUMS(X), TE_BIAS_SUMS(X)   X(number, kind of head) of those sums
 //
@@ -332,9 +333,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) turned_heads(
     const TableElement* __restrict__ second_table, const Whole* __restrict__ starts, const Whole* __restrict__ offsets,
     const WeightElement* __restrict__ weight, const WeightElement* __restrict__ bias,
     const WeightElement* __restrict__ key_weight, const WeightElement* __restrict__ key_bias,
-    Element* __restrict__ out, long long rows, int samples, int groups, int eps_bits, int out_position, int out_sample,
-    int from_position, int from_sample, int read_position, int read_sample, int first_position, int first_sample,
-    int second_position, int second_sample, int length, int sequences, int by_row TE_SUMS(TE_PARAMETERS)) {
+    const float* __restrict__ scale, float* __restrict__ amax, OutElement* __restrict__ out, long long rows,
+    int samples, int groups, int eps_bits, int out_position, int out_sample, int from_position, int from_sample,
+    int read_position, int read_sample, int first_position, int first_sample, int second_position, int second_sample,
+    int length, int sequences, int by_row TE_SUMS(TE_PARAMETERS)) {
   te::wait_for_earlier();
   if (kSumsColumns || kSumsWeights) te::let_next_start();
   const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles;
@@ -358,6 +360,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) turned_heads(
     if (kNorm == kLayer && !kBack) read_weight(norm.bias, kind == kQuery ? bias : key_bias, 0.0f, places);
   }
   Numbers columns, of_weight, of_bias;  // sums over the rows of this block
+  const float factor = kScaled ? scale[0] : 1.0f;
+  unsigned largest = 0u;
 
   __shared__ Angles staged[kRotary > 0 ? 2 : 1];
   const Tables tables{first_table, second_table, starts, offsets, first_position, first_sample,
@@ -424,12 +428,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) turned_heads(
         }
         if (kRotary > 0 && kNormLast) turn_back(x, places, turns);
       }
-      Element* to = out + column + (position[i] * static_cast<long long>(out_position) +
-                                    sample[i] * static_cast<long long>(out_sample)) * kVector;
+      OutElement* to = out + column + (position[i] * static_cast<long long>(out_position) +
+                                       sample[i] * static_cast<long long>(out_sample)) * kVector;
+      if (kSumsColumns) each([&](int v, int i) { columns.of[v][i] += x.of[v][i]; });
+      if (kScaled) {
+        each([&](int v, int i) {
+          if (places[v].there) largest = te::larger(largest, x.of[v][i]);
+          x.of[v][i] *= factor;
+        });
+      }
 #pragma unroll
       for (int v = 0; v < kVectors; ++v)
         if (places[v].there) te::store(to + places[v].feature, x.of[v]);
-      if (kSumsColumns) each([&](int v, int i) { columns.of[v][i] += x.of[v][i]; });
     }
   }
   const bool alone = groups == 1 && (kTiles == 1 || !kSumsWeights);
@@ -451,6 +461,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) turned_heads(
       sums.collect(of_bias, places);
       TE_BIAS_SUMS(TE_STORE_WEIGHT)
     }
+  }
+  if constexpr (kScaled) {
+    __shared__ float raised[32];
+    te::raise<kThreads>(raised, amax, largest);
   }
 }
 

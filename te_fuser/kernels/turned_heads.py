@@ -20,7 +20,7 @@ import torch
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.kernels import lanes
-from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, constants
+from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS
 
@@ -120,6 +120,7 @@ class TurnedPass(HeadsPass):
         back: whether it is the backward.
         columns: the dtype of the sums over rows that backward gives, if any.
         gradients: of which of `WEIGHTS` backward gives the gradients.
+        stored: the dtype of 8 bits that the result is scaled to, if it is.
     """
 
     heads: Groups
@@ -128,6 +129,7 @@ class TurnedPass(HeadsPass):
     back: bool = False
     columns: torch.dtype | None = None
     gradients: tuple[str, ...] = ()
+    stored: torch.dtype | None = None
     name: ClassVar[str] = "turned_heads"
 
     # ------------------------------------------------------------------------------- who does what
@@ -207,6 +209,7 @@ class TurnedPass(HeadsPass):
             "TableElement": turning.dtype if turning else None,
             "WeightElement": norming.dtype if norming else None,
             "ColumnElement": self.columns,
+            "OutElement": self.stored or self.dtype,
         }
         types = {name: CTYPES[name_of(dtype or torch.float32)] for name, dtype in found.items()}
         return {**types, "Whole": WHOLE[whole or torch.int32]}
@@ -230,7 +233,7 @@ class TurnedPass(HeadsPass):
             "kOffsets": turning and turning.offsets, "kPadded": turning and turning.padded,
             "kNormLast": norming and norming.last, "kWeights": norming and norming.dtype,
             "kCentered": norming and norming.centered, "kBack": self.back, "kSumsColumns": self.columns,
-            "kSumsWeights": self.gradients,
+            "kSumsWeights": self.gradients, "kScaled": self.stored,
         }  # fmt: skip
 
     def _sums_text(self) -> list[str]:
@@ -268,7 +271,12 @@ class TurnedPass(HeadsPass):
         for name in self.weights:
             assert weights is not None
             read[name] = (name_of(weights), weights.itemsize)
-        written = [(name_of(self.dtype), wide), *((name_of(dtype), dtype.itemsize) for dtype in self.sums)]
+        read.update(dict.fromkeys(("scale", "amax") if self.stored else (), ("float32", 4)))
+        stored = self.stored or self.dtype
+        written = [
+            (name_of(stored), self.vector * stored.itemsize),
+            *((name_of(dtype), dtype.itemsize) for dtype in self.sums),
+        ]
         dtypes, alignments = zip(*read.values(), *written, strict=True)
         rows = (*([1] if self.columns else []), *[self.tiles] * len(self.gradients))
         launches = _launches(self, list(read))
@@ -341,20 +349,27 @@ class Turned:
         self._known: dict[Hashable, Form] = {}
 
     def __call__(
-        self, x: torch.Tensor, given: Given, *, read: torch.Tensor | None = None, later: object = None
+        self,
+        x: torch.Tensor,
+        given: Given,
+        *,
+        read: torch.Tensor | None = None,
+        scaled: Scaled | None = None,
+        later: object = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The result, contiguous, and the sums in the order of `TurnedPass.sums`.
 
         Args:
             x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
             read: in backward of a norm, the input of the forward.
+            scaled: how the result is stored in 8 bits, where the pass says that it is.
             later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
         Raises:
             ValueError: for more rows than the kernel counts, and angles of no position.
         """
         p = self._pass
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.empty_like(x, dtype=p.stored or x.dtype, memory_format=torch.contiguous_format)
         sums = [x.new_empty(n, dtype=dtype) for n, dtype in zip(p.widths, p.sums, strict=True)]
         if not x.numel():
             return out, [t.zero_() for t in sums]
@@ -375,6 +390,7 @@ class Turned:
         tensors = [as_one(t, n) for t, n in zip((*sources, *tables), reaches, strict=True)]
         tensors += [t.contiguous() for t in (given.starts, given.offsets) if t is not None]
         tensors += [given.weights[name].contiguous() for name in p.weights]
+        tensors += [] if scaled is None else [scaled.scale, scaled.amax]
         launch = kernel if later is None or not sums else functools.partial(kernel.leave_sums, later)
         launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
         return out, sums
@@ -433,7 +449,8 @@ def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
     places = {name: ("tensor", k) for k, name in enumerate(read)}
     if "second" not in places:
         places["second"] = places.get("first", ("tensor", 0))
-    names = ("from", "read", "first", "second", "starts", "offsets", "weight", "bias", "key_weight", "key_bias")
+    names = ["from", "read", "first", "second", "starts", "offsets"]
+    names += ["weight", "bias", "key_weight", "key_bias", "scale", "amax"]
     sources = [places.get(name, ("tensor", 0)) for name in names]
     sums = [pair for n in range(len(p.sums)) for pair in (("partial", n), ("tensor", len(read) + 1 + n))]
     counts = [("rows", 0), ("batch_size", 0), ("groups", 0), *(("integer", k) for k in range(_INTEGERS))]

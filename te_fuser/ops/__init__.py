@@ -18,7 +18,7 @@ from te_fuser.ops.cut import Cut
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
-from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
+from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
@@ -102,6 +102,7 @@ __all__ = [
     "Norm",
     "OfHeads",
     "Output",
+    "OwnScalesMatMul",
     "PartlyFloat8MatMul",
     "Quantize",
     "QuantizeGradient",

@@ -294,9 +294,9 @@ class FusableOperation(HoldsScales):
         """The ranks that run it together, each in the same place among what they run so; None: this process alone."""
         return self.shared_by()
 
-    def rows_cut_along(self) -> int | None:
-        """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
-        return None
+    def takes_spread(self) -> Spread:
+        """What these have of the input that it takes."""
+        return WHOLE
 
     def of_rank(self, x: Spread, told: Told) -> FusableOperation:
         """The op that each rank runs on an input that they have so; by default the same.

@@ -57,9 +57,12 @@ class Bias(Cut, RowOp):
         cut = self.parallel_mode == COLUMN
         return {"bias": (self.share(self.features, "features"),)} if cut else {}
 
+    def takes_spread(self) -> Spread:
+        return FEATURES if self.parallel_mode == COLUMN else self.between
+
     def spread(self, x: Spread, told: Told) -> Spread:
         if self.is_cut and self.group == told.group:
-            self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
+            self.check_spread(x)
         return super().spread(x, told)
 
     def cuts(self) -> Mapping[str, tuple[int, Group]]:

@@ -14,6 +14,7 @@ from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.given import Given, GivenBinding
+from te_fuser.ops.group import Group
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.transposed import Transposed, TransposedBinding
@@ -158,6 +159,9 @@ class Bound(FusableOperation):
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return self.op.flops(x, parameters)
+
+    def runs_with(self) -> Group | None:
+        return self.op.runs_with()
 
     def draws(self) -> bool:
         return self.op.draws()

@@ -115,20 +115,21 @@ class Cut(FusableOperation):
         group = self._group
         return group if group.size > 1 and (self.parallel_mode or self.sequence_parallel) else None
 
-    def rows_cut_along(self) -> int | None:
-        return self.sequence_dim if self.sequence_parallel else None
-
     @property
     def between(self) -> Spread:
         """What each rank has of a value that is not cut by features."""
         return rows(self.sequence_dim) if self.sequence_parallel else WHOLE
 
-    def check_spread(self, x: Spread, wanted: Spread) -> None:
-        """Refuse an input of which ranks have something else than they are to.
+    def takes_spread(self) -> Spread:
+        return self.between
+
+    def check_spread(self, x: Spread) -> None:
+        """Refuse an input of which ranks have something else than it takes.
 
         Raises:
             ValueError: saying both.
         """
+        wanted = self.takes_spread()
         if x != wanted:
             said = [f"{name}={getattr(self, name)!r}" for name in SHARING if name != "group" and getattr(self, name)]
             raise ValueError(
@@ -138,7 +139,7 @@ class Cut(FusableOperation):
 
     def spread(self, x: Spread, told: Told) -> Spread:
         if self.sequence_parallel and self.parallel_mode is None and self.group == told.group:
-            self.check_spread(x, rows(self.sequence_dim))
+            self.check_spread(x)
         return super().spread(x, told)
 
     def infer(self, x: Spec) -> Any:

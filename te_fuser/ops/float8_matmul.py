@@ -16,6 +16,7 @@ from te_fuser.ops.checks import check_features
 from te_fuser.ops.float8_products import Form, raise_to_largest
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -123,10 +124,10 @@ class Float8MatMul(UnfusedOperation):
         """main_grad += dW, or main_grad = dW; gives what stands for it."""
 
         def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-            gradient = products.weight_gradient(self.form, call.__getitem__, dy, x, torch.float32)
-            main_grad.copy_(gradient) if over else main_grad.add_(gradient)
+            main_grad.copy_(dy.mT @ x) if over else main_grad.add_(dy.mT @ x)
 
-        return {"weight": put_gradient(dy, call["input"], call["weight"], self.overwrite_main_grad, put)}
+        factors = products.weight_factors(self.form, call.__getitem__, dy, call["input"])
+        return {"weight": put_gradient(*factors, call["weight"], self.overwrite_main_grad, put)}
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The three products, recorded by autograd: the gradient of what x8 stands for goes to x as it is."""
@@ -198,3 +199,24 @@ class PartlyFloat8MatMul(Float8MatMul):
     def extra_repr(self) -> str:
         names = [name for name, kept in zip(("y", "dx", "dW"), self.form.kept, strict=True) if kept]
         return f"{super().extra_repr()}, not in 8 bits: {', '.join(names)}"
+
+
+class OwnScalesMatMul(PartlyFloat8MatMul):
+    """Float8MatMul whose factors get their scales from themselves, so that nothing is kept from call to call.
+
+    x and dy come in y's dtype. Each of the three is quantized here, with its blocks along what is summed, so anew for
+    another product.
+
+    Args:
+        scalings: how x, W and dy get their scales.
+    """
+
+    def __init__(self, matmul: MatMul, *, scalings: tuple[Scaling, Scaling, Scaling], **given: Any) -> None:
+        super().__init__(matmul, kept=(False, False, False), **given)
+        self.form = replace(self.form, scalings=scalings)
+
+    def scratch_bytes(self, x: Spec) -> int:
+        return 8 * self.in_features * (x.rows + self.out_features)  # float32: scaled, and what 8 bits stand for
+
+    def extra_repr(self) -> str:
+        return Float8MatMul.extra_repr(self)

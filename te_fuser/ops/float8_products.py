@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.formula.float8 import rounded
 from te_fuser.ops.matmul import as_rows, in_shape_of
+from te_fuser.ops.own_scales import Scaling, dequantized
 
 Given = Callable[[str], torch.Tensor]  # the weight and the numbers of a product by name
 NUMBERS = tuple(f"{role}_{what}" for role in ("input", "weight", "output_gradient") for what in ("scale", "inverse"))
@@ -27,6 +28,7 @@ class Form:
         comes_quantized: whether x and dy come in 8 bits.
         fast: which of the three are summed in fewer bits than float32 has, where a library has them faster.
         weight_is_kept: whether W comes in 8 bits too, as `weight_data`.
+        scalings: how x, W and dy get scales from themselves; None: their scales are given.
     """
 
     dtype: torch.dtype
@@ -36,10 +38,13 @@ class Form:
     comes_quantized: bool = True
     fast: tuple[bool, bool, bool] = (True, False, False)
     weight_is_kept: bool = False
+    scalings: tuple[Scaling, Scaling, Scaling] | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The names of what is read beside x, W and dy."""
+        if self.scalings is not None:
+            return ()
         if not self.comes_quantized:
             return NUMBERS
         return READ_KEPT if self.weight_is_kept else READ
@@ -65,8 +70,13 @@ def weight_gradient(
     form: Form, given: Given, dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """dW = dy^T x."""
-    dw = _gradient(form, given, dy, 2).mT @ _input(form, given, x, 2)
-    return dw.to(form.weight_dtype if dtype is None else dtype)
+    dy, x = weight_factors(form, given, dy, x)
+    return (dy.mT @ x).to(form.weight_dtype if dtype is None else dtype)
+
+
+def weight_factors(form: Form, given: Given, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dy and x as dW multiplies them, by rows."""
+    return _gradient(form, given, dy, 2), _input(form, given, x, 2)
 
 
 def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
@@ -138,8 +148,19 @@ def _factor(
     wide = torch.promote_types(form.dtype, torch.float32)
     if form.kept[product]:
         return t.to(form.dtype).to(wide)
+    if form.scalings is not None:
+        return _by_own_scales(t, form, product, place).to(wide)
     data = t if is_quantized else quantized(t, given(f"{role}_scale"), form.formats[place])
     return data.to(wide) * given(f"{role}_inverse")
+
+
+def _by_own_scales(t: torch.Tensor, form: Form, product: int, place: int) -> torch.Tensor:
+    """What a factor stands for whose blocks lie along what is summed: its rows in dW, and of W in dx."""
+    assert form.scalings is not None
+    dtype, scaling = form.formats[place], form.scalings[place]
+    if product == 2 or (product, place) == (1, 1):
+        return dequantized(t.mT, dtype, scaling).mT
+    return dequantized(t, dtype, scaling)
 
 
 def raise_to_largest(slot: torch.Tensor | None, x: torch.Tensor) -> None:

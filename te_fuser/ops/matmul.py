@@ -142,12 +142,14 @@ class MatMul(Cut, UnfusedOperation):
             return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
         return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
 
+    def takes_spread(self) -> Spread:
+        return FEATURES if self.parallel_mode == ROW else self.between
+
     def spread(self, x: Spread, told: Told) -> Spread:
         """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
         if self.is_cut and self.group == told.group:
-            by_column = self.parallel_mode == COLUMN
-            self.check_spread(x, self.between if by_column else FEATURES)
-            return FEATURES if by_column else self.between
+            self.check_spread(x)
+            return FEATURES if self.parallel_mode == COLUMN else self.between
         if x == FEATURES:
             return PARTIAL
         if x == WHOLE or x.by_rows:

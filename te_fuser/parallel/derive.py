@@ -26,6 +26,7 @@ from te_fuser.ops.glu import GatedUnit
 from te_fuser.ops.group import Group
 from te_fuser.ops.row_op import RowOp
 from te_fuser.parallel.styles import Column, Row
+from te_fuser.presets.base import Preset
 from te_fuser.sequential import Residual, Sequential
 
 Named = tuple[str, FusableOperation]
@@ -42,7 +43,7 @@ def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Column | Row
         ValueError: where attention's key/value heads, or the parts of a gated unit, cannot be cut into equal shares.
     """
     plan: dict[str, Column | Row] = {}
-    for run in _branches(model, ""):
+    for run in _branches(model, "") if not isinstance(model, Preset) else ():
         for first, between, last in _pairs(run):
             parts = _parts(first[1], between, group)
             plan[first[0]] = Column(parts=parts)
@@ -90,6 +91,8 @@ def _parts_in_order(module: torch.nn.Module, prefix: str) -> Iterator[Named | It
         path = f"{prefix}{name}"
         if isinstance(child, FusableOperation):
             yield path, child
+        elif isinstance(child, Preset):
+            yield iter(())  # which knows by itself what is cut
         elif isinstance(child, Sequential) and not isinstance(child, Residual):
             yield from _parts_in_order(child, f"{path}.")
         else:
@@ -112,10 +115,12 @@ def _pairs(run: list[Named]) -> Iterator[tuple[Named, list[Named], Named]]:
 
 def _takes_its_share(op: torch.nn.Module) -> bool:
     """Whether an op can run on a rank's part of the features."""
-    if isinstance(op, (Bias, Dropout, GatedUnit)):
+    if isinstance(op, GatedUnit):
+        return op.glu_interleave_size is None
+    if isinstance(op, DotProductAttention):
+        return isinstance(op.packed, PackedHeads) and op.sink is None
+    if isinstance(op, (Bias, Dropout, *_OF_HEADS)):
         return True
-    if isinstance(op, _OF_HEADS):
-        return not isinstance(op, DotProductAttention) or isinstance(op.packed, PackedHeads)
     if not isinstance(op, RowOp) or op.arguments() or op.named_outputs():
         return False
     features: Any = expr.leaf("x", Axes.FULL, 8)
@@ -127,7 +132,7 @@ def _parts(product: FusableOperation, between: list[Named], group: Group) -> int
     joined = isinstance(product, Bound) and not isinstance(product.names["weight"], str)
     for name, module in between:
         op = _own(module)
-        if isinstance(op, GatedUnit) and op.glu_interleave_size is None:
+        if isinstance(op, GatedUnit):
             return 1 if joined else 2
         if isinstance(op, DotProductAttention):
             return _parts_of_heads(name, op, group, joined)

@@ -16,6 +16,7 @@ from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
 from te_fuser.parallel.derive import derived_plan, sequence_dim
+from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, distribute, set_cut
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -50,11 +51,13 @@ def parallelize(
     group = Group.of("parallelize", mesh)
     dim = sequence_dim(model) if sequence_parallel else 0
     styles = derived_plan(model, group) if plan is None else _matched(model, plan)
+    if plan is None:
+        share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
         _as_asked(style, sequence_parallel, dim)._apply(model.get_submodule(name), mesh)
     for module in [*model.modules()]:
         op = module.op if isinstance(module, Bound) else module
-        if isinstance(op, Cut) and op.parallel_mode is None:
+        if isinstance(op, Cut) and op.parallel_mode is None and group.size > 1:
             set_cut(op, None, mesh, sequence_parallel, dim)
         if isinstance(module, (FusableOperation, Together)):
             for name in [*module._parameters]:

@@ -42,7 +42,7 @@ class _Style(ParallelStyle):
         group = Group.of(who, device_mesh)
         self._check(op, group)
         for name, dim in self._dims(op).items():
-            for owner, of in _owners(module, name):
+            for owner, of in owners(module, name):
                 distribute(owner, of, device_mesh, dim, self._parts, self.src_data_rank)
         set_cut(op, self.mode, device_mesh, bool(self.sequence_parallel), self.sequence_dim)
         return module
@@ -172,7 +172,7 @@ def distribute(
     keep_whole_shapes(owner)
 
 
-def _owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:
+def owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:
     """The modules that have a parameter of an op, and its names there: of one that is bound, its owner's."""
     if not isinstance(module, Bound):
         return [(module, name)]

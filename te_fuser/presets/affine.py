@@ -171,7 +171,8 @@ class Affine(Preset):
         instead = () if self.skip_weight_param_allocation else tuple(given)
         listed = self.variant(over=over, given=instead) if instead or over else self
         held = self._call[0].holding(**given) if given else None
-        finished = functools.partial(with_bias, bias=self._bias(given)) if self.return_bias else None
+        returned = self.returned(self._bias(given), self.parallel_mode) if self.return_bias else None
+        finished = functools.partial(with_bias, bias=returned) if self.return_bias else None
         call = self.with_outputs(call)
         return Asked(listed, inp, call, held, finished, is_first_microbatch=is_first_microbatch)
 
@@ -186,6 +187,10 @@ class Affine(Preset):
         if not self.use_bias:
             return None
         return given["bias"] if "bias" in given else self._whole("bias")
+
+    def returned_terms(self) -> tuple[str, ...]:
+        whole = self.sequence_parallel and self.tp_size > 1 and self.parallel_mode != "column"
+        return self.parts["bias"] if whole and self.return_bias and self.use_bias else ()
 
     def _given_tensors(self, weight: Any, bias: Any) -> dict[str, torch.Tensor]:
         given = {name: t for name, t in (("weight", weight), ("bias", bias)) if t is not None}

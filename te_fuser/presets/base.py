@@ -16,7 +16,8 @@ from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
 from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
-from te_fuser.ops.gradient_sums import LEFT
+from te_fuser.ops.dtensor import filled
+from te_fuser.ops.gradient_sums import LEFT, with_sum
 from te_fuser.presets.arguments import (
     OPTIONS,
     Common,
@@ -214,6 +215,24 @@ class Preset(Together, Variants):
         """
         return {LEFT: False}
 
+    def mark(self, name: str, **marks: Any) -> None:
+        """Give a parameter more attributes, which it carries as those that it was declared with."""
+        declared = self._declared[name]
+        self._declared[name] = replace(declared, marks={**declared.marks, **marks})
+        self._parameters[name].__dict__.update(marks)
+
+    def returned_terms(self) -> tuple[str, ...]:
+        """Biases that calls return, of whose gradients each rank of the group has a term."""
+        return ()
+
+    def returned(self, bias: torch.Tensor | None, mode: str | None) -> torch.Tensor | None:
+        """A bias that a call returns in place of adding it, behind a product that ranks share so.
+
+        Who adds it to rows that ranks cut has a term of its gradient, which is added up over them.
+        """
+        is_term = bias is not None and self.sequence_parallel and mode != "column"
+        return with_sum(bias, self._group) if bias is not None and is_term else bias
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
         if defer_init:
@@ -226,7 +245,7 @@ class Preset(Together, Variants):
             with torch.no_grad():
                 if callable(declared.fill):
                     with self._random_state(parameter):
-                        declared.fill(parameter)
+                        filled(self, name, declared.fill)
                 else:
                     parameter.fill_(declared.fill)
         self._settle()

@@ -139,13 +139,17 @@ class LayerNormMLP(Preset):
         if is_first_microbatch is None and not call and self.is_list:
             return Asked(self, inp)
         listed = self.variant(over=True) if self.writes_over(is_first_microbatch) else self
-        bias = self._parameters.get("fc2_bias")
+        bias = self.returned(self._parameters.get("fc2_bias"), None) if self.return_bias else None
         finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
         return Asked(listed, inp, self.with_outputs(call), None, finished, self.checkpoint, is_first_microbatch)
 
     @property
     def is_list(self) -> bool:
         return not (self.return_bias or self.checkpoint or self.asked())
+
+    def returned_terms(self) -> tuple[str, ...]:
+        is_cut = self.sequence_parallel and self.tp_size > 1
+        return ("fc2_bias",) if is_cut and self.return_bias and self.use_bias else ()
 
     def asked(self) -> tuple[str, ...]:
         return () if self.norm.output is None else (self.norm.output,)

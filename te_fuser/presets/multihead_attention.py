@@ -401,7 +401,7 @@ class MultiheadAttention(Preset):
         how, tensors = self.understood(given, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states)
         if encoder_output is not None:
             tensors["encoder_output"] = encoder_output
-        bias = self.proj._parameters.get("bias")
+        bias = self.proj.returned(self.proj._parameters.get("bias"), None) if self.return_bias else None
         finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
         listed = self.variant(**how) if how else self
         call = {"outputs": outputs, **tensors}

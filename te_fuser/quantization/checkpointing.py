@@ -11,7 +11,7 @@ import torch
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
-from te_fuser.quantization.state import ROLES, known_state_of, lock
+from te_fuser.quantization.state import ROLES, known_state_of, lock, state_of
 from te_fuser.recipe import region
 
 
@@ -73,6 +73,11 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
                 state.scales.update(kept)
                 state.inverses.update(inverses)
                 state.amaxes.update(slots)
+
+
+def ran_within(weight: Binding) -> None:
+    """Note that a product of which nothing is kept runs in a region now."""
+    state_of(weight).is_in_region = True
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:

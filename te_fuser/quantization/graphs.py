@@ -16,6 +16,7 @@ from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock, show
+from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 
@@ -76,7 +77,7 @@ class GraphedRegion:
 
     def _check(self) -> None:
         now = region.current_key()
-        if now == self._key or not (self._products or self._key is None and self._has_products):
+        if now == self._key or not (self._products or self._has_products and self._keeps_nothing()):
             return
         here, there = region.current(), "capture again there, or call the model itself"
         if here is None:
@@ -90,6 +91,11 @@ class GraphedRegion:
                 "model's own precision leave the region, or enter autocast(enabled=False)"
             )
         raise ValueError(_differ(self._key, now) + f": {there}")
+
+    def _keeps_nothing(self) -> bool:
+        """Whether no state tells what ran in the capture: outside of regions, and by recipes that have none."""
+        recipe = None if self._key is None else self._key[0][0]  # type: ignore[index]
+        return recipe is None or scalings_of(recipe) is not None
 
     def _renew(self) -> None:
         """Have scales where buffers are others, and recipes that were others since."""

@@ -16,21 +16,22 @@ from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
-from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
+from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.float8_products import READ, READ_KEPT
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
-from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
+from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
-from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.checkpointing import ran_outside, ran_within
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import KEPT, KeptBinding, keep, kept_facts, kept_undisturbed
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
-from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, known_state_of, state_of
+from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, known_state_of, state_of
+from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 
@@ -47,25 +48,26 @@ class Regions(surroundings.Surrounding):
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         recipe = _said(key)[0]
-        return [_with_state(item, key) if why_not(item, recipe) is None else item for item in listed]
+        return [_with_state(item, key) if _has_state(item, recipe) else item for item in listed]
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
-        return not any(map(_is_planned_alone, _weights(listed)))
+        return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        recipe, calibrating = _said(key)
-        weights = [weight for weight in _weights(listed) if not _is_planned_alone(weight)]
-        if weights:
+        around, calibrating = _said(key)
+        weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
+        weights = [weight for weight in weights if not _is_planned_alone(weight)]
+        found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
+        if any(scalings_of(recipe) is None for _, recipe, _ in found):
             refuse_by_hand()
-        devices = [device_of(weight) or weight.get().device for weight in weights]
-        for device in {*devices} if not calibrating else ():
-            check_machine(device)
-        for weight, device in zip(weights, devices, strict=True) if not is_looking() else ():
-            ensure(weight, cast(Recipe, recipe_for(weight, recipe)), device)
+        for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
+            check_machine(device, kind)
+        for weight, recipe, device in found if not is_looking() else ():
+            ensure(weight, recipe, device) if scalings_of(recipe) is None else ran_within(weight)
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
-        if blocks() and not is_looking():
+        if has_been_asked() and not is_looking():
             ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
@@ -103,27 +105,35 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
     if not _is_product(item):
         return ""
-    product = cast(MatMul, item.lowered.op)
+    product, chosen = cast(MatMul, item.lowered.op), recipe_for(item.lowered.bindings["weight"], recipe)
+    if chosen is None:
+        return "te.precision says so"
     for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
-        if size % STEP:
-            return f"its {name}, {size}, are no multiple of {STEP}"
-    return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
+        if size % chosen.step:
+            return f"its {name}, {size}, are no multiple of {chosen.step}"
+    return None
+
+
+def _has_state(item: ListedOp, recipe: Recipe) -> bool:
+    """Whether an op is a product of 8 bits whose scales are kept."""
+    return why_not(item, recipe) is None and scalings_of(recipe_for(item.lowered.bindings["weight"], recipe)) is None
 
 
 def _is_product(item: ListedOp) -> bool:
     return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
 
 
-def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:
-    return [item for item in listed if item.lowered.aside]
-
-
 def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in _quantized(listed)]
+    return [item.lowered.bindings["weight"] for item in listed if item.lowered.aside]
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
     return [item.lowered.bindings["weight"] for item in listed if KEPT[0] in item.lowered.aside]
+
+
+def _is_given(item: ListedOp) -> bool:
+    """Whether a product's weight comes with the call."""
+    return isinstance(item.lowered.bindings["weight"], GivenBinding)
 
 
 def _is_meta(weight: Binding) -> bool:
@@ -157,7 +167,7 @@ def _keeps(item: ListedOp, key: Hashable) -> bool:
     (around, calibrating), weight = _said(key), item.lowered.bindings["weight"]
     recipe = cast(DelayedScaling, recipe_for(weight, around))
     wide = calibrating or any(recipe.override_linear_precision)
-    return _is_in_microbatch(key) and not wide and not isinstance(weight, GivenBinding)
+    return _is_in_microbatch(key) and not wide and not _is_given(item)
 
 
 def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
@@ -184,8 +194,12 @@ def _is_in_microbatch(key: Hashable) -> bool:
 
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
     """What stands in an op's place."""
-    low = item.lowered
-    if not low.aside:
+    low, (around, calibrating) = item.lowered, _said(key)
+    if why_not(item, around) is not None:
+        return (item,)
+    recipe = recipe_for(low.bindings["weight"], around)
+    scalings = scalings_of(recipe)
+    if calibrating and scalings is not None:
         return (item,)
     own = call.parameters[low.bindings["weight"].key].spec.dtype
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
@@ -193,35 +207,46 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    around, calibrating = _said(key)
-    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
-    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
-    gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
+    form = _form(cast(Recipe, recipe), dtype, own)
+    if scalings is not None:
+        return (_listed(item, OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, **form), "", low.bindings),)
+    kept = (True,) * 3 if calibrating else cast(DelayedScaling, recipe).override_linear_precision
+    if any(kept):
+        partly = PartlyFloat8MatMul(cast(MatMul, low.op), kept=kept, **form)
+        numbers = [name for name in low.aside if call.grad or not name.endswith("_amax")]
+        return (_in_place(item, partly, "", numbers),)
+    return _between_quantizers(item, form, call.grad)
+
+
+def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:
+    """What the ops of products say of a recipe."""
+    gradients = E5M2 if _is_hybrid(recipe) else E4M3
     split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    form = {
+    return {
         "dtype": dtype,
-        "weight_dtype": own,
+        "weight_dtype": weight_dtype,
         "formats": (E4M3, E4M3, gradients),
         "fast": tuple([not params.use_split_accumulator for params in split]),
     }
+
+
+def _is_hybrid(recipe: Recipe) -> bool:
+    return getattr(recipe, "fp8_format", Format.E4M3) is Format.HYBRID
+
+
+def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) -> Iterable[ListedOp]:
+    """A product of factors that come in 8 bits by kept scales, and what quantizes these before and behind it."""
+    low, gradients = item.lowered, form["formats"][2]
+    yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", records)
     product = cast(MatMul, low.op)
-    amaxes = ROLES if call.grad else ()
-    if any(kept):
-        partly = PartlyFloat8MatMul(product, kept=kept, **form)  # type: ignore[arg-type]
-        numbers = [name for name in low.aside if not name.endswith("_amax")]
-        return (_in_place(item, partly, "", [*numbers, *[f"{role}_amax" for role in amaxes]]),)
-    found = [_quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", call.grad)]
     if KEPT[0] in low.aside:
         read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": low.aside["kept_inverse"]}
-        op = Float8MatMul(product, weight_is_kept=True, **form)  # type: ignore[arg-type]
-        found.append(_in_place(item, op, "", read, inverse))
+        yield _in_place(item, Float8MatMul(product, weight_is_kept=True, **form), "", read, inverse)
     else:
-        read = [*READ, *[f"{role}_amax" for role in amaxes if role == "weight"]]
-        found.append(_in_place(item, Float8MatMul(product, **form), "", read))  # type: ignore[arg-type]
-    if call.grad:
-        back = QuantizeGradient(gradients, scale=None)
-        found.append(_quantizing(item, back, ".quantize_gradient", "output_gradient", True))
-    return found
+        read = [*READ, *(["weight_amax"] if records else [])]
+        yield _in_place(item, Float8MatMul(product, **form), "", read)
+    if records:
+        yield _quantizing(item, QuantizeGradient(gradients, scale=None), ".quantize_gradient", "output_gradient", True)
 
 
 def _in_place(
@@ -249,27 +274,35 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
     around, calibrating = _said(key)
-    alike: dict[tuple[bool, tuple[bool, ...]], list[str]] = {}
-    for item in _quantized(listed):
-        recipe = cast(DelayedScaling, recipe_for(item.lowered.bindings["weight"], around))
-        form = recipe.fp8_format is Format.HYBRID, recipe.override_linear_precision
-        alike.setdefault(form, []).append(item.path)
-    for (hybrid, kept), paths in alike.items():
-        if calibrating:
-            yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
-            continue
-        how = "E4M3, gradients in E5M2" if hybrid else "E4M3"
-        own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
-        but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
-        emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
-        yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
+    alike: dict[tuple[str, str], list[str]] = {}
+    for item in listed:
+        if why_not(item, around) is None:
+            recipe = cast(Recipe, recipe_for(item.lowered.bindings["weight"], around))
+            alike.setdefault(_precision(recipe), []).append(item.path)
+    emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
+    for (said, but), paths in alike.items():
+        if not calibrating:
+            yield f"products in 8 bits ({said}){emulated}: {_names(paths)}{but}"
+        elif has := [path for item in listed if (path := item.path) in paths and item.lowered.aside]:
+            yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
+        else:
+            yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
     if once := [item.path for item in listed if KEPT[0] in item.lowered.aside]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
-    if given := [item.path for item in _quantized(listed) if isinstance(item.lowered.bindings["weight"], GivenBinding)]:
+    if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"
+
+
+def _precision(recipe: Recipe) -> tuple[str, str]:
+    """Formats and scales of a recipe, in words, and which products have none of it."""
+    formats = "E4M3, gradients in E5M2" if _is_hybrid(recipe) else "E4M3"
+    kept = getattr(recipe, "override_linear_precision", (False, False, False))
+    own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+    but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
+    return "; ".join(filter(None, (formats, how(recipe)))), but
 
 
 def _names(paths: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from te_fuser.ops.binding import Binding
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import Recipe
-from te_fuser.recipe.region import check_runs, settings_changed
+from te_fuser.recipe.region import settings_changed
 
 _KEY = "_fp8_precision"  # of a module's attributes
 
@@ -36,7 +36,6 @@ def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> N
     Raises:
         TypeError: for what is no module, no pattern, no recipe.
         ValueError: for a pattern that matches nothing, naming the nearest paths; for functions that give no scales.
-        NotImplementedError: for a recipe that does not run yet.
     """
     found = _matched(model, recipes)
     for weight, recipe in found:
@@ -53,7 +52,6 @@ def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
         if not isinstance(pattern, str) or not (recipe is None or isinstance(recipe, Recipe)):
             raise TypeError(f"precision takes a pattern and a recipe or None, got {pattern!r}: {recipe!r}")
         if recipe is not None:
-            check_runs("precision", recipe)
             try_recipe(recipe)
         paths = [path for path in named if _matches(path, pattern)]
         if not paths:

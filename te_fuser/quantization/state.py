@@ -30,6 +30,7 @@ lock = threading.RLock()
 _changes = [0]
 Numbers = dict[str, torch.Tensor]  # by role
 _blocks: list[Block] = []
+_asked = [False]
 
 
 def _changed(dead: object = None) -> None:
@@ -310,9 +311,15 @@ def state_of(weight: FusableOperation | Binding) -> State:
         return found
     owner, name = _named(weight)
     with lock:
+        _asked[0] = True
         _hook(owner)
         made: State = owner.__dict__.setdefault(STATES, States()).setdefault(name, State(owner, name))
     return made
+
+
+def has_been_asked() -> bool:
+    """Whether the state of any product was asked for."""
+    return _asked[0]
 
 
 def known_state_of(weight: FusableOperation | Binding) -> State | None:

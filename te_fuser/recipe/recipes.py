@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
+
+_MOST = (2.0 - 2.0**-23) * 2.0**127  # float32's largest number
 
 
 def _said(given: Any, name: str) -> str:
@@ -84,7 +85,8 @@ class Recipe:
         fp8_dpa, fp8_mha: attention in FP8, which is refused.
     """
 
-    missing: ClassVar[str] = ""  # what running by it would take; empty where it runs
+    step: ClassVar[int] = 16  # features of the products that run by it come in multiples of so many
+    scales: ClassVar[str] = "tensor"  # what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx"
 
     fp8_gemm_fprop: MMParams = _FAST
     fp8_gemm_dgrad: MMParams = _SPLIT
@@ -173,20 +175,21 @@ class QParams:
     def __post_init__(self) -> None:
         _check_flag(self, "power_2_scale")
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
-            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon <= _MOST:
+            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on that float32 has")
 
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Scales from the tensor itself, scale = largest of the format / amax(x): nothing is kept. It does not run yet.
+    """Scales from the tensors themselves, as they are: nothing is kept from call to call, and nobody agrees on it.
+
+        scale = largest of the format / max(amax, amax_epsilon)    in float32; infinite: the largest one; 1 where the
+                                                                   amax is 0, infinite or NaN
 
     Attributes:
         fp8_format: which formats: Format.HYBRID or Format.E4M3.
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: how x, W and dy get their scales.
     """
-
-    missing: ClassVar[str] = "scales from a tensor's own amax"
 
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams = QParams()
@@ -201,7 +204,10 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """One scale, a power of two, for each 1 x 128 numbers of x and dy, and 128 x 128 of W. It does not run yet.
+    """One scale for each 1 x 128 numbers of x and dy, along what is summed, and for each 128 x 128 of W.
+
+    Scales follow from the blocks as in `Float8CurrentScaling`, rounded down to powers of two. So x and dy are quantized
+    once for each product that reads them. Features come in multiples of 128; others stay in their own precision.
 
     Attributes:
         fp8_format: Format.E4M3.
@@ -209,7 +215,8 @@ class Float8BlockScaling(Recipe):
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1: the dimensions of a block.
     """
 
-    missing: ClassVar[str] = "products whose factors have a scale for each block"
+    step: ClassVar[int] = 128
+    scales: ClassVar[str] = "block"
 
     fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = QParams(power_2_scale=True)
@@ -234,14 +241,17 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """One scale, a power of two, for each 32 numbers in a row. It does not run yet.
+    """One scale, a power of two, for each 32 numbers along what is summed: emulated on a CPU, refused on GPUs.
+
+    Features come in multiples of 32; others stay in their own precision.
 
     Attributes:
         margin: 0.
         fp8_format: Format.E4M3.
     """
 
-    missing: ClassVar[str] = "products whose factors have a scale for each 32 numbers"
+    step: ClassVar[int] = 32
+    scales: ClassVar[str] = "mx"
 
     margin: int = 0
     fp8_format: Format = Format.E4M3

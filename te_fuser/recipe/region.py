@@ -266,7 +266,6 @@ def fp8_autocast(
 
     Raises:
         TypeError: for what is no recipe, no group, or neither True nor False.
-        NotImplementedError: for a recipe that does not run yet, when it is switched on.
     """
     if isinstance(calibrating, Recipe):
         fp8_group = fp8_recipe if fp8_group is None else fp8_group  # type: ignore[assignment]
@@ -284,7 +283,6 @@ def autocast(
 
     Raises:
         TypeError: for what is no recipe, no group, or neither True nor False.
-        NotImplementedError: for a recipe that does not run yet, when it is switched on.
     """
     return _entered("autocast", enabled, calibrating, recipe, amax_reduction_group)
 
@@ -301,19 +299,4 @@ def _entered(name: str, enabled: Any, calibrating: Any, recipe: Any, group: Any)
         raise TypeError(f"{name} takes a group of torch.distributed's as {said}, got {group!r}: use new_group(ranks)")
     if not (enabled or calibrating):
         return Entered(None)
-    recipe = DelayedScaling() if recipe is None else recipe
-    check_runs(name, recipe)
-    return Entered(Region(recipe, group, not enabled))
-
-
-def check_runs(name: str, recipe: Recipe) -> None:
-    """Refuse a recipe that does not run yet.
-
-    Raises:
-        NotImplementedError: naming what is missing.
-    """
-    if recipe.missing:
-        raise NotImplementedError(
-            f"{name}: {type(recipe).__name__} takes {recipe.missing}, which te_fuser does not run yet; use "
-            "DelayedScaling()"
-        )
+    return Entered(Region(DelayedScaling() if recipe is None else recipe, group, not enabled))

@@ -120,10 +120,11 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    together = next((op for op in walk(model) if op.ranks > 1), None)
-    if together is not None:
+    found = ((type(op).__name__, op.runs_with()) for op in walk(model))
+    name, group = next(((name, group) for name, group in found if group is not None), ("", None))
+    if group is not None:
         raise NotImplementedError(
-            f"verify: {type(together).__name__} runs on {together.ranks} ranks together, and how often the reference "
+            f"verify: {name} runs on {group.size} ranks together, and how often the reference "
             "runs depends on what each of them finds; Sequential(verify=True) checks the other steps of a call"
         )
     whole = with_owners(model)

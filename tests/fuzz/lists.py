@@ -15,7 +15,7 @@ import te_fuser
 from te_fuser import compare, ops
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
-from te_fuser.recipe import DelayedScaling, Format
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
@@ -96,6 +96,8 @@ RECIPES = {
     "e4m3": DelayedScaling(fp8_format=Format.E4M3, margin=1),
     "weight_kept": DelayedScaling(override_linear_precision=(False, False, True)),
     "forward_kept": DelayedScaling(override_linear_precision=(True, False, False)),
+    "current": Float8CurrentScaling(),
+    "mx": MXFP8BlockScaling(),
 }
 JUDGES = {"extreme": judge_kinds}  # what holds results against the reference, where it is not as verify does
 _BAD_LUCK = 1.5

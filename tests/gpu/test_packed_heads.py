@@ -52,6 +52,14 @@ def test_nothing(case: Case) -> None:
 LARGE = [
     Case("as a GPT layer packs", PackedHeads(32, 32, 128), torch.bfloat16, parts=True, sums=torch.bfloat16),
     Case("as a Llama layer packs", PackedHeads(32, 8, 128), torch.bfloat16, 128, parts=True),
+    Case(
+        "as a GPT layer packs in 8 bits",
+        PackedHeads(32, 32, 128),
+        torch.bfloat16,
+        parts=True,
+        sums=torch.bfloat16,
+        stored=torch.float8_e5m2,
+    ),
     Case("as a Llama layer turns", PackedHeads(32, 8, 128, "batch_first"), torch.float16, 128, bias=torch.float32),
 ]
 
@@ -79,7 +87,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 
 def test_a_captured_graph_repeats_it() -> None:
-    case = CASES[-3]
+    (case,) = (case for case in CASES if case.name == "packed and turned")
     x = case.inputs(2, 50)[0].cuda()
     want = on_gpu(case, x, None)
     graph = torch.cuda.CUDAGraph()

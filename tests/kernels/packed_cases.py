@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from te_fuser.kernels.lanes import Scaled
 from te_fuser.kernels.packed_heads import PackedPass, Packing, Rotation, turn
 from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
+SCALE = 24.0  # of what is stored in 8 bits
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Case:
     Attributes:
         rotary: how many features turn; 0: none.
         bias, sums: dtypes, if any.
+        stored: the dtype of 8 bits that the result is scaled to, if it is.
         order: the memory order of the parts' five dimensions [B, G, R, S, D].
     """
 
@@ -35,6 +39,7 @@ class Case:
     sums: torch.dtype | None = None
     offset: int = 0
     order: tuple[int, ...] = (3, 0, 1, 2, 4)
+    stored: torch.dtype | None = None
 
     @property
     def rotation(self) -> Rotation | None:
@@ -44,7 +49,9 @@ class Case:
     def kernel(self) -> PackedPass:
         back = self.back or self.parts
         heads = PackedHeads(self.heads.heads, self.heads.kv_heads, self.heads.head_dim, packing=self.heads.packing)
-        return PackedPass(heads, self.dtype, self.parts, self.rotary, self.style, back, self.bias, self.sums)
+        return PackedPass(
+            heads, self.dtype, self.parts, self.rotary, self.style, back, self.bias, self.sums, self.stored
+        )
 
     def inputs(self, samples: int, positions: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed source, of both signs, and the bias."""
@@ -54,16 +61,24 @@ class Case:
         bias = None if self.bias is None else torch.randn(self.heads.features, generator=rng).to(self.bias)
         return x, bias
 
-    def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scaled(self, device: torch.device, scale: float = SCALE) -> Scaled | None:
+        """How the result is stored, its largest magnitude in a number of its own."""
+        numbers = (torch.tensor(n, device=device) for n in (scale, 0.0))
+        return None if self.stored is None else Scaled(self.stored, *numbers)
+
+    def run(
+        self, x: torch.Tensor, bias: torch.Tensor | None, scaled: Scaled | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The kernel's result."""
+        scaled = scaled or self.scaled(x.device)
         if not self.parts:
             assert self.rotation is not None
-            return turn(self.heads, self.rotation, x, back=self.back, bias=bias, sums=self.sums)
+            return turn(self.heads, self.rotation, x, back=self.back, bias=bias, sums=self.sums, scaled=scaled)
         q, k, v = self.heads.split(x)
         inverse = [self.order.index(d) for d in range(5)]
         q = q.permute(self.order).contiguous().permute(inverse)
         k, v = (t[:, :, None].permute(self.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
-        return Packing(self.heads, self.rotation)((q, k, v), sums=self.sums)
+        return Packing(self.heads, self.rotation)((q, k, v), sums=self.sums, scaled=scaled)
 
     def meant(
         self, x: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype = torch.float64
@@ -113,6 +128,11 @@ CASES = [
         "packed, turned blocks", heads(4, 2, 16, **BLOCKED, **BATCH_FIRST), F32, 8, "interleaved", parts=True, offset=3
     ),
     Case("packed, odd heads", heads(3, 3, 5), F32, 4, parts=True, sums=F32, order=(0, 1, 2, 3, 4)),
+    Case("backward in 8 bits", heads(4, 2, 32), BF16, 16, back=True, sums=F32, stored=E5M2),
+    Case("lines of pairs in 8 bits", heads(2, 1, 128, **BATCH_FIRST), F32, 128, back=True, stored=E4M3),
+    Case("packed in 8 bits", heads(24, 24, 64), BF16, parts=True, sums=BF16, stored=E5M2),
+    Case("packed and turned in 8 bits", heads(6, 2, 24, **BLOCKED), F32, 12, parts=True, sums=F32, stored=E4M3),
+    Case("packed, odd heads in 8 bits", heads(3, 3, 5), F32, 4, parts=True, stored=E5M2, order=(0, 1, 2, 3, 4)),
 ]
 SIZES = [(1, 1), (2, 7), (3, 33), (1, 130)]  # samples, positions
 EMPTY = [(0, 4), (3, 0)]
@@ -128,7 +148,9 @@ def complaints(
         if one is None or want is None or usual is None:
             assert one is None and want is None
             continue
-        dtype = case.dtype if name == "output" else case.sums
+        dtype = (case.stored or case.dtype) if name == "output" else case.sums
+        if name == "output" and case.stored is not None:
+            want, usual = want * SCALE, usual * SCALE
         if one.dtype != dtype or one.shape != want.shape or not one.is_contiguous():
             return f"{name} is {one.dtype} {list(one.shape)}"
         error, allowed = (one.double() - want).abs(), (usual.to(dtype).double() - want).abs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import PackedPass, Packing
 from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.quantization import quantize
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.float8 import codes
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -46,6 +49,28 @@ def test_nothing(case: Case, emulated: FakeDriver) -> None:
         y, sums = case.run(x, bias)
         assert y.shape == x.shape and (sums is None) == (case.sums is None)
         assert sums is None or (sums == 0).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [c for c in CASES if c.stored], ids=lambda case: case.name)
+def test_8_bits(case: Case, emulated: FakeDriver) -> None:
+    """The bytes of what is not stored so; sums and the largest magnitude are of what is neither scaled nor rounded."""
+    wide = replace(case, stored=None, dtype=torch.float32)
+    for scale in (3.0, 1e4):
+        scaled = case.scaled(torch.device("cpu"), scale)
+        assert scaled is not None and case.stored is not None
+        x, bias = case.inputs(3, 33)
+        y, sums = case.run(x, bias, scaled)
+        exact, total = wide.meant(x, bias, torch.float32)
+        wanted = quantize(exact, case.stored, scale)
+        assert y.dtype == case.stored and (codes(y) != codes(wanted.data)).float().mean() < 1e-3
+        torch.testing.assert_close(scaled.amax, exact.abs().max(), rtol=1e-6, atol=0)
+        if total is not None:
+            assert sums is not None
+            torch.testing.assert_close(sums.float(), total, rtol=2.0**-8, atol=2.0**-5)
+        before = scaled.amax.clone()
+        case.run(x / 2, bias, scaled)
+        assert torch.equal(scaled.amax, before)
 
 
 @needs_compiler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.kernels import quantized_matmul
+from te_fuser.ops.own_scales import Scaling, quantized, spread
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
@@ -93,6 +94,30 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
     close(run(x.data, w.data, (x.scale_inverse, w.scale_inverse)), wide["x"] @ wide["w"].mT)
     close(run(dy.data, w.transposed, (dy.scale_inverse, w.scale_inverse)), wide["dy"] @ wide["w"])
     close(run(dy.transposed, x.transposed, (dy.scale_inverse, x.scale_inverse)), wide["dy"].mT @ wide["x"])
+
+
+@pytest.mark.parametrize("scales", [("rows", "squares"), ("rows", "rows"), ("squares", "rows")])
+@pytest.mark.parametrize("sizes", [(8, 144, 384), (132, 16, 128), (256, 272, 1024)])
+def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], scales: tuple[str, str]) -> None:
+    """As they lie in memory: by columns of blocks, or by rows of them that are padded."""
+    m, n, k = sizes
+    product, given = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, scales=scales), []
+    for rows, lies, seed in ((m, scales[0], 0), (n, scales[1], 1)):
+        t = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+        t *= torch.exp2(torch.arange(k) // 128 - 2.0)
+        block = (1, 128) if lies == "rows" else (128, 128)
+        data, inverse = quantized(t, E4M3, Scaling(block, True))
+        wide = data.double() * spread(inverse.double(), t.shape, block)
+        if lies == "rows":
+            inverse = inverse.mT.contiguous()
+        else:
+            inverse = torch.nn.functional.pad(inverse, (0, -inverse.shape[1] % 4), value=torch.nan)
+        given.append((data, inverse, wide))
+    (a, of_a, wide_a), (b, of_b, wide_b) = given
+    close(product.make(a, b, of_a, of_b), wide_a @ wide_b.mT)
+    onto = torch.ones(m, n)
+    quantized_matmul.configured("onto", E4M3, E4M3, torch.float32, False, scales=scales)((a, b, of_a, of_b, onto))
+    close(onto, wide_a @ wide_b.mT + 1.0)
 
 
 def test_factors_as_they_lie(library: FakeCublasLt) -> None:
@@ -187,6 +212,14 @@ def test_machines(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> Non
 
 A, B, ONE = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3), torch.ones(())
 PLAIN = {"transpose_b": True, "out_dtype": "float32"}
+
+
+def blocks_of(a: str, b: str, fast: bool = False) -> Callable[[], _native.CudaMatmul]:
+    return lambda: _native.CudaMatmul(
+        "p", "float8_e4m3fn", transpose_b=True, out_dtype="float32", fast_accumulation=fast, scales_a=a, scales_b=b
+    )
+
+
 REFUSED = {
     "two in E5M2": (
         lambda: _native.CudaMatmul("p", "float8_e5m2", **PLAIN), ValueError, "one of its factors is float8_e4m3fn"
@@ -221,6 +254,37 @@ REFUSED = {
         lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False).make(A, B, torch.ones(2), ONE),
         ValueError,
         "scale_a is one number",
+    ),
+    "scales": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", scales_a="columns", **PLAIN), ValueError, "'one', 'rows' or"
+    ),
+    "scales of wide factors": (
+        lambda: _native.CudaMatmul("p", "float32", scales_a="rows", scales_b="rows"), ValueError, "of factors of 8 bits"
+    ),
+    "blocks of one": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", scales_a="rows", **PLAIN), ValueError, "for each block, or"
+    ),
+    "squares twice": (blocks_of("squares", "squares"), ValueError, "got squares twice"),
+    "blocks lying otherwise": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32", scales_a="rows", scales_b="rows"),
+        ValueError,
+        "a scale for each block lie along",
+    ),
+    "fast blocks": (blocks_of("rows", "rows", fast=True), ValueError, "sums over blocks are not fast"),
+    "too few scales": (
+        lambda: blocks_of("rows", "squares")().make(A[:4], B, torch.ones(1, 4), torch.ones(1, 1)),
+        ValueError,
+        "scale_b has 1 numbers and must have 4",
+    ),
+    "too many scales": (
+        lambda: blocks_of("rows", "rows")().make(A[:4], B, torch.ones(2, 4), torch.ones(1, N)),
+        ValueError,
+        "scale_a has 8 numbers and must have 4",
+    ),
+    "fours of rows": (
+        lambda: blocks_of("rows", "rows")().make(A, B, torch.ones(1, M), torch.ones(1, N)),
+        RuntimeError,
+        "NOT_SUPPORTED",
     ),
     "not quantized": (
         lambda: quantized_matmul.multiply(A.float(), ONE, B, ONE, torch.float32), TypeError, "got float32: quantize it"

@@ -10,10 +10,12 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.kernels.lanes import Scaled
 from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MOST_START = 8
+SCALE = 24.0  # of what is stored in 8 bits
 _LEAD = {"sequence_first": (0, 1), "batch_first": (1, 0), "tokens": (0,)}
 
 
@@ -28,6 +30,7 @@ class Case:
         padded: whether rows at positions behind the last angles take these; there are such then.
         norm, last, centered, weights: the norm, whether it comes last, its weights' dtype.
         columns: the dtype of the sums of columns in backward, if any.
+        stored: the dtype of 8 bits that backward's result is scaled to, if it is.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Case:
     centered: bool = False
     weights: torch.dtype = F32
     columns: torch.dtype | None = None
+    stored: torch.dtype | None = None
     layout: str = "sequence_first"
     packing: str = "interleaved"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -74,7 +78,7 @@ class Case:
             norming = Norming(self.norm, self.centered, self.last, dtype)
         ahead = TurnedPass(groups, self.dtype, turning, norming)
         names = tuple(n for n in WEIGHTS if self.norm and n in self.head_norm().parameter_shapes())
-        return ahead, TurnedPass(groups, self.dtype, turning, norming, True, self.columns, names)
+        return ahead, TurnedPass(groups, self.dtype, turning, norming, True, self.columns, names, self.stored)
 
     def head_norm(self) -> ops.HeadNorm:
         assert self.norm is not None
@@ -128,15 +132,18 @@ class Case:
         return found
 
     def run(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the kernel gives: "y", "dx", "columns" and gradients of weights."""
+        """What the kernel gives: "y", "dx", "columns" and gradients of weights; "amax" where dx is scaled."""
         ahead, back = self.passes()
         given = Given(call["tables"], call.get("starts"), call.get("offsets"), call["weights"])
         y, none = Turned(ahead, self.order, 1e-5)(call["x"], given)
         assert not none
         read = call["x"] if self.norm else None
-        dx, sums = Turned(back, self.order, 1e-5)(call["dy"], given, read=read)
+        scale, amax = (torch.tensor(number, device=y.device) for number in (SCALE, 0.0))
+        scaled = None if self.stored is None else Scaled(self.stored, scale, amax)
+        dx, sums = Turned(back, self.order, 1e-5)(call["dy"], given, read=read, scaled=scaled)
         names = (*(("columns",) if self.columns else ()), *back.gradients)
-        return {"y": y, "dx": dx, **dict(zip(names, sums, strict=True))}
+        found = {"y": y, "dx": dx, **dict(zip(names, sums, strict=True))}
+        return found if scaled is None else {**found, "amax": amax}
 
     def meant(self, call: dict[str, Any], wide: torch.dtype = F64) -> dict[str, torch.Tensor]:
         """The same by the ops' own meaning."""
@@ -148,6 +155,8 @@ class Case:
         leaves = {"dx": x, **(dict(norm.named_parameters()) if norm is not None else {})}
         found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), call["dy"].to(wide)), strict=True))
         columns = {"columns": found["dx"].reshape(-1, self.features).sum(0)} if self.columns else {}
+        if self.stored is not None:
+            columns["amax"], found["dx"] = found["dx"].abs().max(), found["dx"] * SCALE
         return {"y": y.detach(), **found, **columns}
 
 
@@ -183,6 +192,9 @@ CASES = [
     Case("turned, then normed", 4, 2, 128, BF16, 128, norm=RMS, last=True, weights=BF16, columns=F32),
     Case("turned, then normed odd heads", 3, 1, 10, F32, 6, norm=LAYER, last=True, tables="pair", starts=I32),
     Case("turned neighbours, then normed", 4, 2, 80, F16, 80, "interleaved", norm=L2, last=True, tokens=I32),
+    Case("turned lines in 8 bits", 4, 2, 128, BF16, 128, columns=BF16, stored=torch.float8_e5m2),
+    Case("turned in 8 bits", 3, 1, 24, F32, 8, "interleaved", "cos_sin", **BLOCKED, stored=torch.float8_e4m3fn),
+    Case("normed, then turned in 8 bits", 4, 2, 64, BF16, 64, norm=RMS, columns=F32, stored=torch.float8_e5m2),
     Case("of many heads", 40, 40, 64, BF16, 64, norm=RMS, weights=F32, columns=BF16),
 ]  # fmt: skip
 SIZES = [(1, 1), (2, 7), (3, 33), (1, 130)]  # samples, positions
@@ -196,7 +208,8 @@ def complaints(case: Case, call: dict[str, Any], got: dict[str, torch.Tensor]) -
         return f"there are {sorted(got)}, not {sorted(exact)}"
     for name, one in got.items():
         want, usual = exact[name], plain[name].to(one.dtype)
-        meant = {"y": case.dtype, "dx": case.dtype, "columns": case.columns}.get(name, case.weights)
+        known = {"y": case.dtype, "dx": case.stored or case.dtype, "columns": case.columns, "amax": F32}
+        meant = known.get(name, case.weights)
         if one.dtype != meant or one.shape != want.shape or not one.is_contiguous():
             return f"{name} is {one.dtype} {list(one.shape)}"
         error, allowed = (one.double() - want).abs(), (usual.double() - want).abs()

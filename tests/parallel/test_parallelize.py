@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,9 +22,9 @@ from te_fuser import ops
 from te_fuser.fuser.run import fuser
 from te_fuser.parallel import Column, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
-from tests.twins import assert_same_gradients, sequential, tensor
+from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
-F, INNER, S, B = 8, 12, 6, 2
+F, INNER, S, B, HEADS = 8, 12, 6, 2, 2
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
@@ -46,11 +48,11 @@ def gated() -> te_fuser.Sequential:
 
 
 def apart() -> te_fuser.Sequential:
-    """Products and biases by themselves, with a gate whose halves lie in blocks, and a product that is left over."""
+    """Products and biases by themselves, and a product that is left over."""
     return sequential(
         ops.MatMul(F, 2 * INNER),
         ops.Bias(2 * INNER),
-        ops.GEGLU(glu_interleave_size=3),
+        ops.GEGLU(),
         ops.MatMul(INNER, F),
         ops.Bias(F),
         ops.LayerNorm(F),
@@ -58,7 +60,45 @@ def apart() -> te_fuser.Sequential:
     )
 
 
-MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {"mlp": mlp, "gated": gated, "apart": apart}
+def attention(packing: str = "interleaved", layout: str = "sequence_first") -> te_fuser.Sequential:
+    kinds = {"mask": "causal", "packing": packing, "layout": layout}
+    core = ops.DotProductAttention(HEADS, F // HEADS, dropout=0.1, **kinds)  # type: ignore[arg-type]
+    return sequential(
+        te_fuser.Residual(ops.LayerNorm(F), ops.Linear(F, 3 * F), core, ops.Linear(F, F), ops.Dropout(0.1))
+    )
+
+
+def grouped() -> te_fuser.Sequential:
+    """Fewer heads of keys than of queries, normed and turned."""
+    heads = {"heads": 4, "kv_heads": 2}
+    turned = ops.HeadNorm(4, **heads), ops.RotaryEmbedding(4, **heads)
+    core = ops.DotProductAttention(4, 4, kv_heads=2, mask="causal")
+    return sequential(te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 32), *turned, core, ops.Linear(16, F)))
+
+
+def layer(**keywords: Any) -> te_fuser.Sequential:
+    given = {"params_dtype": torch.float64, "kernels": "reference", "self_attn_mask_type": "causal", **keywords}
+    return randomize(te_fuser.Sequential(*(te_fuser.TransformerLayer(F, INNER, HEADS, **given) for _ in range(2))))
+
+
+def llama() -> te_fuser.Sequential:
+    """A preset whose queries, keys and values have weights of their own, and a gate."""
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias": False}
+    return layer(activation="swiglu", normalization="RMSNorm", num_gqa_groups=HEADS, **plain)
+
+
+MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
+    "mlp": mlp,
+    "gated": gated,
+    "apart": apart,
+    "attention": attention,
+    "blocked": functools.partial(attention, "blocked"),
+    "batch first": functools.partial(attention, layout="batch_first"),
+    "grouped": grouped,
+    "llama": llama,
+    "packed": functools.partial(layer, fuse_qkv_params=True),
+}
+DIMS = {"batch first": 1}  # of sequences
 
 
 def whole(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -72,40 +112,51 @@ def backward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return y.detach(), x.grad
 
 
-def assert_as_whole(model: nn.Module, twin: nn.Module, step: int = 0) -> None:
-    """Output, dx and all gradients."""
+def assert_as_whole(model: nn.Module, twin: nn.Module, step: int = 0, dim: int | None = None) -> None:
+    """Output, dx and all gradients; the first two cut along a dimension."""
     x = tensor(S, B, F, seed=step)
-    for got, want in zip(backward(model, x), backward(twin, x), strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        return t if dim is None else t.chunk(WORLD, dim)[dist.get_rank()]
+
+    torch.manual_seed(step)
+    mine = backward(model, own(x))
+    torch.manual_seed(step)
+    for got, want in zip(mine, backward(twin, x), strict=True):
+        assert want is not None
+        torch.testing.assert_close(got, own(want), **EXACT)
     want = {name: p.grad for name, p in twin.named_parameters()}
     found = {name: whole(p.grad, want[name]) for name, p in model.named_parameters()}
     assert_same_gradients(found, want, 1e-11)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 @on_ranks
-def test_training(kind: str) -> None:
-    """Also of a copy, with gradients that add up, and without planning again."""
-    twin = MODELS[kind]()
-    model = parallelize(copy.deepcopy(twin), mesh_of())
+def test_training(kind: str, sequence_parallel: bool) -> None:
+    """Also of a copy, with gradients that add up, and without planning again; draws are those of one process."""
+    twin, dim = MODELS[kind](), DIMS.get(kind, 0) if sequence_parallel else None
+    model = parallelize(copy.deepcopy(twin), mesh_of(), sequence_parallel)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (model, twin)]
     for step in range(3):
-        assert_as_whole(model, twin, step)
         if step == 1:
             with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
-                backward(model, tensor(S, B, F, seed=7))
-            backward(twin, tensor(S, B, F, seed=7))
+                assert_as_whole(model, twin, 7, dim)
+        assert_as_whole(model, twin, step, dim)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     model = copy.deepcopy(model)
     twin.zero_grad()
-    assert_as_whole(model, twin, 4)
-    x = tensor(S, B, F)
-    torch.testing.assert_close(model.reference(x), twin(x), **EXACT)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), twin(x), **EXACT)
+    assert_as_whole(model, twin, 4, dim)
+    if dim is None:
+        x = tensor(S, B, F)
+        for m in (model.eval(), twin.eval()):
+            m.zero_grad()
+        torch.testing.assert_close(model.reference(x), twin(x), **EXACT)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), twin(x), **EXACT)
 
 
 @on_ranks
@@ -119,7 +170,7 @@ def test_what_is_derived() -> None:
     assert weight.shape == (2, INNER, F) and bias.shape == (2, INNER) and weight.placements == (Shard(1),)
     parts = parallelize(apart(), mesh_of())
     assert parts[0].parallel_mode == parts[1].parallel_mode == "column" and parts[3].parallel_mode == "row"
-    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2 * INNER, F)
+    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2, INNER, F)
 
 
 @on_ranks
@@ -145,7 +196,7 @@ def test_all_ranks_get_the_values_of_the_first() -> None:
         assert torch.equal(whole(p, q), q)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gated"])
+@pytest.mark.parametrize("kind", ["mlp", "gated", "llama"])
 @on_ranks
 def test_initialization(kind: str) -> None:
     """Draws what the whole model draws, made on the meta device too."""
@@ -189,6 +240,8 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
     heads = ops.Linear(F, 3 * F), ops.DotProductAttention(1, F), ops.Linear(F, F)
     with pytest.raises(ValueError, match=rf"DotProductAttention '1' on {rank}: kv_heads=1 cannot be cut into 2"):
         parallelize(te_fuser.Sequential(*heads), mesh)
+    with pytest.raises(ValueError, match=rf"on {rank}: num_gqa_groups=1 cannot be cut into 2 equal parts: take fewer"):
+        parallelize(layer(num_gqa_groups=1), mesh)
     with pytest.raises(ValueError, match=r"no module has a name like '\*.fc1'; there are 0, 0.0"):
         parallelize(mlp(), mesh, plan={"*.fc1": Column()})
     with pytest.raises(TypeError, match="Column takes a MatMul, a Bias, a Linear, or a Bound one of these, got GELU"):

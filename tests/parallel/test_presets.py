@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
-from tests.parallel.cutting import assert_as_whole, fill
-from tests.parallel.ranks import on_ranks
+from tests.parallel.cutting import assert_as_whole, fill, part
+from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
 
 F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
@@ -176,3 +179,87 @@ def test_batch_first(name: str, sequence_parallel: bool) -> None:
     case = CASES[name]
     cut, whole = pair(case, sequence_parallel, **{FORMATS[name]: "bshd"})
     assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 1 if sequence_parallel else None))
+
+
+@on_ranks
+def test_attention_alone() -> None:
+    """Its heads are those of this rank."""
+    case = Case("DotProductAttention", (HEADS, 4), {"num_gqa_groups": 2, "softmax_type": "learnable"})
+    whole = randomize(make(case))
+    cut = make(case, tp_group=dist.group.WORLD)
+    fill(cut, whole, {})
+    names = ("x", "key_layer", "value_layer")
+    given = {name: tensor(S, B, n * 4, grad=False, seed=n) for name, n in zip(names, (HEADS, 2, 2), strict=True)}
+    assert_as_whole(cut, whole, given, {}, (-1, -1))
+
+
+@on_ranks
+def test_a_group_that_comes_later() -> None:
+    """All parts get it; lists around and variants follow."""
+    case = CASES["TransformerLayer"]
+    _, whole = pair(case, True)
+    cut = make(case, tp_size=WORLD, sequence_parallel=True, set_parallel_mode=True)
+    fill(cut, whole, case.blocks)
+    around = te_fuser.Sequential(cut, kernels="reference")
+    for model in (cut, around):
+        with pytest.raises(RuntimeError, match="tp_size=2 takes a group"):
+            model(tensor(S // WORLD, B, F))
+    cut.set_tensor_parallel_group(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"])
+    for model in (cut, around, pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)):
+        assert_as_whole(model, whole if model is not around else te_fuser.Sequential(whole), inputs(case), {}, (0, 0))
+    assert "tp" in repr(cut) and cut.tp_group.size() == WORLD
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_what_a_norm_gives_is_returned(sequence_parallel: bool) -> None:
+    """As this rank has it."""
+    case = CASES["LayerNormMLP"]
+    cut, whole = pair(case, sequence_parallel, return_layernorm_output=True)
+    rows = 0 if sequence_parallel else None
+    assert_as_whole(Joined(cut), Joined(whole), inputs(case), case.blocks, (rows, rows))
+
+
+class Joined(torch.nn.Module):
+    """Both results of a call, side by side."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.inner(x), -1)
+
+
+@on_ranks
+def test_refusals() -> None:
+    """On all ranks, before anything is sent."""
+    group = dist.group.WORLD
+    for kind, sizes, words in (
+        ("LayerNormMLP", (F, 5), "ffn_hidden_size=5 cannot be cut into 2 equal parts"),
+        ("MultiheadAttention", (F * 3, 3), "num_attention_heads=3 cannot be cut into 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(Case(kind, sizes), tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="num_gqa_groups=1 cannot be cut into 2"):
+        make(Case("MultiheadAttention", (F, HEADS), {"num_gqa_groups": 1}), tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="tp_size=4, but tp_group has 2 ranks"):
+        make(CASES["LayerNormMLP"], tp_group=group, tp_size=4)
+    product, _ = pair(CASES["Linear row"], True)
+    with pytest.raises(ValueError, match=r"dimension 0 of an input of shape \[3, 4, 12\] cannot be cut into 2 equal"):
+        product(tensor(3, B, F // 2))
+    attention = make(CASES["MultiheadAttention"], tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="slopes are those of all heads"):
+        attention(tensor(S, B, F), core_attention_bias_type="alibi")
+
+
+@on_ranks
+def test_under_autocast() -> None:
+    """What is gathered is cast before."""
+    case = CASES["LayerNormMLP"]
+    cut, whole = (m.float() for m in pair(case, True))
+    x = tensor(S, B, F, dtype=torch.float32, grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        names = [n.op.kind.__name__ for n in cut.plan(part(x, 0)).graph.nodes]
+        torch.testing.assert_close(cut(part(x, 0)), part(whole(x), 0), rtol=0.05, atol=0.05)
+    assert names.index("Cast") < names.index("AllGather")

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from te_fuser.parallel import parallelize, shard_placement
 from tests.parallel.ranks import on_ranks
-from tests.parallel.test_parallelize import B, F, S, gated, mlp
+from tests.parallel.test_parallelize import B, F, S, gated, llama, mlp
 from tests.twins import assert_same_gradients, tensor
 
 RANKS = 4
-MODELS = {"mlp": mlp, "gated": gated}
+MODELS = {"mlp": mlp, "gated": gated, "llama": llama}
 PLACED: dict[str, Any] = {"default": None, "features": shard_placement}
 
 
@@ -78,6 +78,9 @@ def test_training(kind: str, placed: str) -> None:
         train(twin, optimizers[1], range(step, step + 1))
         want = {name: p.grad for name, p in twin.named_parameters()}
         assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin)]
+        assert isinstance(norms[0], DTensor)
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
     assert_same_gradients(parameters(model, twin), parameters(twin, twin), 1e-10)
 
 
@@ -96,12 +99,13 @@ def loaded(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default")])
 @on_ranks
-def test_checkpoints(placed: str, tmp_path: Path) -> None:
+def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
-    mesh, like, placed_by = mesh_of(), gated(), PLACED[placed]
-    model = spread(parallelize(gated(), mesh["tp"]), mesh, placed_by)
+    mesh, made, placed_by = mesh_of(), MODELS[kind], PLACED[placed]
+    like = made()
+    model = spread(parallelize(made(), mesh["tp"]), mesh, placed_by)
     optimizer = adam(model)
     train(model, optimizer, range(2), mesh)
     state = saved(model, optimizer)
@@ -110,25 +114,24 @@ def test_checkpoints(placed: str, tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "spread")
     want = parameters(model, like)
 
-    alone = gated()
+    alone = made()
     of_alone = loaded(alone, tmp_path / "spread")
     torch.testing.assert_close(parameters(alone, like), want, rtol=0, atol=0)
     dcp.save(saved(alone, of_alone), checkpoint_id=tmp_path / "alone")
 
-    cut = parallelize(gated(), mesh["tp"])
+    cut = parallelize(made(), mesh["tp"])
     of_cut = loaded(cut, tmp_path / "alone")
     torch.testing.assert_close(parameters(cut, like), want, rtol=0, atol=0)
     dcp.save(saved(cut, of_cut), checkpoint_id=tmp_path / "cut")
 
-    back = spread(parallelize(gated(), mesh["tp"]), mesh, placed_by)
+    back = spread(parallelize(made(), mesh["tp"]), mesh, placed_by)
     of_back = loaded(back, tmp_path / "cut")
-    for key in ("exp_avg", "exp_avg_sq", "step"):
-        one, other = (
-            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like) if key != "step" else o.state[p][key]
+    for key in ("exp_avg", "exp_avg_sq"):
+        states = [
+            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like)
             for m, o in ((model, optimizer), (back, of_back))
-            for p in [next(iter(m.parameters()))]
-        )
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        ]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
     for m, o in ((model, optimizer), (back, of_back)):
         train(m, o, range(2, 4), mesh)
     torch.testing.assert_close(parameters(back, like), parameters(model, like), rtol=0, atol=0)

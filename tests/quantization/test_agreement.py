@@ -20,13 +20,13 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import not_finite, states
 from te_fuser.quantization.products import products
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 WORLD = 2
 RECIPE = DelayedScaling(amax_history_len=3)
 
 
-def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, group: Any = None) -> None:
+def step(model: Any, x: torch.Tensor, recipe: Recipe = RECIPE, group: Any = None) -> None:
     with te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
         y = model(x)
     y.sum().backward()
@@ -172,7 +172,35 @@ def data_parallel(rank: int) -> None:
         assert all(float(history[0]) > 0 for _, history in states(model).values())
 
 
-CASES = (data_parallel, largest, not_a_number, each_its_own, one_rank_alone, different, made_later, same_training)
+def scales_of_now(rank: int) -> None:
+    """Recipes that keep nothing ask no other rank, and gradients are those of all ranks together."""
+    torch.manual_seed(0)
+    recipe, model = Float8CurrentScaling(), te.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 16))
+    wrapped = DistributedDataParallel(model)
+    x = torch.randn(8, 32)
+    step(wrapped, x[4 * rank : 4 * rank + 4], recipe)
+    found = [p.grad.clone() for p in model.parameters()]
+    assert is_the_same_on_all(*found) and states(model) == {}
+    model.zero_grad()
+    if rank == 0:  # alone
+        step(model, x, recipe)
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    step(model, x[4 * rank : 4 * rank + 4], recipe)
+    for p, gradient in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), gradient)
+
+
+CASES = (
+    scales_of_now,
+    data_parallel,
+    largest,
+    not_a_number,
+    each_its_own,
+    one_rank_alone,
+    different,
+    made_later,
+    same_training,
+)
 
 
 def one_of_two(rank: int, folder: str) -> None:

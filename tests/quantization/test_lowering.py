@@ -120,7 +120,8 @@ def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> 
     """Before anything is kept; calibrating quantizes nothing, and runs anywhere."""
     asked: list[torch.device] = []
 
-    def refuse(device: torch.device) -> None:
+    def refuse(device: torch.device, scales: str) -> None:
+        assert scales == "tensor"
         asked.append(device)
         raise RuntimeError("no products of 8 bits")
 

@@ -10,7 +10,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
+from te_fuser.recipe import DelayedScaling, Format
 
 RECIPE, OTHER = DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)
 
@@ -91,7 +91,6 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no pattern": (lambda: te.precision(Model(), {3: None}), TypeError, "a pattern and a recipe or None, got 3"),
     "no mapping": (lambda: te.precision(Model(), RECIPE), TypeError, "a module and a mapping"),
     "no module": (lambda: te.precision([], {}), TypeError, "a module and a mapping"),
-    "missing": (lambda: te.precision(Model(), {"*": Float8CurrentScaling()}), NotImplementedError, "does not run yet"),
 }
 
 

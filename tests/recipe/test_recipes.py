@@ -89,6 +89,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "split": (lambda: MMParams(use_split_accumulator=0), TypeError, "use_split_accumulator=0"),
     "quantized": (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=0.0), TypeError, "fp8_quant_fwd_inp=0.0.*QParams"),
     "epsilon": (lambda: QParams(amax_epsilon=-1.0), ValueError, "amax_epsilon=-1.0.*from 0 on"),
+    "epsilon of no number": (lambda: QParams(amax_epsilon=1e39), ValueError, "amax_epsilon=1e.39.*that float32 has"),
     "power": (lambda: QParams(power_2_scale="no"), TypeError, "power_2_scale='no'"),
     "current in e5m2": (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ValueError, "E5M2"),
     "blocks in hybrid": (lambda: Float8BlockScaling(fp8_format=Format.HYBRID), ValueError, "it takes Format.E4M3"),

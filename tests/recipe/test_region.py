@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import te_fuser as te
-from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, region
+from te_fuser.recipe import DelayedScaling, MXFP8BlockScaling, region
 
 RECIPE, OTHER = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=8)
 
@@ -126,14 +126,6 @@ def test_keys_are_all_that_plans_depend_on() -> None:
     before = key(recipe=RECIPE)
     region.settings_changed()
     assert key(recipe=RECIPE) != before and len({before, key(recipe=RECIPE)}) == 2
-
-
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()])
-def test_what_is_missing(recipe: Any) -> None:
-    words = rf"{type(recipe).__name__} takes .*does not run yet; use DelayedScaling\(\)"
-    for on in (lambda: te.fp8_autocast(True, fp8_recipe=recipe), lambda: te.autocast(False, True, recipe)):
-        with pytest.raises(NotImplementedError, match=words):
-            on()
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,18 @@ constexpr int kTileBlocks = 3, kTileAhead = 2;
 #endif
 
 // Where a matrix in 8 bits goes, by rows and transposed.
-struct Layouts {
-  e4m3* rows;
-  e4m3* turned;
+template <class Narrow>
+struct LayoutsOf {
+  Narrow* rows;
+  Narrow* turned;
 };
+using Layouts = LayoutsOf<e4m3>;
 
-// Tile number `tile` of a matrix, as far as it is there, times a scale in E4M3. Raises the largest magnitude to those of
-// what the thread read. Whoever does several tiles waits for the block in between.
-template <class T, bool kByRows, bool kTurned>
-TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts to, uint4* shared,
-                             unsigned& largest) {
+// Tile number `tile` of a matrix, as far as it is there, times a scale in 8 bits. Raises the largest magnitude to those
+// of what the thread read. Whoever does several tiles waits for the block in between.
+template <class T, bool kByRows, bool kTurned, class Narrow = e4m3>
+TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile, float scale, LayoutsOf<Narrow> to,
+                             uint4* shared, unsigned& largest) {
   constexpr int kVector = 16 / sizeof(T), kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
   const int across = (width + kTileColumns - 1) / kTileColumns;
   const int top = tile / across * kTileRows, left = tile % across * kTileColumns;
@@ -58,7 +60,7 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
           largest = larger(largest, number);
           scaled[k] = number * scale;
         }
-        put_row<e4m3>(rows, r, scaled);
+        put_row<Narrow>(rows, r, scaled);
         const int row = top + 4 * four + r;
         if (kByRows && row < height && column < width)
           access::write<kVector / 4>(
@@ -71,6 +73,16 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
     __syncthreads();
     store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
   }
+}
+
+// The scale of what has this largest magnitude, as ops/own_scales.py has it.
+template <bool kPowerOfTwo>
+TE_DEVICE float own_scale(float amax, float most, float epsilon) {
+  const float least = amax < epsilon ? epsilon : amax;
+  if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
+  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
+  const unsigned finite = bits < largest ? bits : largest;
+  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
 }
 
 }  // namespace te

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.share import Share
-from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
+from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -67,25 +67,17 @@ class _Walk:
         self._place = 0
 
     def found(self) -> Sequence[ListedOp]:
-        """The list with sums, for what the ops take of the input: whole, by rows, or by features.
+        """The list with sums, where of its input ranks have what the first op takes that they share.
 
         Raises:
-            ValueError: where nothing fits, what the reading says that comes furthest.
+            ValueError: naming the op that does not take what it gets.
         """
-        furthest, refusal = -1, ValueError()
-        for start in (*map(rows, self._dims()), WHOLE, FEATURES):
-            try:
-                return list(self._from(start))
-            except ValueError as error:
-                if self._place > furthest:
-                    furthest, refusal = self._place, error
-        item = self._listed[furthest]
-        raise ValueError(f"op {furthest} ({item.lowered.op.kind.__name__} {item.path!r}): {refusal}") from refusal
-
-    def _dims(self) -> Iterable[int]:
-        ops = (item.lowered.op for item in self._listed)
-        dims = (op.rows_cut_along() for op in ops if op.shared_by() == self._group)
-        return dict.fromkeys(dim for dim in dims if dim is not None)
+        first = next(op for item in self._listed if (op := item.lowered.op).shared_by() == self._group)
+        try:
+            return list(self._from(first.takes_spread()))
+        except ValueError as error:
+            op, path = self._listed[self._place].lowered.op, self._listed[self._place].path
+            raise ValueError(f"op {self._place} ({op.kind.__name__} {path!r}): {error}") from error
 
     def _from(self, start: Spread) -> Iterable[ListedOp]:
         x, bound = start, dict[str, Spread]()

@@ -45,6 +45,7 @@ class StepRow:
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
         over: which outputs may be stored over which inputs, in the names of the kernel.
+        transposed: what else it stores transposed.
         algorithm: what the body of a fusion says that it runs by; empty where that is not known.
     """
 
@@ -61,6 +62,7 @@ class StepRow:
     share: float | None
     keeps: tuple[str, ...]
     again: tuple[str, ...]
+    transposed: tuple[str, ...]
     algorithm: str = ""
     over: tuple[str, ...] = ()
 
@@ -91,9 +93,15 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         least / taken if limit != "stated" and taken > 0 else None,
         _keeps([kept[r] for r in step.writes() if r in kept]),
         tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
+        tuple(r.label(plan.graph) for r in step.writes() if _is_said(r, kept)),
         step.task.runs_by(),
         _over(step),
     )
+
+
+def _is_said(ref: Ref, kept: dict[Ref, Kept]) -> bool:
+    """Whether a layout is to be named that nothing else names."""
+    return ref.form.layout == "transposed" and ref.kind is not RECOMPUTED and ref not in kept
 
 
 def _over(step: Step) -> tuple[str, ...]:
@@ -287,7 +295,13 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 def _step_text(row: StepRow) -> Group:
     lines: list[Any] = [Text(f"{row.what} {row.name}", overflow="fold")]
     algorithm = (row.algorithm,) if row.algorithm else ()
-    lists = (("computes again", row.again), ("keeps", row.keeps), ("may store", row.over), ("algorithm:", algorithm))
+    lists = (
+        ("computes again", row.again),
+        ("stores", row.transposed),
+        ("keeps", row.keeps),
+        ("may store", row.over),
+        ("algorithm:", algorithm),
+    )
     for verb, names in lists:
         if names:
             lines.append(Padding(Text(f"{verb} {', '.join(names)}"), (0, 0, 0, 2)))
@@ -304,7 +318,7 @@ class _Again:
 
 def _folded(rows: list[StepRow]) -> Iterable[StepRow | _Again]:
     """The rows, with runs of equal blocks (the layers of a model) shown once."""
-    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps, r.algorithm, r.over) for r in rows]
+    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.transposed, r.keeps, r.algorithm, r.over) for r in rows]
     at = 0
     while at < len(rows):
         period, times = _repetition(keys, at)

@@ -128,10 +128,11 @@ def _check_alone(graph: Graph) -> None:
     Raises:
         NotImplementedError: naming the op.
     """
-    together = next((n for n in graph.nodes if n.op.ranks > 1), None)
-    if together is not None:
+    found = ((n.label, n.op.runs_with()) for n in graph.nodes)
+    label, group = next(((label, group) for label, group in found if group is not None), ("", None))
+    if group is not None:
         raise NotImplementedError(
-            f"tune: {together.label} runs on {together.op.ranks} ranks together, and each would choose by its own "
+            f"tune: {label} runs on {group.size} ranks together, and each would choose by its own "
             "clock; tune the lists before and behind it by themselves"
         )
 

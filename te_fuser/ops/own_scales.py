@@ -1,0 +1,82 @@
+"""Scales that numbers get from themselves: one for all of a matrix, or one for each block of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.formula.float8 import rounded
+
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a factor of a product gets its scales, each from the largest magnitude of what it scales.
+
+        scale = largest of the format / max(amax, epsilon)    in float32; infinite: the largest one; of an amax that is
+                                                              0, infinite or NaN: 1
+
+    Attributes:
+        block: rows and columns that have one scale, where what is summed lies along the columns; blocks at the end are
+            smaller. None: all have one.
+        power_of_two: whether scales are rounded down to powers of two.
+        epsilon: the least amax.
+    """
+
+    block: Block | None = None
+    power_of_two: bool = False
+    epsilon: float = 0.0
+
+
+def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """The scales of a matrix [rows, columns] in a dtype of 8 bits: [], or one for each block [blocks, blocks].
+
+    They are float32; float64 where t is so.
+    """
+    amax = _amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32))
+    least = amax.clamp_min(scaling.epsilon)
+    largest = torch.full_like(least, torch.finfo(dtype).max)  # a number over a tensor is rounded twice
+    scale = (largest / least).clamp_max(torch.finfo(torch.float32).max)
+    if scaling.power_of_two:
+        scale = scale / (2.0 * torch.frexp(scale)[0])
+    return torch.where((least > 0) & least.isfinite(), scale, 1.0)
+
+
+def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix [rows, columns] times its scales in 8 bits, and what that is multiplied by to be itself again.
+
+    Returns:
+        data in the dtype, and the reciprocals of the scales as `scales_of` gives them.
+    """
+    scale = scales_of(t, dtype, scaling)
+    data = rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype)
+    return data, scale.reciprocal()
+
+
+def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """What a matrix stands for in 8 bits by its own scales, in float32; in float64 where it is so."""
+    data, inverse = quantized(t, dtype, scaling)
+    return data.to(inverse.dtype) * spread(inverse, t.shape, scaling.block)
+
+
+def spread(numbers: torch.Tensor, shape: torch.Size, block: Block | None) -> torch.Tensor:
+    """Numbers of blocks for each element of a matrix of that shape; a number of all as it is."""
+    if block is None:
+        return numbers
+    rows, columns = shape
+    return numbers.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _amaxes(t: torch.Tensor, block: Block | None) -> torch.Tensor:
+    """The largest magnitudes, of all or of each block; 0 of nothing, NaN where NaN is."""
+    magnitudes = t.abs()
+    if block is None:
+        return magnitudes.amax() if t.numel() else t.new_zeros(())
+    down, across = (-(-size // side) for size, side in zip(t.shape, block, strict=True))
+    if not t.numel():
+        return t.new_zeros(down, across)
+    beyond = (0, across * block[1] - t.shape[1], 0, down * block[0] - t.shape[0])
+    whole = torch.nn.functional.pad(magnitudes, beyond)
+    return whole.view(down, block[0], across, block[1]).amax((1, 3))

@@ -1,0 +1,89 @@
+"""Presets as the ranks of a mesh share them: attention by whole key/value heads, MLPs by features."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_fuser.ops import Bound
+from te_fuser.ops.glu import GatedUnit
+from te_fuser.ops.group import Group
+from te_fuser.parallel.styles import distribute, owners
+from te_fuser.presets.affine import Affine
+from te_fuser.presets.base import Preset
+from te_fuser.presets.dot_product_attention import DotProductAttention
+from te_fuser.presets.layer_norm_mlp import LayerNormMLP
+from te_fuser.presets.multihead_attention import MultiheadAttention
+
+
+def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
+    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does.
+
+    Raises:
+        ValueError: for one that is shared already, and for heads and features that cannot be cut into equal parts.
+        NotImplementedError: for learned sinks.
+    """
+    group = Group.of("parallelize", mesh)
+    presets = [m for m in model.modules() if isinstance(m, Preset)]
+    parts = {m: _parts_of(m) for m in presets}
+    for preset in presets:
+        _check(preset, group)
+    for preset in presets:
+        _set(preset, group, sequence_parallel, sequence_dim)
+    for preset in reversed(presets):  # what is in it first
+        preset.relist()
+    for module in [*model.modules()]:
+        if not (isinstance(module, Bound) and isinstance(module.owner, Preset)):
+            continue
+        for name, (dim, _) in module.op.cuts().items():
+            for owner, of in owners(module, name):
+                given = parts.get(owner, {}) if isinstance(owner, Preset) else {}
+                distribute(owner, of, mesh, dim, given.get(of, 1))
+
+
+def _check(preset: Preset, group: Group) -> None:
+    who = type(preset).__name__
+    if preset.tp_size != 1:
+        raise ValueError(f"{who} is shared by tp_group already: make it without, or parallelize what is around it")
+    if isinstance(preset, DotProductAttention):
+        if preset.common.softmax_type == "learnable":
+            raise NotImplementedError(f"{who}: softmax_type='learnable' is to come in parallelize: take tp_group")
+        if preset.num_gqa_groups % group.size:
+            raise ValueError(
+                f"{who} on {group}: num_gqa_groups={preset.num_gqa_groups} cannot be cut into {group.size} equal "
+                "parts: take fewer ranks, or more key/value heads"
+            )
+    if isinstance(preset, MultiheadAttention) and preset.common.fuse_qkv_params and preset._packing == "blocked":
+        raise ValueError(
+            f"{who}: with fuse_qkv_params=True, qkv_weight_interleaved=False queries, keys and values lie one behind "
+            "the other in one weight, which parallelize does not cut: change one"
+        )
+    if isinstance(preset, LayerNormMLP) and preset.ffn_hidden_size % group.size:
+        raise ValueError(
+            f"{who} on {group}: ffn_hidden_size={preset.ffn_hidden_size} cannot be cut into {group.size} equal parts: "
+            "change one"
+        )
+
+
+def _set(preset: Preset, group: Group, sequence_parallel: bool, sequence_dim: int) -> None:
+    preset._group, preset.tp_size = group, group.size
+    preset.sequence_parallel, preset.sequence_dim = sequence_parallel, sequence_dim
+    known = {f.name for f in fields(preset.common)}
+    said = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "set_parallel_mode": True}
+    preset.common = replace(preset.common, **{name: value for name, value in said.items() if name in known})
+    preset._refusal = preset._why_not()
+    preset._made_from = []  # variants are made anew
+    if isinstance(preset, MultiheadAttention):
+        for child in preset.children():
+            if isinstance(child, Affine):
+                child.parallel_mode = "row" if child is preset.proj else "column"
+
+
+def _parts_of(preset: Preset) -> dict[str, int]:
+    """Parameter -> how many equal parts lie side by side in it, each of which is cut by itself."""
+    if isinstance(preset, LayerNormMLP):
+        gates = [m for m in preset.children() if isinstance(m, GatedUnit)]
+        return dict.fromkeys(("fc1_weight", "fc1_bias"), 2) if gates else {}
+    return {}

@@ -1,0 +1,72 @@
+"""Sums of gradients over ranks, left to an engine that adds them up itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from te_fuser.flatten import Border, flatten
+from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.graph.spread import with_sums
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.given import GivenBinding
+from te_fuser.ops.gradient_sums import LEFT
+from te_fuser.presets.base import Preset
+from te_fuser.sequential import Sequential
+
+
+def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
+    """Mark the parameters of whose gradients each rank has a term: `parameter.sequence_parallel = True`.
+
+    Of norms and biases beside a sequence that ranks cut, say, and of norms of heads that they share. Lists do not add
+    up the gradients of marked ones any more; an engine as Megatron does, once a step, by these marks. A preset keeps
+    them wherever it is moved, copied or loaded; of other modules they are lost with the parameter that has them.
+
+    Returns:
+        The parameters' names.
+
+    Raises:
+        ValueError: where an op of a list cannot take what ranks have.
+    """
+    marked = {id(part) for binding in _summed(model) for part in binding.parts()}
+    presets = [module for module in model.modules() if isinstance(module, Preset)]
+    marked |= {id(preset.get_parameter(name)) for preset in presets for name in preset.returned_terms()}
+    found = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in marked:
+                found.append(f"{path}.{name}" if path else name)
+                if isinstance(module, Preset):
+                    module.mark(name, **{LEFT: True})
+                setattr(parameter, LEFT, True)
+    return found
+
+
+def _summed(model: torch.nn.Module) -> Iterator[Binding]:
+    """The parameters whose gradients lists would add up."""
+    for listed in _lists(model):
+        shapes = {b.key: _shape(b) for item in listed for b in item.lowered.bindings.values()}
+        for item in with_sums(listed, shapes):
+            yield from (b for name in item.summed if not isinstance(b := item.lowered.bindings[name], GivenBinding))
+
+
+def _lists(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:
+    """The lists of ops that are planned together in a model."""
+    if not isinstance(module, Sequential):
+        for child in module.children():
+            yield from _lists(child)
+        return
+    for part in flatten(module):
+        if not isinstance(part, Border):
+            yield part.listed
+        elif part.module is not module:
+            yield from _lists(part.module)
+
+
+def _shape(binding: Binding) -> tuple[int, ...]:
+    if isinstance(binding, GivenBinding):
+        return ()
+    first, *others = binding.parts()
+    rows = sum(part.shape[0] for part in (first, *others)) if others else 0
+    return (rows, *first.shape[1:]) if others else tuple(first.shape)

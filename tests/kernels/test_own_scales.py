@@ -1,0 +1,172 @@
+"""Matrices by scales that follow from themselves: the kernels run on the CPU, and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels import own_scales, transposed8
+from te_fuser.kernels.own_scales import LargestMagnitude, QuantizeBlocks, QuantizeByAmax
+from te_fuser.ops.own_scales import Scaling, quantized
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.float8 import E4M3, E5M2, codes
+from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
+from tests.needs import needs_compiler, needs_nvrtc
+
+WANTED = ("rows", "turned", "both")
+MEASURES = [LargestMagnitude(dtype) for dtype in DTYPES]
+BY_AMAX = [
+    *(QuantizeByAmax(dtype, narrow, w) for dtype, narrow, w in itertools.product(DTYPES, (E4M3, E5M2), WANTED)),
+    QuantizeByAmax(torch.bfloat16, E4M3, power_of_two=True, epsilon=0.25),
+]
+BLOCKS = [
+    *(QuantizeBlocks(dtype, E4M3, w, square) for dtype, w, square in itertools.product(DTYPES, WANTED, (False, True))),
+    QuantizeBlocks(torch.bfloat16, E4M3, power_of_two=False, epsilon=0.25),
+]
+KERNELS = [*MEASURES, *BY_AMAX, *BLOCKS]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("own_scales")
+    native = emulate(KERNELS, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(tokens * 31 + features)
+    return (torch.randn(tokens, features, generator=rng) * scale).to(dtype)
+
+
+def check(x: torch.Tensor, kernel: QuantizeByAmax) -> None:
+    """The bytes of the definition, what is behind the tokens, and the reciprocal of the scale."""
+    amax, inverse = torch.zeros(2, device=x.device).unbind()
+    own_scales.measure(x, amax)
+    scaling = Scaling(None, kernel.power_of_two, kernel.epsilon)
+    rows, turned = own_scales.quantize_by_amax(x, amax, inverse, kernel.narrow, scaling, kernel.wanted)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    data, wanted = quantized(flat, kernel.narrow, scaling)
+    if x.numel():
+        assert inverse == wanted
+        torch.testing.assert_close(amax, flat.abs().max().float(), rtol=0, atol=0, equal_nan=True)
+    if kernel.wanted != "turned":
+        assert rows.shape == x.shape and rows.dtype == kernel.narrow
+        assert torch.equal(codes(rows).flatten(), codes(data).flatten())
+    if kernel.wanted != "rows":
+        right = transposed8.by_torch(data)
+        assert turned.shape == right.shape and torch.equal(codes(turned), codes(right))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", BY_AMAX, ids=lambda k: f"{str(k.dtype)[6:]}-{str(k.narrow)[13:]}-{k.wanted}")
+def test_bytes_are_those_of_the_definition(kernel: QuantizeByAmax, emulated: FakeDriver) -> None:
+    for size in (*SIZES, *NOTHING):
+        check(matrix(*size, kernel.dtype), kernel)
+    check(matrix(30, 48, kernel.dtype).view(5, 6, 48), kernel)
+
+
+def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
+    """The bytes of the definition by rows and turned, zeros behind the tokens, and scales as products take them."""
+    scaling = Scaling((128, 128) if kernel.square else (1, 128), kernel.power_of_two, kernel.epsilon)
+    rows, turned = own_scales.quantize_blocks(x, kernel.narrow, scaling, kernel.wanted)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    tokens, features = flat.shape
+    for side, found, given in (("rows", rows, flat), ("turned", turned, flat.mT)):
+        if kernel.wanted not in (side, "both"):
+            assert not found.data.numel()
+            continue
+        data, inverse = quantized(given, kernel.narrow, scaling)
+        whole = side == "rows" and tokens % 4 == 0
+        room = tokens if whole else transposed8.padded(tokens)
+        ours = found.data.reshape(room, features) if side == "rows" else found.data.mT
+        assert found.data.dtype == kernel.narrow and ours.shape == (room, features) and found.data.is_contiguous()
+        assert found.data.shape == x.shape if whole else True
+        right = data if side == "rows" else data.mT
+        assert torch.equal(codes(ours)[:tokens], codes(right)) and not codes(ours)[tokens:].any()
+        lies = inverse if kernel.square else inverse.mT
+        scales = found.inverse[: lies.shape[0], : lies.shape[1]]
+        assert torch.equal(scales, lies) or not x.numel(), side
+        assert found.inverse.shape[1] % 4 == 0 and found.inverse.is_contiguous()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", BLOCKS, ids=lambda k: f"{str(k.dtype)[6:]}-{k.wanted}-{k.square}-{k.power_of_two}")
+def test_blocks(kernel: QuantizeBlocks, emulated: FakeDriver) -> None:
+    for tokens, features in (*SIZES, (128, 272), (3, 128), *NOTHING):
+        spread = torch.exp2((torch.arange(tokens)[:, None] * 5 + torch.arange(features) // 8 * 3) % 23 - 11.0)
+        check_blocks(matrix(tokens, features, kernel.dtype) * spread.to(kernel.dtype), kernel)
+    check_blocks(matrix(30, 128, kernel.dtype).view(5, 6, 128), kernel)
+    if not kernel.square:
+        emulated.launches = 0
+        check_blocks(matrix(64, 384, kernel.dtype).view(4, 16, 384), kernel)
+        assert emulated.launches == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [0.0, math.inf, math.nan, 1e-30, 3e38, 7.0])
+def test_special_numbers_in_blocks(number: float, emulated: FakeDriver) -> None:
+    for fill, kernel in itertools.product((0.0, 1e-3), (BLOCKS[4], BLOCKS[5], BLOCKS[-1])):
+        x = torch.full((132, 256), fill).to(kernel.dtype)
+        x[17, 5] = x[129, 200] = number
+        check_blocks(x, kernel)
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [0.0, math.inf, -math.inf, math.nan, 1e-30, 3e38, 7.0])
+def test_special_numbers(number: float, emulated: FakeDriver) -> None:
+    for fill, kernel in itertools.product((0.0, 1e-3), (BY_AMAX[2], BY_AMAX[-1])):
+        x = torch.full((33, 32), fill).to(kernel.dtype)
+        x[17, 5] = number
+        check(x, kernel)
+
+
+@needs_compiler
+def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
+    for x in (
+        torch.randn(32, 64)[:, 16:],
+        torch.randn(32 * 48 + 1)[1:].view(32, 48),
+        torch.randn(48, 32).mT,
+        torch.nn.Parameter(torch.randn(16, 16)),
+    ):
+        check(x, QuantizeByAmax(torch.float32, E4M3))
+
+
+def test_refused_in_words() -> None:
+    for shape in ((3, 40), (2**31, 16)):
+        with pytest.raises(ValueError, match=r"multiples of 16 and up to 2147483520 rows, got \[\d+, \d+\]"):
+            own_scales.measure(torch.empty(shape, device="meta"), torch.zeros(()))
+
+
+@needs_compiler
+def test_one_launch_each(emulated: FakeDriver) -> None:
+    """An amax is raised, and never lowered."""
+    x, amax, inverse = matrix(300, 272, torch.bfloat16), torch.tensor(100.0), torch.zeros(())
+    emulated.launches = 0
+    own_scales.measure(x, amax)
+    assert amax == 100.0 and emulated.launches == 1
+    own_scales.quantize_by_amax(x, amax, inverse, E4M3, Scaling(), "both")
+    assert inverse == (torch.tensor(448.0) / 100.0).reciprocal() and emulated.launches == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for kernel in KERNELS:
+        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {kernel.name}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (kernel, compiled)
+
+
+@needs_nvrtc
+def test_they_wait_before_they_touch_memory() -> None:
+    for kernel in (LargestMagnitude(torch.bfloat16), QuantizeByAmax(torch.bfloat16, E4M3), BLOCKS[4]):
+        assert not ptx.too_early(kernel.text(), "sm_90a")
