@@ -68,6 +68,8 @@ class _Captured:
         self._names, self._modules = map(list, zip(*model.named_modules(), strict=True))
         self._modes = [m.training for m in self._modules]
         self._ops = [(name, m.facts()) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
+        together = [(name, m.runs_with()) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
+        self._groups = [(name, group, group.process_group()) for name, group in together if group is not None]
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._tensors = [
             (f"{kind} {prefix}.{name}" if prefix else f"{kind} {name}", there, name, there[name])
@@ -107,6 +109,12 @@ class _Captured:
         for name, facts in self._ops:
             if not still_hold(facts):
                 raise self._changed_op(name)
+        for name, group, ranks in self._groups:
+            if group.process_group() is not ranks:
+                raise ValueError(
+                    f"the ranks of {name or 'the model'} (group {group.title!r}) were connected anew since capture, "
+                    "and the graph goes by the old connection: capture again"
+                )
         for label, tensor, address in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.capture import _Captured
 from te_fuser.fuser.run import lockstep
 from te_fuser.fuser.run.lockstep import Disagreement
+from te_fuser.ops.group import Group
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
 
@@ -106,6 +108,14 @@ def test_one_rank_may_look() -> None:
 
 
 @on_ranks
+def test_all_ranks_may_measure() -> None:
+    """Each times its own steps, in as many runs as the others."""
+    m, x = model(), tensor(4, FEATURES)
+    assert "AllGather" in str(m.explain(x, measure=True))
+    assert m(x).shape == (4 * WORLD, 4)
+
+
+@on_ranks
 def test_a_rank_that_does_not_come() -> None:
     m = model()
     with mock.patch.object(lockstep, "PATIENCE", 0.2):
@@ -113,3 +123,19 @@ def test_a_rank_that_does_not_come() -> None:
             with pytest.raises(Disagreement, match=r"rank 1 of group '\S+' did not plan call \d+ of the group"):
                 m(tensor(4, FEATURES))
     dist.barrier()
+
+
+@on_ranks
+def test_a_graph_knows_its_ranks() -> None:
+    """Other ranks, and the same ones connected anew, are told from those of the capture."""
+    m = model()
+    captured = _Captured(m)
+    captured.check()
+    with (
+        mock.patch.object(Group, "process_group", return_value=object()),
+        pytest.raises(ValueError, match=r"the ranks of 1 \(group '\S+'\) were connected anew since capture"),
+    ):
+        captured.check()
+    m[1].group = dist.new_group(range(WORLD))
+    with pytest.raises(ValueError, match="an attribute of 1 \\(AllGather\\) was set since the capture"):
+        captured.check()
