@@ -28,7 +28,7 @@ from benchmarks.common import command_parser
 from benchmarks.gpu.contest.bench import TOY, Bench, Scale
 from benchmarks.gpu.contest.measure import FULL, QUICK, TRIAL, Card, Effort
 from benchmarks.gpu.parts.table import PARTS
-from benchmarks.gpu.record import docs, plots, records, tables
+from benchmarks.gpu.record import docs, float8, plots, records, tables
 
 LIMIT = 300  # seconds of a part: what is not measured by then is left out
 
@@ -179,6 +179,7 @@ def document(console: Console) -> None:
         console.print(f"no record of a GPU in {records.RESULTS}: nothing to write")
         return
     docs.write_docs(found)
+    float8.write_docs()
     plots.write_plots(found[0])
 
 

@@ -1,21 +1,25 @@
 """Layers in FP8 beside the same in bfloat16, forward and backward, on the GPU.
 
-python -m benchmarks.gpu.float8               # about a minute; prints a table, and what runs beside the products
-python -m benchmarks.gpu.float8 --only layer  # cases whose names have this in them
-python -m benchmarks.gpu.float8 --quick       # shorter rounds
+python -m benchmarks.gpu.float8                    # about a minute; prints a table, and what runs beside the products
+python -m benchmarks.gpu.float8 --only layer       # cases whose names have this in them
+python -m benchmarks.gpu.float8 --quick            # shorter rounds
 python -m benchmarks.gpu.float8 --recipes current,blocks  # other recipes than delayed scaling
-python -m benchmarks.gpu.float8 --json FILE   # also writes a record
+python -m benchmarks.gpu.float8 --record results   # also writes results/gpu-float8-<gpu>.json
+python -m benchmarks.gpu --take-in FILE --only-docs  # that one into benchmarks/results/, and the tables of the guides
 
-Both take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what the
-products and attention of that run take. `--toy` tries the command on a CPU, in tiny sizes.
+All ways take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what
+the products and attention of that run take. Memory kept for backward counts neither parameters nor kept weights; "host"
+is how long a call keeps the host busy. `--toy` tries the command on a CPU, in tiny sizes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,8 +27,25 @@ from rich.table import Table
 
 import te_fuser as te
 from benchmarks import models
-from benchmarks.common import command_parser, write_record
-from benchmarks.gpu.contest.measure import QUICK, SHORT, TRIAL, Card, Effort, Trace, contest, kind_of, traced
+from benchmarks.common import command_parser
+from benchmarks.gpu.contest.goals import Goal, judged, sentence
+from benchmarks.gpu.contest.measure import (
+    QUICK,
+    SHORT,
+    TRIAL,
+    Card,
+    Effort,
+    contest,
+    kept_bytes,
+    kind_of,
+    peak_bytes,
+    traced,
+)
+from benchmarks.gpu.record.float8 import COLUMNS, KIND, table_of
+from benchmarks.gpu.record.records import circumstances, part_record, record_path, write
+from te_fuser.quantization import microbatch
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.state import state_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 CASES: dict[str, models.Builder] = {
@@ -33,70 +54,137 @@ CASES: dict[str, models.Builder] = {
     "mlp, LayerNorm, GELU": models.mlp,
     "mlp, RMSNorm, SwiGLU": models.gated_mlp,
 }
-RECIPES: dict[str, Recipe] = {
-    "fp8": DelayedScaling(amax_history_len=16),
-    "current": Float8CurrentScaling(),
-    "blocks": Float8BlockScaling(),
-}
+PLAIN, FP8, KEPT = "bfloat16", "fp8", "fp8, kept weights"
 _SHOWN = 12  # kernels beside the products
+_HOST_CALLS, _HOST_ROUNDS = 3, 9  # few calls, so that the GPU's queue is never full
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Line:
-    """One way to run a case; of a CPU nothing is known of kernels."""
+class Way:
+    """How a model runs: by a recipe or in its own precision; with weights that are kept in 8 bits."""
 
-    case: str
-    way: str
-    ms: float
-    over_bfloat16: float
-    kernels: float = 0.0
-    products_ms: float = 0.0
-    attention_ms: float = 0.0
-    rest_ms: float = 0.0
-    over_own_products: float = 0.0
-    beside: list[tuple[str, float, float]] = field(default_factory=list)
+    recipe: Recipe | None = None
+    keeps: bool = False
 
 
-def steps_of(
-    build: models.Builder, tokens: int, hidden: int, device: torch.device, recipes: Sequence[str]
-) -> dict[str, Callable[[], object]]:
-    """A forward and a backward, by each way, of one model."""
-    pair = build(tokens, hidden)
-    model = pair.fused.to(device, torch.bfloat16)
-    x = torch.randn(pair.shape, device=device, dtype=torch.bfloat16).requires_grad_()
-    dy = torch.randn_like(model(x))
+DELAYED = DelayedScaling(amax_history_len=16)
+RECIPES: dict[str, dict[str, Way]] = {
+    "fp8": {FP8: Way(DELAYED), KEPT: Way(DELAYED, keeps=True)},
+    "current": {"current": Way(Float8CurrentScaling())},
+    "blocks": {"blocks": Way(Float8BlockScaling())},
+}
 
-    def step(recipe: Recipe | None) -> None:
-        x.grad = None
-        for p in model.parameters():
+
+def goals_of(case: str) -> tuple[Goal, ...]:
+    """What is to be reached on an H200."""
+    if not case.startswith("layer"):
+        return Goal("over_own_products", 1.13, FP8), Goal("over_own_products", 1.10, KEPT)
+    return (
+        Goal("over_own_products", 1.12, FP8),
+        Goal("over_own_products", 1.095, KEPT),
+        Goal("over_own_products", 1.17, "current"),
+        Goal("over_own_products", 1.12, "blocks"),
+        Goal("over_bfloat16", 1 / 1.5 if "dropout" in case else 1 / 1.55, FP8),
+        Goal("kernels", 34, FP8),
+        Goal("kept_mib", 740, FP8),
+        Goal("peak_mib", 1600, FP8),
+        Goal("host_over_bfloat16", 1.2, FP8),
+    )
+
+
+class Step:
+    """A forward and a backward of a model by one way."""
+
+    def __init__(self, model: torch.nn.Module, x: torch.Tensor, way: Way) -> None:
+        self.model, self.x, self.way = model, x, way
+        self.dy = torch.ones_like(x)
+        if way.keeps:
+            self._forward(True)
+
+    def forward(self) -> torch.Tensor:
+        """The output; weights that are kept were quantized before."""
+        return self._forward(False if self.way.keeps else None)
+
+    def _forward(self, first: bool | None) -> torch.Tensor:
+        with te.fp8_autocast(enabled=self.way.recipe is not None, fp8_recipe=self.way.recipe), microbatch(first):
+            return self.model(self.x)  # type: ignore[no-any-return]
+
+    def __call__(self) -> None:
+        self.x.grad = None
+        for p in self.model.parameters():
             p.grad = None
-        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            y = model(x)
-        y.backward(dy)
+        self.forward().backward(self.dy)
 
-    ways = {name: functools.partial(step, RECIPES[name]) for name in recipes}
-    return {"bfloat16": lambda: step(None), **ways}
+    def apart(self) -> list[torch.Tensor]:
+        """What counts not as kept for backward."""
+        kept = [t for w in products_of(self.model).values() for t in state_of(w).kept.values()]
+        return [*self.model.parameters(), *kept]
 
 
-def measured(
-    name: str, build: models.Builder, tokens: int, hidden: int, card: Card, effort: Effort, recipes: Sequence[str]
-) -> Iterator[Line]:
-    """All ways of a case."""
-    steps = steps_of(build, tokens, hidden, card.device, recipes)
+def entry(
+    name: str, build: models.Builder, sizes: tuple[int, int], card: Card, effort: Effort, recipes: Sequence[str]
+) -> dict[str, Any]:
+    """All ways of a case, for the record."""
+    tokens, hidden = sizes
+    pair = build(tokens, hidden)
+    model = pair.fused.to(card.device, torch.bfloat16)
+    x = torch.randn(pair.shape, device=card.device, dtype=torch.bfloat16).requires_grad_()
+    ways = {PLAIN: Way()} | {way: how for recipe in recipes for way, how in RECIPES[recipe].items()}
+    steps = {way: Step(model, x, how) for way, how in ways.items()}
     results = contest(steps, effort, card)
+    found: dict[str, dict[str, Any]] = {}
     for way, result in results.items():
-        trace = traced(steps[way], card)
-        over = result.over(results["bfloat16"])
-        yield Line(name, way, 1e3 * result.seconds, over, **({} if trace is None else _of_trace(trace)))
+        found[way] = {**result.as_data(), "over_bfloat16": result.over(results[PLAIN]), **_beyond(steps[way], card)}
+    for data in found.values():
+        data["host_over_bfloat16"] = data["host_ms"] / found[PLAIN]["host_ms"]
+    made = {"case": name, "tokens": tokens, "hidden": hidden, "contenders": found}
+    return {**made, "goals": judged(goals_of(name), made)}
 
 
-def _of_trace(trace: Trace) -> dict[str, object]:
-    data = trace.as_data()
-    beside = [row for row in data["by_name"] if kind_of(row["kernel"].lower()) == "rest"]
-    beside.sort(key=lambda row: -row["ms"])
-    rows = [(row["kernel"], row["count"], row["ms"]) for row in beside[:_SHOWN]]
-    names = ("kernels", "products_ms", "attention_ms", "rest_ms", "over_own_products")
-    return {name: data.get(name, 0.0) for name in names} | {"beside": rows}
+def _beyond(step: Step, card: Card) -> dict[str, Any]:
+    """Host, memory and kernels; of a CPU nothing is known of kernels."""
+    found: dict[str, Any] = {"host_ms": host_ms(step, card), "kept_mib": kept_bytes(step.forward, step.apart()) / _MIB}
+    trace, peak = traced(step, card), peak_bytes(step, card)
+    if peak is not None:
+        found["peak_mib"] = peak / _MIB
+    return found if trace is None else {**found, **trace.as_data()}
+
+
+def host_ms(step: Step, card: Card) -> float:
+    """Milliseconds that the host is busy with one call, whatever the GPU has still to do."""
+    times = []
+    for _ in range(_HOST_ROUNDS):
+        card.synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS):
+            step()
+        times.append((time.perf_counter() - start) / _HOST_CALLS)
+    card.synchronize()
+    return 1e3 * statistics.median(times)
+
+
+def beside(data: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """(name, how often, ms) of the kernels that are no products, the longest first."""
+    rows = [row for row in data.get("by_name", ()) if kind_of(row["kernel"].lower()) == "rest"]
+    for row in sorted(rows, key=lambda row: -row["ms"])[:_SHOWN]:
+        yield row["kernel"], row["count"], row["ms"]
+
+
+def shown(entries: list[dict[str, Any]], console: Console) -> None:
+    """Print a table, what runs beside the products, and the goals."""
+    header, rows = table_of(entries, COLUMNS)
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for e in entries:
+        for way, data in e["contenders"].items():
+            for kernel, count, ms in beside(data):
+                line = f"{e['case']}, {way}: {1e3 * ms:8.1f} us in {count:4.1f} {kernel}"
+                console.print(line, soft_wrap=True, markup=False)
+        for verdict in e["goals"]:
+            console.print(f"{e['case']}: {sentence(verdict)}", markup=False)
 
 
 def main() -> None:
@@ -106,29 +194,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter rounds")
     parser.add_argument("--recipes", default="fp8", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: does it run at all")
-    parser.add_argument("--json", type=Path, help="write a record, too")
+    parser.add_argument("--record", type=Path, help="write every measurement into this folder")
+    parser.add_argument("--commit", default="", help="what is measured, where the tree is no git repository")
     chosen = parser.parse_args()
     device, (tokens, hidden) = ("cpu", (64, 64)) if chosen.toy else ("cuda", (8192, 4096))
     effort = TRIAL if chosen.toy else QUICK if chosen.quick else SHORT
-    card, console, lines = Card(torch.device(device)), Console(width=160), []
-    for name, build in CASES.items():
-        if chosen.only in name:
-            lines += measured(name, build, tokens, hidden, card, effort, chosen.recipes.split(","))
-    table = Table(
-        "case", "way", "ms", "of bfloat16", "kernels", "products ms", "attention ms", "rest ms", "over its products"
-    )
-    for n in lines:
-        numbers = [f"{n.ms:.3f}", f"{n.over_bfloat16:.3f}", f"{n.kernels:.0f}"]
-        numbers += [f"{v:.3f}" for v in (n.products_ms, n.attention_ms, n.rest_ms, n.over_own_products)]
-        table.add_row(n.case, n.way, *numbers)
-    console.print(table)
-    for n in lines:
-        for kernel, count, ms in n.beside:
-            console.print(
-                f"{n.case}, {n.way}: {1e3 * ms:8.1f} us in {count:4.1f} {kernel}", soft_wrap=True, markup=False
-            )
-    if chosen.json:
-        write_record(chosen.json, [asdict(line) for line in lines], {"only": chosen.only, "quick": chosen.quick})
+    card, start, recipes = Card(torch.device(device)), time.perf_counter(), chosen.recipes.split(",")
+    asked = {name: build for name, build in CASES.items() if chosen.only in name}
+    entries = [entry(name, build, (tokens, hidden), card, effort, recipes) for name, build in asked.items()]
+    shown(entries, Console(width=200))
+    if chosen.record:
+        options = {"only": chosen.only, "quick": chosen.quick or chosen.toy, "recipes": recipes}
+        about = {"kind": KIND, **circumstances(card, chosen.commit)}
+        record = part_record(about, effort, options, time.perf_counter() - start, entries)
+        write(chosen.record / record_path(card.name, KIND).name, record)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def fit_checkpoint(
     """
     for own, names in module.__dict__.get(NARROW, {}).items():
         keys = [prefix + name for name in names]
-        _quantize(state_dict, keys, prefix + own, module._buffers.get(own + SCALE))
+        have = [module._buffers.get(own + name) for name in (SCALE, HISTORY)]
+        _quantize(state_dict, keys, prefix + own, *have)
     groups = {name: prefix_of(", ".join(group)) for group in together for name in group}
     for name, p in module._parameters.items():
         found = state_dict.get(prefix + name)
@@ -97,7 +98,9 @@ def fit_checkpoint(
             state_dict[prefix + name] = (found.float() / scale[_OF_WEIGHT].to(found.device)).to(p.dtype)
 
 
-def _quantize(state_dict: dict[str, Any], keys: Sequence[str], own: str, have: torch.Tensor | None) -> None:
+def _quantize(
+    state_dict: dict[str, Any], keys: Sequence[str], own: str, have: torch.Tensor | None, history: torch.Tensor | None
+) -> None:
     scale = own + SCALE
     found = {key: state_dict[key] for key in keys if isinstance(state_dict.get(key), torch.Tensor)}
     if not found:
@@ -117,8 +120,7 @@ def _quantize(state_dict: dict[str, Any], keys: Sequence[str], own: str, have: t
     if others is not None and not others.is_meta and not made.is_meta:
         made = torch.where(torch.arange(3, device=made.device) == _OF_WEIGHT, made, others.to(made))
     state_dict[scale] = made
-    if have is None:
-        state_dict.setdefault(own + HISTORY, made.new_zeros(1, 3))
+    state_dict.setdefault(own + HISTORY, made.new_zeros(1, 3) if history is None else history)
 
 
 def _said(found: Mapping[str, torch.Tensor]) -> str:

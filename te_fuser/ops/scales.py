@@ -17,7 +17,7 @@ class HoldsScales(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         fit_checkpoint(self, state_dict, prefix, self.__dict__.get("_kept_together", ()))
-        before_loading(self, state_dict, prefix)
+        before_loading(self, state_dict, prefix, *rest)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -55,9 +55,17 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
     """Make a module ready for the scales in a checkpoint: it gets buffers for them, and those it has else stay.
 
     So do modules in it that load as torch.nn's, whose weights lists may read. A hook for
-    `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets.
+    `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets. Scales without their
+    history, or a history without scales, are an error of the load, `rest[-1]`.
     """
-    for owner, name, found in _scales_in(module, state_dict, prefix):
+    found_there = [*_scales_in(module, state_dict, prefix)]
+    pairs = {(id(owner), name) for owner, name, _ in found_there}
+    for owner, name, found in found_there:
+        other = _other(name)
+        if (id(owner), other) not in pairs and not _is_own(owner, name, other):
+            if rest:
+                rest[-1].append(_ALONE.format(name=name, other=other, who=type(owner).__name__))
+            continue
         # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
         owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
         if owner is not module:
@@ -65,6 +73,22 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)
+
+
+_ALONE = (
+    "{name} of {who} comes without {other}: the scales of a product and the amaxes they are made of go together; load "
+    "both, or leave both out, which keeps what the module has"
+)
+
+
+def _other(name: str) -> str:
+    """The buffer that goes with one: scales with the history."""
+    return name.removesuffix(SCALE) + HISTORY if name.endswith(SCALE) else name.removesuffix(HISTORY) + SCALE
+
+
+def _is_own(module: torch.nn.Module, name: str, other: str) -> bool:
+    """Whether a module has a buffer that is called like ours, and is none."""
+    return module._buffers.get(name) is not None and module._buffers.get(other) is None
 
 
 def take_scales(module: torch.nn.Module) -> None:

@@ -18,13 +18,24 @@ from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.ops.facts import Facts, still_hold, tensor_place
 from te_fuser.ops.narrow import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of
-from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock, not_in_capture
+from te_fuser.quantization.state import (
+    ROLES,
+    Block,
+    Numbers,
+    State,
+    apart,
+    before_saving,
+    blocks,
+    changes,
+    lock,
+    not_in_capture,
+    show,
+)
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, is_capturing, on_entry
 
 LARGEST = torch.finfo(torch.float32).max
-Numbers = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -133,7 +144,7 @@ def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
         block.amaxes.zero_()
         block.not_finite += ~amaxes.isfinite()
     else:
-        parts.kernel.fold(block, parts.by_kernel, amaxes)
+        parts.kernel.fold(block, amaxes)
     by_recipe: dict[int, list[State]] = {}
     for state in parts.others:
         by_recipe.setdefault(id(state.recipe), []).append(state)
@@ -142,10 +153,9 @@ def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
 
 
 class _Parts(NamedTuple):
-    """The products of a block with delayed scaling: those that a kernel folds, and those that PyTorch does."""
+    """The products of a block with delayed scaling: what a kernel folds of them, and those that PyTorch does."""
 
     kernel: _ByKernel | None
-    by_kernel: list[State]
     others: list[State]
 
 
@@ -153,11 +163,17 @@ class _ByKernel:
     """Folds products of a block in one launch, where these and their buffers stay what they are.
 
     It keeps their buffers alive, but none of their modules.
+
+    Attributes:
+        alone: the number of `changes` up to which the block is known to have no other products; -1 where it has some.
     """
 
     def __init__(self, block: Block, states: Sequence[State]) -> None:
+        self.alone = -1
         self._states = [weakref.ref(state) for state in states]
         self._recipes = [state.recipe for state in states]
+        self._shown = [(state.scales, state.inverses) for state in states]
+        self._rows = tuple([state.row for state in states])
         for state in states:
             state.make(state.recipe.amax_history_len, block.device)  # type: ignore[union-attr]
         products = {state.row: _folded(state) for state in states}
@@ -167,6 +183,10 @@ class _ByKernel:
         placed = [(*where, t, tensor_place(t)) for where, t in zip(at, self._written, strict=True)]
         self._facts = Facts(placed=tuple(placed))
 
+    def holds_as_it_was(self) -> bool:
+        """Whether nothing changed since, told without looking at any product."""
+        return self.alone == changes() and still_hold(self._facts)
+
     def holds_for(self, states: Sequence[State]) -> bool:
         """Whether these are the products, by the same recipes, and their buffers lie where they lay."""
         return (
@@ -175,25 +195,30 @@ class _ByKernel:
             and still_hold(self._facts)
         )
 
-    def fold(self, block: Block, states: Sequence[State], seen: torch.Tensor) -> None:
+    def fold(self, block: Block, seen: torch.Tensor) -> None:
         """Fold what was seen, [products, 3], and clear the block's slots."""
         numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows)
         torch.autograd.graph.increment_version(self._written)
-        _show(block, states, numbers)
+        _show(block, self._rows, self._shown, numbers)
 
 
 _kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionary()
 
 
 def _parts_of(block: Block) -> _Parts:
+    kept = _kernels.get(block)
+    if kept is not None and kept.holds_as_it_was():
+        return _Parts(kept, [])
+    now = changes()
     found = [s for s in block.states() if isinstance(s.recipe, DelayedScaling) and not s.is_meta]
     plain = [state for state in found if _is_plain(state.recipe)] if _has_kernel(block.device) else []
     if not plain:
-        return _Parts(None, [], found)
-    kept = _kernels.get(block)
+        return _Parts(None, found)
     if kept is None or not kept.holds_for(plain):
         kept = _kernels[block] = _ByKernel(block, plain)
-    return _Parts(kept, plain, [state for state in found if not _is_plain(state.recipe)])
+    others = [state for state in found if not _is_plain(state.recipe)]
+    kept.alone = -1 if others else now
+    return _Parts(kept, others)
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -228,16 +253,16 @@ def _update(block: Block, states: Sequence[State], seen: torch.Tensor) -> None:
 def _put(block: Block, states: Sequence[State], scales: torch.Tensor) -> None:
     """Put scales, [states, 3], in place of those of states."""
     torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
-    _show(block, states, apart(torch.cat([scales, scales.reciprocal()], 1)))
+    shown = [(state.scales, state.inverses) for state in states]
+    rows = tuple([state.row for state in states])
+    _show(block, rows, shown, apart(torch.cat([scales, scales.reciprocal()], 1)))
 
 
-def _show(block: Block, states: Sequence[State], numbers: torch.Tensor) -> None:
-    """Have calls find these, [states, 6], three scales and three reciprocals each, and graphs that are captured."""
-    found = numbers.flatten().unbind()  # all views by one call
-    for k, state in enumerate(states):
-        state.show(found[6 * k : 6 * k + 6])
+def _show(block: Block, rows: tuple[int, ...], shown: Sequence[tuple[Numbers, Numbers]], numbers: torch.Tensor) -> None:
+    """Have calls find these, [products, 6], three scales and three reciprocals each, and graphs that are captured."""
+    show(shown, numbers.flatten().unbind())  # all views by one call
     if block.live is not None:
-        block.live[:, :, 0].index_copy_(0, block.index(tuple([state.row for state in states])), numbers)
+        block.live[:, :, 0].index_copy_(0, block.index(rows), numbers)
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock
+from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock, show
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
@@ -143,12 +143,12 @@ def _copied(device: torch.device) -> Iterator[None]:
     with lock, torch.no_grad():
         for block in [block for block in blocks() if block.device == device]:
             states = block.states()
-            for state in states:
+            for state in states if not region.is_capturing() else ():
                 state.take_up()
             found = block.made_live().clone()[: block.rows, :, 0].flatten().unbind()
             before += [(state, {**state.scales}, {**state.inverses}) for state in states]
             for state in states:
-                state.show(found[6 * state.row : 6 * state.row + 6])
+                show([(state.scales, state.inverses)], found[6 * state.row : 6 * state.row + 6])
         snapshot.scales = [(weakref.ref(state), {**state.scales}, {**state.inverses}) for state, _, _ in before]
     try:
         with of_capture(snapshot):

@@ -12,6 +12,7 @@ import torch
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.kernels.quantized_matmul import check_machine
+from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
@@ -40,7 +41,7 @@ from te_fuser.quantization.kept import (
 from te_fuser.quantization.only import is_only_narrow
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
-from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, state_of
+from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, known_state_of, state_of
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
@@ -61,28 +62,28 @@ class Regions(surroundings.Surrounding):
         return [_with_state(item, key) if _has_state(item, recipe) else item for item in listed]
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
-        return not any(_is_meta(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
+        return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         around, calibrating = _said(key)
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
-        weights = [weight for weight in weights if not _is_meta(weight)]
+        weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
         if any(scalings_of(recipe) is None for _, recipe, _ in found):
             refuse_by_hand()
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
-        for weight, recipe, device in found:
+        for weight, recipe, device in found if not is_looking() else ():
             ensure(weight, recipe, device) if scalings_of(recipe) is None else ran_within(weight)
         for item in listed:
-            if KEPT[0] in item.lowered.aside and not _is_meta(own := item.lowered.bindings["weight"]):
+            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
                 leave_blank(state_of(own), *cast(MatMul, item.lowered.op).parameter_shapes()["weight"])
-        keep([weight for weight in _kept(listed) if not _is_meta(weight)])
+        keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         for item in filter(_is_product, listed):
             _refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
-        if has_been_asked():
+        if has_been_asked() and not is_looking():
             ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
@@ -101,6 +102,7 @@ class Regions(surroundings.Surrounding):
     def undisturbed(self) -> Iterator[None]:
         before = [(block, block.amaxes.clone()) for block in blocks()]
         known = {id(block) for block, _ in before}
+        noted = {state: state.noted for block, _ in before for state in block.states()}
         try:
             with kept_undisturbed():
                 yield
@@ -111,6 +113,8 @@ class Regions(surroundings.Surrounding):
                 for block in blocks():
                     if id(block) not in known:
                         block.amaxes.zero_()
+                    for state in block.states():
+                        state.noted = noted.get(state, (None, False, -1))
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:
@@ -153,6 +157,11 @@ def _refuse_narrow(item: ListedOp, why: str) -> None:
         raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
 
 
+def _is_given(item: ListedOp) -> bool:
+    """Whether a product's weight comes with the call."""
+    return isinstance(item.lowered.bindings["weight"], GivenBinding)
+
+
 def _is_meta(weight: Binding) -> bool:
     """Whether it is on the meta device, so that a call can only be planned."""
     owned = weight.owner._parameters
@@ -160,10 +169,19 @@ def _is_meta(weight: Binding) -> bool:
     return found is not None and found.is_meta
 
 
-def _without_values(name: str, product: MatMul) -> State:
+def _is_planned_alone(weight: Binding) -> bool:
+    """Whether a call of its product is only planned, and leaves it no state: on the meta device, or in a first look."""
+    if _is_meta(weight):
+        return True
+    state = known_state_of(weight) if is_looking() else None
+    return is_looking() and (state is None or state.block is None)
+
+
+def _without_values(weight: Binding, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
-    state, number = State(torch.nn.Module(), name), torch.empty((), dtype=torch.float32, device="meta")
-    data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device="meta")
+    device = device_of(weight) or torch.device("meta")
+    state, number = State(torch.nn.Module(), weight.name), torch.empty((), dtype=torch.float32, device=device)
+    data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device=device)
     for like in (state.kept, state.blanks):
         like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
@@ -188,7 +206,7 @@ def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
     """A product with the numbers of its state that it may read."""
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
-    state = _without_values(weight.name, product) if _is_meta(weight) else state_of(weight)
+    state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
     aside: dict[str, Binding] = {
         f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
     }
@@ -335,6 +353,8 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
     products = filter(_is_product, listed)
     if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
+    if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
+        yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"

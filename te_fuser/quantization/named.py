@@ -16,7 +16,8 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
     Returns:
         path of a product + ".input", ".weight" or ".output_gradient" -> (scale, float32 []; the amaxes of its last
-        calls, newest first, float32 [amax_history_len]); of products that have run in a region.
+        calls, newest first, float32 [amax_history_len]); of products that have run in a region, and whose weights are
+        the model's own: those of weights that come with a call are kept with its list.
     """
     fold()
     return {

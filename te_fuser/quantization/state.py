@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,19 @@ ROLES = ("input", "weight", "output_gradient")
 _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 lock = threading.RLock()
+_changes = [0]
+Numbers = dict[str, torch.Tensor]  # by role
 _blocks: list[Block] = []
 _asked = [False]
+
+
+def _changed(dead: object = None) -> None:
+    _changes[0] += 1
+
+
+def changes() -> int:
+    """A number that is another one once a product is new, gone, or runs by another recipe."""
+    return _changes[0]
 
 
 class Block:
@@ -88,7 +99,8 @@ class Block:
 
     def add(self, state: State, before: Block | None, row: int) -> int:
         """Give a product a row, with what it had in a row of another block."""
-        self._states.append(weakref.ref(state))
+        self._states.append(weakref.ref(state, _changed))
+        _changed()
         mine = len(self._states) - 1
         if before is not None:
             self.amaxes[mine].copy_(before.amaxes[row])
@@ -119,10 +131,10 @@ class State:
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
         self.name, self.prefix = name, prefix_of(name)
-        self.scales: dict[str, torch.Tensor] = {}
-        self.inverses: dict[str, torch.Tensor] = {}
-        self.amaxes: dict[str, torch.Tensor] = {}
-        self.blanks: dict[str, torch.Tensor] = {}
+        self.scales: Numbers = {}
+        self.inverses: Numbers = {}
+        self.amaxes: Numbers = {}
+        self.blanks: Numbers = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
         self.recipe: Recipe | None = None
@@ -159,15 +171,9 @@ class State:
         """Put these in place of the buffers."""
         self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = self._put = scale, history
         numbers = apart(torch.cat([scale, scale.reciprocal()]))
-        self.show(numbers.unbind())
+        show([(self.scales, self.inverses)], numbers.unbind())
         if self.block is not None and self.block.live is not None:
             self.block.live[self.row, :, 0] = numbers
-
-    def show(self, numbers: Sequence[torch.Tensor]) -> None:
-        """Have calls find these: three scales and three reciprocals, by role."""
-        own, reciprocals = self.scales, self.inverses
-        own["input"], own["weight"], own["output_gradient"] = numbers[:3]
-        reciprocals["input"], reciprocals["weight"], reciprocals["output_gradient"] = numbers[3:]
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
@@ -217,6 +223,16 @@ class State:
         self.block, self.row = free, free.add(self, self.block, self.row)
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
+    @property
+    def noted(self) -> tuple[Recipe | None, bool, int]:
+        """What calls have noted: `recipe`, `is_in_region` and `entry`."""
+        return self.recipe, self.is_in_region, self.entry
+
+    @noted.setter
+    def noted(self, value: tuple[Recipe | None, bool, int]) -> None:
+        recipe, self.is_in_region, self.entry = value
+        self._runs_now_by(recipe)
+
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
         if region.recomputing():  # which was noted when it ran first
@@ -224,22 +240,40 @@ class State:
         is_another = self.recipe is not None and self.recipe != recipe
         if is_another and self.entry == region.entries():
             return False
-        self.recipe, self.entry, self.is_in_region = recipe, region.entries(), True
+        self.entry, self.is_in_region = region.entries(), True
+        self._runs_now_by(recipe)
         return True
+
+    def _runs_now_by(self, recipe: Recipe | None) -> None:
+        if recipe != self.recipe:
+            _changed()
+        self.recipe = recipe
+
+
+def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
+    """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
+    there = iter(numbers)
+    for scales, inverses in found:
+        for role in ROLES:
+            scales[role] = next(there)
+        for role in ROLES:
+            inverses[role] = next(there)
 
 
 class AsPut:
     """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
 
     def __init__(self, states: Sequence[State]) -> None:
-        self._states = states
+        self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
 
-    def __call__(self) -> bool:
-        if not all(state.is_as_put() for state in self._states):
-            return False
-        if not region.recomputing():
-            entry = region.entries()
-            for state in self._states:
+    def __call__(self) -> bool:  # in each call: one loop, which calls nothing
+        entry = None if region.recomputing() else region.entries()
+        for state, buffers, scale, history in self._states:
+            if state._put is None or buffers.get(scale) is not state._put[0]:
+                return False
+            if buffers.get(history) is not state._put[1]:
+                return False
+            if entry is not None:
                 state.entry = entry
         return True
 

@@ -56,7 +56,8 @@ def current() -> Region | None:
 
 def current_key() -> Hashable:
     """Its key, and whether weights are kept from micro-batch to micro-batch; None outside."""
-    found = current()
+    stack = _stack.get()  # asked in each call of a list
+    found = stack[-1] if stack else None
     return None if found is None else (found.key, _is_first.get() is not None)
 
 

@@ -104,9 +104,16 @@ class Case:
         op.sequence_parallel, op.sequence_dim = self.sequence_parallel, self.dim
 
     def gates(self, whole: te_fuser.Sequential) -> dict[str, tuple[int, ...]]:
-        """The sizes of the parts of parameters that are cut part by part, by name."""
+        """The sizes of the parts of parameters that are cut part by part, by name; of others none.
+
+        Longer names come first, as what is looked up need only contain one.
+        """
         gated = {name: op for name, op in whole.named_modules() if op.__dict__.get("cut_as", ("", 1))[1] > 1}
-        return {f"{name}.{p}": (op.weight.shape[0] // 2,) * 2 for name, op in gated.items() for p in ("weight", "bias")}
+        sizes = {
+            f"{name}.{p}": (op.weight.shape[0] // 2,) * 2 for name, op in gated.items() for p in ("weight", "bias")
+        }
+        names = sorted(dict(whole.named_parameters()), key=len, reverse=True)
+        return {name: sizes.get(name, ()) for name in names}
 
     def check(self) -> None:
         """What each rank has, against what one process computes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -386,6 +387,26 @@ def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriv
         step(model, x)
     assert by_kernel.launches == 3 and folding._kernels[block] is told
     assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
+
+
+@needs_compiler
+def test_what_a_fold_calls_does_not_grow_with_products(by_kernel: FakeDriver) -> None:
+    """Where nothing changed, Python goes through blocks; through products it goes in one loop, for what they read."""
+
+    def calls(model: Any) -> int:
+        step(model, torch.randn(4, 16))
+        fold()
+        found: list[str] = []
+        sys.setprofile(lambda frame, event, argument: found.append(event))
+        try:
+            fold()
+        finally:
+            sys.setprofile(None)
+        return found.count("call")
+
+    few = te.Sequential(ops.MatMul(16, 16))
+    one = calls(few)
+    assert calls(te.Sequential(*(ops.MatMul(16, 16) for _ in range(30)))) == one
 
 
 def another_product(model: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.ops.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
 from te_fuser.quantization.folding import fold
-from te_fuser.quantization.state import ROLES, amax_of, blocks, ensure, newest, prefix_of, scale_of, state_of
+from te_fuser.quantization.state import ROLES, AsPut, amax_of, blocks, ensure, newest, prefix_of, scale_of, state_of
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 
@@ -171,6 +173,50 @@ def test_checkpoints_load_strictly_with_state_and_without() -> None:
         x = torch.randn(8, 16)
         assert torch.equal(plain(x), model(x))
     assert plain.load_state_dict(of_plain, strict=True, assign=True) == ([], [])
+
+
+@pytest.mark.parametrize("left", ["fp8_scale", "fp8_amax_history"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_half_of_a_state_is_refused(left: str, strict: bool) -> None:
+    model, plain = trained(), te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
+    half = {name: t for name, t in model.state_dict().items() if not name.endswith(left)}
+    for m in (plain, model):
+        with pytest.raises(
+            RuntimeError, match=f"of MatMul comes without {left}: the scales of a product and the amaxes"
+        ):
+            m.load_state_dict(half, strict=strict)
+    assert not dict(plain.named_buffers())
+
+
+def test_what_each_call_asks_of_states_is_one_loop() -> None:
+    """It calls no function for each of them; buffers that somebody put are seen, whichever product's they are."""
+
+    def calls(states: list[Any]) -> int:
+        found, asked = list[str](), AsPut(states)
+        sys.setprofile(lambda frame, event, argument: found.append(event))
+        try:
+            assert asked()
+        finally:
+            sys.setprofile(None)
+        return found.count("call")
+
+    found = [state_of(product()) for _ in range(5)]
+    assert calls(found) == calls(found[:1])
+    for state in found:
+        asked = AsPut(found)
+        for name, t in ((SCALE, state.scale), (HISTORY, state.history)):
+            state._buffers[name] = t.clone()
+            assert not asked()
+            state._buffers[name] = t
+            assert asked()
+
+
+def test_buffers_of_ones_own_that_are_called_so_load_as_ever() -> None:
+    model = te.Sequential(torch.nn.Linear(16, 16), ops.Linear(16, 16))
+    model[0].register_buffer("fp8_scale", torch.zeros(3))
+    saved = {name: torch.ones_like(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].fp8_scale, torch.ones(3))
 
 
 def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:

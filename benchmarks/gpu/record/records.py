@@ -62,19 +62,29 @@ def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
     parts[part] = dict(record)
     top = {key: record[key] for key in ("written", "gpu", "commit", "versions", "command") if key in record}
     merged = {**top, "parts": dict(sorted(parts.items()))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")  # who is stopped while writing leaves the old one whole
-    draft.write_text(_as_text(_rounded(merged)) + "\n")
-    draft.replace(path)
+    write(path, merged)
     return merged
+
+
+def write(path: Path, record: Data) -> None:
+    """Write a record at once: who is stopped while writing leaves the old one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(_as_text(_rounded(record)) + "\n")
+    draft.replace(path)
 
 
 def take_in(path: Path) -> Path:
     """Put the parts of a record that was written elsewhere into that of its GPU, and say where that is.
 
-    A part that was not finished does not replace one that is there.
+    A part that was not finished does not replace one that is there. A record without parts, which says its "kind",
+    replaces the one of its GPU.
     """
     found = json.loads(path.read_text())
+    if "parts" not in found:
+        target = record_path(found["gpu"], found["kind"])
+        write(target, {**found, "command": without_folders(found["command"])})
+        return target
     kind = "gpu-tests" if any("passed" in part for part in found["parts"].values()) else "gpu"
     target = record_path(found["gpu"], kind)
     there = json.loads(target.read_text())["parts"] if target.exists() else {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
@@ -118,7 +119,7 @@ class ParameterSpecs:
         lies, spec = None, spec_of(t, absent)
         if kind not in _PLAIN and (lies := Lies.of(t, in_parts(binding.owner, binding.name))) is not None:
             spec = replace(spec, shape=lies.seen)
-        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed else ()
+        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed and not is_compiling() else ()
         return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
 
     def stand_in(self) -> torch.Tensor:

@@ -42,6 +42,8 @@ def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     else:
+        for name in [name for name in module._buffers if name not in buffers]:
+            del module._buffers[name]
         module._buffers.update(buffers)
 
 

@@ -1,0 +1,86 @@
+"""The benchmark of layers in FP8: its record, which is taken in, and the tables of the guides."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import float8 as bench
+from benchmarks.gpu.record import float8, records
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of a run in tiny sizes."""
+    folder = tmp_path_factory.mktemp("record")
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = ["--toy", "--only", "mlp, LayerNorm", "--commit", "abc", "--record", str(folder)]
+        patch.setattr(sys, "argv", ["float8.py", *arguments])
+        bench.main()
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_a_record_says_on_what_and_how(written: Path) -> None:
+    record = json.loads(written.read_text())
+    assert written.name == "gpu-float8-cpu.json" and record["kind"] == "gpu-float8" and record["commit"] == "abc"
+    assert {"gpu", "versions", "command", "written", "options", "seconds", "card"} <= record.keys()
+    (entry,) = record["cases"]
+    assert list(entry["contenders"]) == ["bfloat16", "fp8", "fp8, kept weights"]
+    for data in entry["contenders"].values():
+        assert {"ms", "over_bfloat16", "host_ms", "host_over_bfloat16", "kept_mib"} <= data.keys()
+    assert (
+        entry["contenders"]["bfloat16"]["over_bfloat16"] == entry["contenders"]["bfloat16"]["host_over_bfloat16"] == 1
+    )
+
+
+def of_a_gpu() -> dict[str, Any]:
+    data = {"ms": 10.0, "over_bfloat16": 0.5, "kernels": 33.0, "over_own_products": 1.1, "joules": 5.0, "host_ms": 2.0}
+    goals = [{"contender": "fp8", "what": "kernels", "most": 34, "found": 33.0, "met": True}]
+    entry = {"case": "layer", "tokens": 8192, "hidden": 4096, "contenders": {"fp8": data}, "goals": goals}
+    about = {
+        "gpu": "NVIDIA Test 1",
+        "written": "2026-01-02T03:04:05+00:00",
+        "commit": "abc",
+        "versions": {"torch": "2"},
+    }
+    command = "python -m benchmarks.gpu.float8 --record /some/where"
+    return {"kind": "gpu-float8", **about, "command": command, "options": {"quick": False}, "cases": [entry]}
+
+
+def test_it_is_taken_in_and_goes_into_the_guides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = {name: tmp_path / f"{name}.md" for name in ("GUIDE", "QUICKSTART")}
+    for name, path in guides.items():
+        path.write_text("before\n<!-- begin gpu float8 -->\nold\n<!-- end gpu float8 -->\nbehind\n")
+        monkeypatch.setattr(float8, name, path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    float8.write_docs()
+    assert "old" in guides["GUIDE"].read_text()  # without a record nothing is written
+    (tmp_path / "found.json").write_text(json.dumps(of_a_gpu()))
+    assert command.main(["--take-in", str(tmp_path / "found.json")]) == 0
+    taken = json.loads((tmp_path / "results" / "gpu-float8-nvidia-test-1.json").read_text())
+    assert taken["command"] == "python -m benchmarks.gpu.float8 --record where"
+    float8.write_docs()
+    guide, quickstart = (path.read_text() for path in guides.values())
+    assert "| layer | fp8 | 10.00 | 0.500 | 5.00 | 33 | 1.100 | 2.00 |" in guide and "kernels 33 <= 34" in guide
+    assert "| layer | fp8 | 10.00 | 0.500 | 1.100 |" in quickstart and "old" not in guide + quickstart
+    assert "commit abc, full run, 2026-01-02; `python -m benchmarks.gpu.float8 --record where`" in guide
+
+
+def test_the_guides_have_the_record_that_lies_here() -> None:
+    for path in (float8.GUIDE, float8.QUICKSTART):
+        assert float8.table(json.loads(_record().read_text())["cases"], _columns(path)) in path.read_text()
+
+
+def _record() -> Path:
+    (found,) = records.RESULTS.glob("gpu-float8-*.json")
+    return found
+
+
+def _columns(path: Path) -> Any:
+    return float8.COLUMNS if path == float8.GUIDE else [c for c in float8.COLUMNS if c.key in float8._SHORT]
