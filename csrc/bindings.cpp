@@ -10,6 +10,7 @@
 #include "facts.h"
 #include "known_call.h"
 #include "matmul.h"
+#include "quantize_weights.h"
 #include "step_bindings.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
@@ -78,4 +79,5 @@ PYBIND11_MODULE(_native, module) {
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
   add_type(module, "CudaMatmul", te::make_cuda_matmul_type());
+  add_type(module, "QuantizeWeights", te::make_quantize_weights_type());
 }

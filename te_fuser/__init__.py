@@ -26,7 +26,7 @@ from te_fuser.presets import (
     apply_rotary_pos_emb,
 )
 from te_fuser.quantization import lowering as _lowering  # noqa: F401  regions as what surrounds calls
-from te_fuser.quantization import precision
+from te_fuser.quantization import precision, quantized_model_init
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
@@ -35,6 +35,8 @@ from te_fuser.verify import VerificationError, VerifyReport, verify
 if TYPE_CHECKING:
     from te_fuser import parallel
     from te_fuser.parallel import parallelize
+
+fp8_model_init = quantized_model_init
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -64,6 +66,7 @@ __all__ = [
     "convert",
     "cuda_graph",
     "fp8_autocast",
+    "fp8_model_init",
     "from_torch",
     "fusion",
     "fusions",
@@ -71,6 +74,7 @@ __all__ = [
     "parallel",
     "parallelize",
     "precision",
+    "quantized_model_init",
     "revert",
     "utils",
     "verify",

@@ -345,6 +345,24 @@ class ColumnSums:
     def load(self, device: int) -> None:
         """Load on a device; RuntimeError with the driver's words."""
 
+class QuantizeWeights:
+    """The kernel that makes 8 bits of many weights in one launch; `kernels/quantize_weights.cu`."""
+
+    def __new__(cls, cubin: bytes, dtype: str = "float8_e4m3fn") -> QuantizeWeights: ...
+    def __call__(self, what: bytes, /, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What is made of the weights, one behind the other; alone where it is one tensor.
+
+        Args:
+            what: of each weight the number of its dtype (float32, bfloat16, float16), plus 4: by rows, 8: turned, 16:
+                its amax is raised.
+            tensors: of each weight [out, in], its scale and, where that is raised, its amax, float32 [].
+
+        Raises TypeError and ValueError for tensors that are not so, RuntimeError with the driver's words.
+        """
+
+    def load(self, device: int) -> None:
+        """Load on a device; RuntimeError with the driver's words."""
+
 class Program:
     """Steps in order, and after each the slots that nobody reads any more."""
 

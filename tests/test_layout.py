@@ -106,6 +106,7 @@ ABSTRACT = {
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
+    "te_fuser.fusions.makers",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
     "te_fuser.fusions.registry",
@@ -136,6 +137,7 @@ OP_HELPERS = {
     "own_scales",
     "products",
     "rows",
+    "narrow",
     "scales",
     "share",
     "sizes",
@@ -349,7 +351,7 @@ ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
     for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem not in ("__init__", "library", "match", "pattern", "registry") and p not in ROW_FILES
+    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "registry") and p not in ROW_FILES
 ]
 
 

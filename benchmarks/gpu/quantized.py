@@ -23,7 +23,7 @@ from benchmarks.common import command_parser, write_record
 from benchmarks.gpu.heads import SETS, copied, seconds
 from te_fuser.kernels import quantized_matmul, transposed8
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.quantize_weights import WeightQuantizer, quantize_weight
+from te_fuser.kernels.quantize_weights import Weight8, quantizer_on
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -70,35 +70,26 @@ def turned() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
 
 
 def weights() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
-    """The weights of layers in one launch."""
-    for dtype, layers in ((BF16, 1), (F32, 1), (BF16, 4)):
+    """The weights of layers in one launch, in the layouts of forward, of backward, and both."""
+    cases = [(BF16, 1, "both"), (F32, 1, "both"), (BF16, 4, "both"), (BF16, 1, "rows"), (BF16, 1, "turned")]
+    for dtype, layers, wanted in cases:
+        rows, turned = wanted != "turned", wanted != "rows"
         count, size = layers * len(LAYER), layers * sum(m * n for m, n in LAYER)
-        scales, amaxes = torch.ones(count, device="cuda"), torch.zeros(count, device="cuda")
+        scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        run = quantizer_on(scale.device, [Weight8(dtype, rows, turned, rows)] * count)
         calls: list[Callable[[], object]] = []
         for _ in range(2 if layers > 1 else SETS):
             ws = [torch.randn(*shape, device="cuda").to(dtype) for _ in range(layers) for shape in LAYER]
-            calls.append(functools.partial(WeightQuantizer(range(count)), ws, scales, amaxes))
+            given = [t for w in ws for t in (w, scale, *([amax] if rows else []))]
+            calls.append(functools.partial(run, *given))
         name = str(dtype).removeprefix("torch.")
-        yield f"weights of {layers} layer{'s'[: layers > 1]}, {name}", (dtype.itemsize + 2) * size, calls
-
-
-def alone() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
-    """One weight in a launch, for forward, for backward, for both."""
-    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    for dtype in (BF16, F32):
-        for wanted in ("rows", "turned", "both"):
-            ws = [torch.randn(*WEIGHT, device="cuda").to(dtype) for _ in range(SETS)]
-            slot = None if wanted == "turned" else amax
-            calls: list[Callable[[], object]] = [
-                functools.partial(quantize_weight, w, scale, slot, wanted=wanted) for w in ws
-            ]
-            name = f"weight {WEIGHT[0]} x {WEIGHT[1]}, {str(dtype).removeprefix('torch.')}, {wanted}"
-            yield name, (dtype.itemsize + 1 + (wanted == "both")) * ws[0].numel(), calls
+        moved = (dtype.itemsize + rows + turned) * size
+        yield f"weights of {layers} layer{'s'[: layers > 1]}, {name}, {wanted}", moved, calls
 
 
 def moved(only: str) -> Iterator[Moved]:
     """The kernels beside copies."""
-    for cases in (turned(), weights(), alone()):
+    for cases in (turned(), weights()):
         for name, size, calls in cases:
             if only not in name:
                 continue

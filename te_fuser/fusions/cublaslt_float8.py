@@ -1,14 +1,15 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
-Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and reads dy and x transposed for
-dW = dy^T x: the kernels that make these store them so. Where W is kept in 8 bits both read what is kept. On GPUs whose
-products take factors as they lie, all are read by rows, and nothing is turned.
+Forward reads W in 8 bits by rows, backward turned for dx = dy W, and dy and x transposed for dW = dy^T x: the kernels
+that make these store them so. On GPUs whose products take factors as they lie, all are read by rows, and nothing is
+turned. Each call makes what is read of W before its first step, for all products of the list at once, or it is kept
+from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,29 +18,30 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeight, quantize_weight_by_kernel
+from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
 from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.base import Gradient
+from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.joined import made_of
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
-_OF_INPUT = ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_KEPT_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_KEPT_INPUT_BY_ROWS = ("0.weight_data", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_INPUT_BY_ROWS = ("0.weight_data", "0.weight_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT_BY_ROWS = ("input", "0.input_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """One of the three: the dtypes of its factors and its result, how it is summed, and how its factors lie."""
 
     a: torch.dtype
@@ -49,7 +51,7 @@ class _Product:
     transposes: tuple[bool, bool] = products.ALONG
 
     @classmethod
-    def of(cls, m: Match, which: str) -> _Product:
+    def of(cls, m: Match, which: str) -> Product:
         """`which` is "y", "dx" or "dW"."""
         form = cast(Float8MatMul, m[0]).form
         x, weight, gradient = form.formats
@@ -69,14 +71,10 @@ class _Product:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool, records: bool, kept: bool) -> torch.Tensor:
-    """y = x W^T + b; raises the weight's amax."""
+def _output(m: FusionCall, x: torch.Tensor, product: Product, bias: bool) -> torch.Tensor:
+    """y = x W^T + b."""
     op = m[0]
-    if kept:
-        weight = op.weight_data
-    else:
-        weight, _ = quantize_weight_by_kernel(op.weight, op.weight_scale, op.weight_amax if records else None, "rows")
-    given = x, weight, op.input_inverse, op.weight_inverse
+    given = x, op.weight_data, op.input_inverse, op.weight_inverse
     made = product.configured("bias").make(*given, m[len(m) - 1].bias) if bias else product.configured().make(*given)
     return cast(torch.Tensor, made)
 
@@ -84,30 +82,16 @@ def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool, recor
 def _input_gradient(
     dy: torch.Tensor,
     weight: torch.Tensor,
-    scale: torch.Tensor,
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
-    product: _Product,
+    product: Product,
 ) -> torch.Tensor:
-    """dx = dy W."""
-    along = product.transposes == products.ALONG
-    data, turned = quantize_weight_by_kernel(weight, scale, None, "turned" if along else "rows")
-    return _kept_input_gradient(dy, turned if along else data, inverse, gradient_inverse, product)
-
-
-def _kept_input_gradient(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    inverse: torch.Tensor,
-    gradient_inverse: torch.Tensor,
-    product: _Product,
-) -> torch.Tensor:
-    """The same, of W^T in 8 bits, or of W where it is read by rows."""
+    """dx = dy W, of W^T, or of W where it is read by rows."""
     return cast(torch.Tensor, product.configured().make(dy, weight, gradient_inverse, inverse))
 
 
 def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: _Product
+    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: Product
 ) -> torch.Tensor:
     """dW = dy^T x, both given as the product takes them."""
     return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
@@ -119,7 +103,7 @@ def _main_gradient(
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
     weight: torch.Tensor,
-    product: _Product,
+    product: Product,
     over: bool,
 ) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it."""
@@ -139,43 +123,22 @@ def _is_by_rows(m: Match) -> bool:
     return products.takes_any_layout(m.device, m.capability)
 
 
-def _is_kept(m: Match) -> bool:
-    return m[0].reads("weight_data")
-
-
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
-        records = m[0].reads("weight_amax")
-        run: Callable[..., Any] = functools.partial(
-            _output,
-            product=_Product.of(m, "y"),
-            bias=m[len(m) - 1].kind is Bias,
-            records=records,
-            kept=_is_kept(m),
-        )
+        run = functools.partial(_output, product=Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias)
         return Body(run, plain=True)
     if method == "input_gradient":
-        dx = _kept_input_gradient if _is_kept(m) else _input_gradient
-        return Body(functools.partial(dx, product=_Product.of(m, "dx")), plain=True)
-    product = _Product.of(m, "dW")
+        return Body(functools.partial(_input_gradient, product=Product.of(m, "dx")), plain=True)
+    product = Product.of(m, "dW")
     if m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
     return Body(functools.partial(_weight_gradient, product=product), plain=True)
 
 
-def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
-    """Those that its bodies launch beside the products."""
-    weight, kept = m[0].dtype_of("weight"), _is_kept(m)
-    if direction == "forward" and not kept:
-        yield QuantizeWeight(weight, "rows", m[0].reads("weight_amax"))
-    if "input" in needed and not kept:
-        yield QuantizeWeight(weight, "rows" if _is_by_rows(m) else "turned")
-
-
 # ------------------------------------------------------------------------------ why not, and what it costs
 
 
-def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
+def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
     """Why cuBLASLt cannot run these products of a match; True when it can."""
     why = products.obstacle_on(m.device, m.capability)
     if why is not None:
@@ -183,15 +146,15 @@ def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
     if m.target != "cuda":
         return "the kernels that lay out its factors are compiled for the GPU at hand, and this plan has none of these"
     weight = m[0].dtype_of("weight")
-    if weight not in KINDS:
+    if weight not in KINDS and not m[0].form.weight_is_kept:
         return f"weights are quantized from {', '.join(map(text_of, KINDS))}, this one is in {text_of(weight)}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
-    found = (asked(_refusal, m, _Product.of(m, product), product, m.x.rows, kind) for product in which)
+    found = (asked(_refusal, m, Product.of(m, product), product, m.x.rows, kind) for product in which)
     return next((words for words in found if words), True)
 
 
-def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> str | None:
+def _refusal(m: Match, product: Product, which: str, rows: int, kind: str) -> str | None:
     op = cast(Float8MatMul, m[0])
     inner, out = op.in_features, op.out_features
     tokens = padded(rows) if product.transposes == products.ALONG else rows
@@ -202,16 +165,14 @@ def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> s
     return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast, product.transposes)
 
 
-def _why_not_backward(m: Match, main_grad: bool, kept: bool = False, by_rows: bool = False) -> str | bool:
+def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
     if _is_by_rows(m) != by_rows:
         how = "lie along what is summed" if by_rows else "may lie by rows"
         return f"factors of 8 bits {how} on this device"
-    if _is_kept(m) != kept:
-        return "no weight in 8 bits is kept" if kept else "the weight is kept in 8 bits"
     if m[0].accumulate_into_main_grad != main_grad:
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
-    onto = _why_not(m, ("dW",), "onto") if main_grad else True
-    return onto if isinstance(onto, str) else _why_not(m, ("dx",) if main_grad else ("dx", "dW"))
+    onto = why_no_float8(m, ("dW",), "onto") if main_grad else True
+    return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
 
 
 def _forward_cost(m: Match) -> Cost:
@@ -224,43 +185,27 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    """What is quantized before counts as bytes apart."""
-    product = _Product.of(m, which)
-    if which == "dW":
-        before, launches, written = 0, 1, rows * columns * m[0].dtype_of("weight").itemsize
-    elif _is_kept(m):
-        before, launches, written = 0, 1, rows * columns * product.out.itemsize
-    else:
-        before, launches = (1 + m[0].dtype_of("weight").itemsize) * columns * summed, 2
-        written = rows * columns * product.out.itemsize
-    read = summed * (rows + columns)
-    return Cost(
-        read + before // 2,
-        written + before - before // 2,
-        2.0 * rows * columns * summed,
-        launches,
-        apart=before,
-        dtype=name_of(product.a),
-    )
+    product = Product.of(m, which)
+    out = m[0].dtype_of("weight") if which == "dW" else product.out
+    read, written = summed * (rows + columns), rows * columns * out.itemsize
+    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
 
 
 # ---------------------------------------------------------------------------------------------- the fusions
 
 
-def _nodes(by_rows: bool, kept: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
+def _nodes(by_rows: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
     """dx and dW, and what they read."""
-    of_kept = _OF_KEPT_INPUT_BY_ROWS if by_rows else _OF_KEPT_INPUT
+    of_input = _OF_INPUT_BY_ROWS if by_rows else _OF_INPUT
     of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
-    of_input = of_kept if kept else _OF_INPUT
     return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
 
 
-def _said_of(by_rows: bool, kept: bool, main_grad: bool) -> str:
+def _said_of(by_rows: bool, main_grad: bool) -> str:
     """What a row of backward's says of itself."""
     lying = "lie by rows" if by_rows else "lie along what is summed"
-    weight = ", the weight's kept in 8 bits" if kept else ""
     onto = ", dW onto main_grad" if main_grad else ""
-    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{weight}{onto}."
+    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}."
 
 
 def _declare(
@@ -282,7 +227,6 @@ def _declare(
             doc=doc,
             gradients=gradients,
             choose=_choose,
-            compiles=_kernels,
             takes_gradients_in=_GRADIENTS if gradients else (),
         )
     )
@@ -291,26 +235,80 @@ def _declare(
 FUSIONS = (
     _declare(
         "float8_matmul",
-        "y = (x s) (W t)^T by cuBLASLt, W quantized before.",
+        "y = (x s) (W t)^T by cuBLASLt.",
         (Float8MatMul,),
-        lambda m: _why_not(m, ("y",)),
+        lambda m: why_no_float8(m, ("y",)),
     ),
     _declare(
         "float8_matmul_bias",
         "The product's epilogue adds the bias.",
         (Float8MatMul, Optional(QuantizeGradient), Bias),
-        lambda m: why_no_bias(m, len(m) - 1) or _why_not(m, ("y",), "bias"),
+        lambda m: why_no_bias(m, len(m) - 1) or why_no_float8(m, ("y",), "bias"),
     ),
     *(
         _declare(
-            f"float8_matmul_{'rows_' if by_rows else ''}{'kept_' if kept else ''}{'main_grad' if main else 'backward'}",
-            _said_of(by_rows, kept, main),
+            f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main else 'backward'}",
+            _said_of(by_rows, main),
             (Float8MatMul,),
-            functools.partial(_why_not_backward, main_grad=main, kept=kept, by_rows=by_rows),
-            _nodes(by_rows, kept, main),
+            functools.partial(_why_not_backward, main_grad=main, by_rows=by_rows),
+            _nodes(by_rows, main),
         )
         for by_rows in (False, True)
-        for kept in (False, True)
         for main in (False, True)
     ),
 )
+
+
+# -------------------------------------------------------------------------------------------------- the weights
+
+
+class Weights8(Maker):
+    """All weights of a list in 8 bits by one launch, which raises their amaxes, too."""
+
+    name = "quantize_weights"
+    of = ("weight", "weight_scale", "weight_amax")
+    makes = ("weight_data", "weight_turned")
+    in_forward = ("weight_data",)
+
+    def takes(self, op: FusableOperation) -> bool:
+        return isinstance(op, Float8MatMul) and not op.form.weight_is_kept
+
+    def cost(self, wanted: Sequence[Wanted]) -> Cost:
+        specs = [(w, w.given["weight"]) for w in wanted]
+        written = sum([len(w.makes) * spec.rows * spec.features for w, spec in specs])
+        return Cost(sum([spec.nbytes for _, spec in specs]), written, calls=1.0 + 0.5 * len(wanted))
+
+    def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
+        return (QuantizeWeights(),)
+
+    def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
+        run = quantizer_on(device, [_told(w) for w in wanted])
+        if not any(w.again for w in wanted):
+            return run
+        again = [
+            quantizer_on(device, [Weight8(w.given["weight"].dtype, rows=False)]) if w.again else None for w in wanted
+        ]
+        return functools.partial(_noting, run, wanted, again)
+
+
+def _told(w: Wanted) -> Weight8:
+    return Weight8(
+        w.given["weight"].dtype, "weight_data" in w.makes, "weight_turned" in w.makes, "weight_amax" in w.given
+    )
+
+
+def _noting(
+    run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
+) -> Any:
+    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
+    made = run(*given)
+    tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
+    for w, turn in zip(wanted, again, strict=True):
+        sources = [next(parts) for _ in w.given]
+        for name, t in [(name, next(tensors)) for name in w.makes]:
+            if name in w.again and turn is not None:
+                made_of(t, sources[:2], turn)
+    return made
+
+
+register_maker(Float8MatMul, Weights8())

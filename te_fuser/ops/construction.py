@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from te_fuser.ops.base import FusableOperation
@@ -10,6 +11,7 @@ from te_fuser.ops.base import FusableOperation
 _made: WeakValueDictionary[int, FusableOperation] = WeakValueDictionary()
 _count = itertools.count(1)
 _last = [0]
+_watching: list[Callable[[FusableOperation], None]] = []
 
 
 def constructed(op: FusableOperation) -> None:
@@ -17,6 +19,13 @@ def constructed(op: FusableOperation) -> None:
     number = next(_count)
     _made[number] = op
     _last[0] = number
+    for look in _watching:
+        look(op)
+
+
+def on_construction(look: Callable[[FusableOperation], None]) -> None:
+    """Have a function called with each from now on."""
+    _watching.append(look)
 
 
 def latest() -> int:

@@ -1,4 +1,7 @@
-"""Several parameters of one module as one, joined along dimension 0: without a copy where they lie in one buffer."""
+"""Several parameters of one module as one, joined along dimension 0: without a copy where they lie in one buffer.
+
+And what is made of parts in any other way, where backward is to make it again.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,28 @@ from te_fuser.ops.dtensor import as_gradient, is_dtensor, own_part, recorded_par
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.scales import HoldsScales
 
-_JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was joined from
+_JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was made of
 _FIRST = 2**63  # of nodes that could run, backward takes the one of the largest number, gradients of leaves apart
 
 
+def _concatenated(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([own_part(part).detach() for part in parts])
+
+
 class Joined(NamedTuple):
-    """What a tensor was joined from.
+    """What a tensor was joined from, or made of in another way.
 
     Attributes:
         parts: these.
         facts: that these are the parts and lie where they lay.
         copied: whether it has memory of its own, and is no view of theirs.
+        again: makes it of them.
     """
 
     parts: tuple[torch.Tensor, ...]
     facts: Facts
     copied: bool
+    again: Callable[..., torch.Tensor] = _concatenated
 
 
 class InOneBuffer(torch.autograd.Function):
@@ -62,6 +71,7 @@ class JoinedBinding(WeakBinding):
     """
 
     tells: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     names: tuple[str, ...]
 
@@ -161,7 +171,21 @@ def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
     return () if joined is None else joined.parts
 
 
-Places = list[tuple[int, int, int]]  # where a copy stood, and from where to where its parts stand now
+def made_of(t: torch.Tensor, parts: Sequence[torch.Tensor], again: Callable[..., torch.Tensor]) -> None:
+    """Note what a tensor was made of, and what makes it again: of a copy of joined ones, their parts."""
+    joined = joined_of(parts[0])
+    if joined is not None and joined.copied:
+        count, inner, outer = len(joined.parts), joined.again, again
+        parts = (*joined.parts, *parts[1:])
+
+        def again(*parts: torch.Tensor) -> torch.Tensor:
+            return outer(inner(*parts[:count]), *parts[count:])
+
+    t.__dict__[_JOINED] = Joined(tuple(parts), Facts(), True, again)
+
+
+# Where a copy stood, from where to where its parts stand now, and what makes it again.
+Places = list[tuple[int, int, int, Callable[..., torch.Tensor]]]
 
 
 def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
@@ -173,7 +197,7 @@ def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any]
     for place in joined:
         of = joined_of(found[place])
         if of is not None and of.copied:
-            places.append((place, len(found), len(found) + len(of.parts)))
+            places.append((place, len(found), len(found) + len(of.parts), of.again))
             found[place] = None
             found += of.parts
     return found, places
@@ -184,8 +208,8 @@ def whole_again(kept: Sequence[Any], places: Places) -> Sequence[Any]:
     if not places:
         return kept
     found = list(kept[: places[0][1]])
-    for place, start, stop in places:
-        found[place] = torch.cat([own_part(part).detach() for part in kept[start:stop]])
+    for place, start, stop, again in places:
+        found[place] = again(*kept[start:stop])
     return found
 
 

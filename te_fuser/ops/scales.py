@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
+from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, staying_narrow
+
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 
 
@@ -15,12 +16,13 @@ class HoldsScales(torch.nn.Module):
     """A module that knows scales among its buffers: when it is loaded, converted, copied and pickled."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        fit_checkpoint(self, state_dict, prefix, self.__dict__.get("_kept_together", ()))
         before_loading(self, state_dict, prefix, *rest)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         before = {name: t for name, t in self._buffers.items() if t is not None and name.endswith((SCALE, HISTORY))}
-        made = super()._apply(fn, recurse)
+        made = super()._apply(staying_narrow(self, fn), recurse)
         for name, kept in before.items():
             now = self._buffers[name]
             if now is not None and now.dtype != kept.dtype:
@@ -28,7 +30,16 @@ class HoldsScales(torch.nn.Module):
         return made
 
     def reset_scales(self) -> None:
-        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them."""
+        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
+
+        Raises:
+            RuntimeError: where weights are in 8 bits alone, which are filled by nothing but a checkpoint.
+        """
+        if NARROW in self.__dict__:
+            raise RuntimeError(
+                f"{type(self).__name__} has its weights in 8 bits alone, and cannot fill them anew: load a checkpoint, "
+                "or make another one"
+            )
         for name, have in self._buffers.items():
             if have is not None and name.endswith((SCALE, HISTORY)):
                 self._buffers[name] = torch.full_like(have, 1.0 if name.endswith(SCALE) else 0.0)

@@ -2,8 +2,18 @@
 
 from te_fuser.quantization.checkpointing import checkpoint_contexts
 from te_fuser.quantization.named import not_finite, states
+from te_fuser.quantization.only import quantized_model_init
 from te_fuser.quantization.precision import precision
 from te_fuser.quantization.tensor import QuantizedTensor, quantize
 from te_fuser.recipe.region import microbatch
 
-__all__ = ["QuantizedTensor", "checkpoint_contexts", "microbatch", "not_finite", "precision", "quantize", "states"]
+__all__ = [
+    "QuantizedTensor",
+    "checkpoint_contexts",
+    "microbatch",
+    "not_finite",
+    "precision",
+    "quantize",
+    "quantized_model_init",
+    "states",
+]

@@ -16,7 +16,7 @@ import torch
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.ops.facts import Facts, still_hold, tensor_place
-from te_fuser.ops.scales import HISTORY, SCALE
+from te_fuser.ops.narrow import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import (
     ROLES,

@@ -1,4 +1,7 @@
-"""Weights that are kept in 8 bits from micro-batch to micro-batch: quantized in the first, read in the others."""
+"""Weights in 8 bits: made anew in each call, or kept from micro-batch to micro-batch.
+
+Those that are kept are quantized in the first and read in the others; both by one launch for all weights of a list.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weight
+from te_fuser.fuser.run.targets import obstacle
+from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.look import is_looking
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
@@ -18,6 +22,21 @@ from te_fuser.quantization.state import State, blocks, lock, not_in_capture, sta
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
+
+
+class MadeBinding(StateBinding):
+    """A weight in 8 bits that each call makes: where calls look it up stands what it is like."""
+
+    what = "of_this_call"
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self.__dict__["state"].blanks  # type: ignore[no-any-return]
+
+
+class MadeAgainBinding(MadeBinding):
+    """One that backward makes again of the weight: `fully_shard` takes that away in between, and brings it back."""
+
+    in_parts = True
 
 
 class KeptBinding(StateBinding):
@@ -34,31 +53,61 @@ def keep(weights: Sequence[Binding]) -> None:
     if not weights:
         return
     states = {state_of(weight): weight for weight in weights}
-    for state, weight in states.items():
-        _keep(state, weight)
+    looks = is_looking()
+    first = region.is_first_microbatch() and not (looks or region.recomputing())
+    missing = [s for s in states if first or not (s.is_kept or looks and s.kept) or not _lies_beside(s)]
+    if missing:
+        not_in_capture("weights are quantized to be kept")
+    if missing and not (first or looks):
+        _say_once()
+    amaxes = [state.amaxes["weight"] for state in missing] if torch.is_grad_enabled() else None
+    with lock, torch.inference_mode(False), torch.no_grad():
+        taken = [w if w.dtype in KINDS else w.float() for w in (states[s].taken().detach() for s in missing)]
+        made = [_like(w) for w in taken] if looks else _quantized(taken, missing, amaxes)
+        for state, both in zip(missing, made, strict=True):
+            state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
+            state.is_kept = not looks
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
-def _keep(state: State, weight: Binding) -> None:
-    looks = is_looking()
-    first = region.is_first_microbatch() and not (looks or region.recomputing())
-    if not first and (state.is_kept or looks and state.kept) and _lies_beside(state):
-        return
-    not_in_capture("weights are quantized to be kept")
-    if not (first or looks):
-        _say_once()
-    amax = state.amaxes["weight"] if torch.is_grad_enabled() else None
-    with lock, torch.inference_mode(False), torch.no_grad():
-        w = weight.taken().detach()
-        w = w if w.dtype in KINDS else w.float()
-        made = _like(w) if looks else quantize_weight(w, state.scales["weight"], amax)
-        state.kept.update(zip(KEPT, (*made, state.inverses["weight"]), strict=True))
-        state.is_kept = not looks
+def _quantized(
+    weights: Sequence[torch.Tensor], states: Sequence[State], amaxes: Sequence[torch.Tensor] | None
+) -> list[Quantized]:
+    by_device: dict[torch.device, list[int]] = {}
+    for number, w in enumerate(weights):
+        by_device.setdefault(w.device, []).append(number)
+    found: dict[int, Quantized] = {}
+    for device, numbers in by_device.items():
+        given = [weights[k] for k in numbers], [states[k].scales["weight"] for k in numbers]
+        slots = None if amaxes is None else [amaxes[k] for k in numbers]
+        has_kernel = device.type == "cuda" and obstacle(device, torch.float32) is None
+        found.update(zip(numbers, quantize_weights(*given, slots, by_kernel=has_kernel), strict=True))
+    return [found[k] for k in range(len(weights))]
 
 
 def _like(w: torch.Tensor) -> Quantized:
     """What a plan is made by that nobody runs."""
     return w.new_empty(w.shape, dtype=DTYPE), w.new_empty(w.shape[::-1], dtype=DTYPE)
+
+
+def leave_blank(state: State, out_features: int, in_features: int) -> None:
+    """Have calls find what the weight in 8 bits is like; who reads its numbers finds NaN."""
+    device = state.scales["weight"].device
+    if state.blanks and state.blanks[KEPT[0]].device == device:
+        return
+    with torch.inference_mode(False):
+        blank = torch.zeros((), dtype=torch.int8, device=device).sub_(1).view(DTYPE)  # all bits: NaN
+    sizes = out_features, in_features
+    state.blanks.update(zip(KEPT, (blank.expand(sizes), blank.expand(sizes[::-1])), strict=False))
+
+
+def is_taken_away(owner: torch.nn.Module) -> bool:
+    """Whether `fully_shard` takes parameters of a module away between forward and backward.
+
+    Its marks are hooks for loading, on each module that owns some.
+    """
+    hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
+    return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)
 
 
 def _lies_beside(state: State) -> bool:

@@ -27,7 +27,18 @@ from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside, ran_within
 from te_fuser.quantization.graphs import refuse_by_hand
-from te_fuser.quantization.kept import KEPT, KeptBinding, keep, kept_facts, kept_undisturbed
+from te_fuser.quantization.kept import (
+    KEPT,
+    KeptBinding,
+    MadeAgainBinding,
+    MadeBinding,
+    is_taken_away,
+    keep,
+    kept_facts,
+    kept_undisturbed,
+    leave_blank,
+)
+from te_fuser.quantization.only import is_only_narrow
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, known_state_of, state_of
@@ -64,9 +75,14 @@ class Regions(surroundings.Surrounding):
             check_machine(device, kind)
         for weight, recipe, device in found if not is_looking() else ():
             ensure(weight, recipe, device) if scalings_of(recipe) is None else ran_within(weight)
+        for item in listed:
+            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
+                leave_blank(state_of(own), *cast(MatMul, item.lowered.op).parameter_shapes()["weight"])
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
+        for item in filter(_is_product, listed):
+            _refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
         if has_been_asked() and not is_looking():
             ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
 
@@ -128,7 +144,17 @@ def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in listed if KEPT[0] in item.lowered.aside]
+    return [item.lowered.bindings["weight"] for item in listed if _is_kept(item)]
+
+
+def _is_kept(item: ListedOp) -> bool:
+    """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
+    return KEPT[-1] in item.lowered.aside
+
+
+def _refuse_narrow(item: ListedOp, why: str) -> None:
+    if is_only_narrow(item.lowered.bindings["weight"]):
+        raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
 
 
 def _is_given(item: ListedOp) -> bool:
@@ -156,18 +182,25 @@ def _without_values(weight: Binding, product: MatMul) -> State:
     device = device_of(weight) or torch.device("meta")
     state, number = State(torch.nn.Module(), weight.name), torch.empty((), dtype=torch.float32, device=device)
     data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device=device)
-    state.kept.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
+    for like in (state.kept, state.blanks):
+        like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
     return state
 
 
-def _keeps(item: ListedOp, key: Hashable) -> bool:
-    """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
-    (around, calibrating), weight = _said(key), item.lowered.bindings["weight"]
+def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
+    """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
+    around, calibrating = _said(key)
     recipe = cast(DelayedScaling, recipe_for(weight, around))
-    wide = calibrating or any(recipe.override_linear_precision)
-    return _is_in_microbatch(key) and not wide and not _is_given(item)
+    if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
+        return {}
+    given = isinstance(weight, GivenBinding)
+    if _is_in_microbatch(key) and not given:
+        return {name: KeptBinding(state, name) for name in KEPT}
+    data, turned, _ = KEPT
+    again = not given and is_taken_away(weight.owner)
+    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
 def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
@@ -175,9 +208,10 @@ def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
-    aside = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
-    if _keeps(item, key):
-        aside |= {name: KeptBinding(state, name) for name in KEPT}
+    aside: dict[str, Binding] = {
+        f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
+    }
+    aside |= _weight_bindings(weight, state, key)
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
@@ -195,10 +229,17 @@ def _is_in_microbatch(key: Hashable) -> bool:
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
     """What stands in an op's place."""
     low, (around, calibrating) = item.lowered, _said(key)
-    if why_not(item, around) is not None:
+    why = why_not(item, around)
+    if why is not None:
+        if why:
+            _refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
     recipe = recipe_for(low.bindings["weight"], around)
     scalings = scalings_of(recipe)
+    if is_only_narrow(low.bindings["weight"]):
+        if scalings is not None:
+            _refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
+        return _of_narrow(item, call, key)
     if calibrating and scalings is not None:
         return (item,)
     own = call.parameters[low.bindings["weight"].key].spec.dtype
@@ -239,14 +280,35 @@ def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) 
     low, gradients = item.lowered, form["formats"][2]
     yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", records)
     product = cast(MatMul, low.op)
-    if KEPT[0] in low.aside:
+    if _is_kept(item):
         read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": low.aside["kept_inverse"]}
         yield _in_place(item, Float8MatMul(product, weight_is_kept=True, **form), "", read, inverse)
     else:
-        read = [*READ, *(["weight_amax"] if records else [])]
+        read = [*READ, *KEPT[:2], *(["weight_amax"] if records else [])]
         yield _in_place(item, Float8MatMul(product, **form), "", read)
     if records:
         yield _quantizing(item, QuantizeGradient(gradients, scale=None), ".quantize_gradient", "output_gradient", True)
+
+
+def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+    """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
+    low, (around, calibrating) = item.lowered, _said(key)
+    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
+    if calibrating or recipe.override_linear_precision[0]:
+        _refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
+    if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
+        _refuse_narrow(
+            item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own"
+        )
+    exact = torch.float64 if not rounds() else None
+    dtype = item.casts.get("weight", call.x.dtype)
+    if (exact or dtype) not in (*OUT_DTYPES, exact):
+        _refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
+    form = _form(recipe, torch.float32 if exact else dtype, torch.float32 if exact else dtype)
+    op = Float8MatMul(cast(MatMul, low.op), weight_is_kept=True, **form)
+    yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", False)
+    numbers = [name for name in READ_KEPT if name in low.aside]
+    yield _in_place(item, op, "", numbers, {"weight_data": low.bindings["weight"]})
 
 
 def _in_place(
@@ -287,10 +349,13 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:
             yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
-    if once := [item.path for item in listed if KEPT[0] in item.lowered.aside]:
+    if once := [item.path for item in listed if _is_kept(item)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
     if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
+    products = filter(_is_product, listed)
+    if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:
+        yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"

@@ -9,19 +9,17 @@ from te_fuser.ops.binding import Binding
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.narrow import prefix_of
 from te_fuser.ops.quantized_matmul import STEP
-from te_fuser.quantization.state import prefix_of
 
 
 def products() -> list[Binding]:
     """The weights of all products that there are, each once, those that were made first before others."""
     found: dict[object, Binding] = {}
     for op in in_order():
-        product = op.op if isinstance(op, Bound) else op
-        if isinstance(product, MatMul) and product.kind is MatMul and _fits(product):
-            weight = _weight_of(op)
-            if weight is not None:
-                found.setdefault(weight.key, weight.weak())
+        weight = weight_of(op)
+        if weight is not None:
+            found.setdefault(weight.key, weight.weak())
     return list(found.values())
 
 
@@ -33,8 +31,11 @@ def _fits(product: MatMul) -> bool:
         return False
 
 
-def _weight_of(op: FusableOperation) -> Binding | None:
-    """What a product is bound to; None where that is gone, or another module's that reads it by another op."""
+def weight_of(op: FusableOperation) -> Binding | None:
+    """What a product is bound to; None of other ops, and where that is gone or another module reads it otherwise."""
+    product = op.op if isinstance(op, Bound) else op
+    if not (isinstance(product, MatMul) and product.kind is MatMul and _fits(product)):
+        return None
     try:
         return next((low.bindings["weight"] for low in op.lower() if "weight" in low.bindings), None)
     except (AttributeError, ReferenceError, TypeError):  # an owner that is gone, a hook: such an op runs nowhere

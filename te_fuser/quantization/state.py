@@ -18,7 +18,8 @@ import torch
 from te_fuser.kernels.fold_amaxes import APART
 from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
-from te_fuser.ops.scales import HISTORY, SCALE, STATES, take_scales
+from te_fuser.ops.narrow import HISTORY, SCALE, prefix_of
+from te_fuser.ops.scales import STATES, take_scales
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -120,6 +121,8 @@ class State:
         name, prefix: the weight's name, and what buffers have of it before theirs.
         scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
             of the amax.
+        blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
+        kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
         recipe: by which its last call ran.
         is_in_region: whether that was in a region.
         entry: the number of the outermost one.
@@ -131,6 +134,7 @@ class State:
         self.scales: Numbers = {}
         self.inverses: Numbers = {}
         self.amaxes: Numbers = {}
+        self.blanks: Numbers = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
         self.recipe: Recipe | None = None
@@ -398,13 +402,6 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
     kept = min(length, len(history))
     made[:kept] = history[:kept]
     return made
-
-
-def prefix_of(name: str) -> str:
-    """What buffers of a weight have before their names: "" of "weight", "fc1_" of "fc1_weight"."""
-    parts = [part.removesuffix(".T").removesuffix("weight").strip("._") for part in name.split(", ")]
-    said = "_".join(part.replace(".", "_") for part in parts if part)
-    return f"{said}_" if said else ""
 
 
 def blocks() -> list[Block]:

@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import FusionCall
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.quantize_weights import QuantizeWeight, quantize_weight_by_kernel
+from te_fuser.kernels.quantize_weights import QuantizeWeights
 from te_fuser.kernels.transposed8 import Transposed8
 from te_fuser.quantization import QuantizedTensor, quantize
 from te_fuser.recipe import DelayedScaling, Format, MMParams
@@ -34,8 +34,8 @@ Y, BIASED, BACK, MAIN = (
     "float8_matmul_backward",
     "float8_matmul_main_grad",
 )
-KEPT_BACK, KEPT_MAIN = "float8_matmul_kept_backward", "float8_matmul_kept_main_grad"
-ROWS_BACK, ROWS_MAIN, ROWS_KEPT = (f"float8_matmul_rows_{name}" for name in ("backward", "main_grad", "kept_backward"))
+WEIGHTS = "quantize_weights"
+ROWS_BACK, ROWS_MAIN = "float8_matmul_rows_backward", "float8_matmul_rows_main_grad"
 HYBRID = DelayedScaling()
 
 
@@ -72,39 +72,45 @@ def step(p: Plan, name: str, produces: str = "output") -> Step:
 @pytest.mark.parametrize("device", ["h200", "l4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_taken(device: str, dtype: torch.dtype) -> None:
-    """With the bias in forward, past what quantizes its gradient; what is turned beside norms is a step of its own."""
+    """With the bias in forward, past what quantizes its gradient; the weight in 8 bits made before all."""
     p = planned(device, dtype)
-    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.forward] == [WEIGHTS, "layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
     assert [s.name for s in p.backward] == ["bias_gelu_bwd", BACK, "layer_norm_quantize_bwd", "transposed8", BACK]
     forward, dx, dw = step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight")
     flops = 2.0 * ROWS * IN * OUT
     assert (forward.cost.flops, dx.cost.flops, dw.cost.flops) == (flops, flops, 2.0 * 32 * IN * OUT)
     assert (forward.cost.dtype, dx.cost.dtype, dw.cost.dtype) == ("float8_e4m3fn", "float8_e5m2", "float8_e5m2")
-    assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 0
-    assert dw.task.written == () and step(p, "transposed8", "transposed").task.written == (Transposed8(E4M3),)
-    assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
-    assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
+    assert forward.cost.apart == dx.cost.apart == 0 == dw.cost.apart
+    assert dw.task.written == dx.task.written == forward.task.written == ()
+    assert step(p, "transposed8", "transposed").task.written == (Transposed8(E4M3),)
+    (weights,) = p.before
+    assert weights.task.written == (QuantizeWeights(),) and weights.cost.launches == 1
+    assert [name for name, _ in weights.inputs] == ["2.weight", "2.weight_scale", "2.weight_amax"]
+    assert [name for name, _ in weights.outputs] == ["2.weight_data", "2.weight_turned"]
+    assert weights.cost.read == weights.cost.written == 2 * IN * OUT
 
 
 def test_where_factors_are_taken_as_they_lie() -> None:
     """Nothing is turned, the weight neither, and sums go over the tokens that there are."""
     p = planned("b200")
-    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.forward] == [WEIGHTS, "layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
     assert [s.name for s in p.backward] == ["bias_gelu_bwd", ROWS_BACK, "layer_norm_quantize_bwd", ROWS_BACK]
-    assert step(p, ROWS_BACK, "input").task.written == (QuantizeWeight(torch.bfloat16, "rows"),)
+    assert [name for name, _ in p.before[0].outputs] == ["2.weight_data"]
     assert step(p, ROWS_BACK, "0.weight").cost.flops == 2.0 * ROWS * IN * OUT
     assert reasons(p, BACK) == {"factors of 8 bits may lie by rows on this device"}
     assert reasons(planned(), ROWS_BACK) == {"factors of 8 bits lie along what is summed on this device"}
     assert {s.name for s in planned("b200", main_grad=True).backward} >= {ROWS_MAIN}
-    kept = step(planned("b200", first=False), ROWS_KEPT, "input")
+    kept = step(planned("b200", first=False), ROWS_BACK, "input")
     assert "0.weight_data" in dict(kept.inputs) and kept.task.written == ()
 
 
 def test_without_gradients() -> None:
-    """Nothing is recorded, and nothing stands between the product and its bias."""
+    """Nothing is recorded, nothing stands between the product and its bias, and no weight is turned."""
     p = planned(grad=False)
-    assert [s.name for s in p.forward][1] == BIASED and len(p.graph.nodes) == 5
-    assert step(p, BIASED).task.written == (QuantizeWeight(torch.bfloat16, "rows", False),)
+    assert [s.name for s in p.forward][2] == BIASED and len(p.graph.nodes) == 5
+    (weights,) = p.before
+    assert [name for name, _ in weights.inputs] == ["2.weight", "2.weight_scale"]
+    assert [name for name, _ in weights.outputs] == ["2.weight_data"]
 
 
 def test_main_grad() -> None:
@@ -115,18 +121,13 @@ def test_main_grad() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_are_kept(first: bool) -> None:
-    """Nothing quantizes them in a plan, which counts no bytes for that."""
-    p = planned(first=first)
-    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
-    norm = ["layer_norm_quantize_bwd", "transposed8"]
-    assert [s.name for s in p.backward] == ["bias_gelu_bwd", KEPT_BACK, *norm, KEPT_BACK]
-    forward, dx, dw = step(p, BIASED), step(p, KEPT_BACK, "input"), step(p, KEPT_BACK, "0.weight")
-    assert forward.task.written == dx.task.written == dw.task.written == ()
-    assert forward.cost.apart == dx.cost.apart == 0 and forward.cost.launches == dx.cost.launches == 1
+    """Nothing quantizes them in a plan, which is the same in all else."""
+    p, q = planned(first=first), planned()
+    assert p.before == () and [s.name for s in p.forward] == [s.name for s in q.forward[1:]]
+    assert [s.name for s in p.backward] == [s.name for s in q.backward]
+    forward, dx = step(p, BIASED), step(p, BACK, "input")
+    assert forward.cost.launches == dx.cost.launches == 1
     assert forward.cost.read == IN * (ROWS + OUT) and dx.cost.read == OUT * (ROWS + IN)
-    assert reasons(p, BACK) == {"the weight is kept in 8 bits"}
-    assert KEPT_MAIN in {s.name for s in planned(first=first, main_grad=True).backward}
-    assert reasons(planned(), KEPT_BACK) == {"no weight in 8 bits is kept"}
 
 
 def test_sums_are_as_the_recipe_says() -> None:
@@ -158,7 +159,7 @@ def test_reasons(options: dict[str, Any], name: str, why: str) -> None:
 
 def test_a_bias_in_float32_stays_a_row_op() -> None:
     names = [s.name for s in planned(dtype=torch.float32).forward]
-    assert names == ["layer_norm_quantize_fwd", Y, "bias_gelu_fwd"]
+    assert names == [WEIGHTS, "layer_norm_quantize_fwd", Y, "bias_gelu_fwd"]
 
 
 def test_without_generated_kernels() -> None:
@@ -169,14 +170,7 @@ def test_without_generated_kernels() -> None:
 
 # ------------------------------------------------------------------------------------------- what runs is right
 
-KERNELS = [
-    *(
-        QuantizeWeight(dtype, wanted, records)
-        for dtype in (torch.bfloat16, torch.float32)
-        for wanted, records in (("rows", True), ("rows", False), ("turned", False))
-    ),
-    QuantizeWeight(torch.bfloat16, "both"),
-]
+KERNELS = [QuantizeWeights()]
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +218,13 @@ def test_products(
     gradients = E5M2 if format is Format.HYBRID else E4M3
     x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, gradients, 50.0)
     wide_x, wide_w, wide_dy = (t.data.double() * t.scale_inverse.double() for t in (x8, w8, dy8))
+    (weights,) = p.before
+    quantized = weights.task.maker.function(weights.task.wanted, w.device)(w, torch.tensor(60.0), slot)  # type: ignore[attr-defined]
+    both = quantized if isinstance(quantized, tuple) else (quantized,)
     numbers = {
         "0.weight": w,
-        "0.weight_scale": torch.tensor(60.0),
+        **dict(zip(("0." + name.rpartition(".")[2] for name, _ in weights.outputs), both, strict=True)),
         "0.weight_inverse": w8.scale_inverse,
-        "0.weight_amax": slot,
         "0.input_inverse": x8.scale_inverse,
         "0.output_gradient_inverse": dy8.scale_inverse,
         **layouts(x8, dy8),
@@ -247,40 +243,6 @@ def test_products(
         found = task.body.function(*[numbers[name] for name in task.gradient.takes])  # type: ignore[union-attr]
         assert found.dtype == made and not library.last_fast
         close(found, exact)
-
-
-@needs_compiler
-def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
-    """Bit for bit those of one that is quantized in each of them."""
-    p, q = planned(), planned(first=False)
-    rng = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(*shape, generator=rng) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
-    w, bias = w.bfloat16(), torch.randn(OUT, generator=rng).bfloat16()
-    x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, E5M2, 50.0)
-    data, turned = quantize_weight_by_kernel(w, torch.tensor(60.0), None, "both")
-    assert torch.equal(data.view(torch.uint8), w8.data.view(torch.uint8))
-    both = {
-        "0.weight": w,
-        "0.weight_inverse": w8.scale_inverse,
-        "0.input_inverse": x8.scale_inverse,
-        "0.output_gradient_inverse": dy8.scale_inverse,
-        **layouts(x8, dy8),
-    }
-    anew = both | {"0.weight_scale": torch.tensor(60.0), "0.weight_amax": torch.tensor(0.0)}
-    kept = both | {"0.weight_data": data, "0.weight_turned": turned}
-    found = []
-    for made, numbers, back in ((p, anew, BACK), (q, kept, KEPT_BACK)):
-        forward = step(made, BIASED)
-        last = forward.stop - forward.start - 1
-        nodes = [n.op for n in made.graph.nodes[forward.start : forward.stop]]
-        call = FusionCall(nodes, numbers | {f"{last}.bias": bias}, frozenset(), {})
-        results = [forward.task.body.function(call, x8.data)]  # type: ignore[union-attr]
-        for name in ("input", "0.weight"):
-            task = step(made, back, name).task
-            results.append(task.body.function(*[numbers[name] for name in task.gradient.takes]))  # type: ignore[union-attr]
-        found.append(results)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 @needs_compiler
@@ -312,8 +274,8 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, device: str, name: s
 def test_nothing(library: FakeCublasLt) -> None:
     """An empty batch gives empty results, and a gradient of zeros."""
     p = planned()
-    one, w = torch.ones(()), torch.ones(OUT, IN, dtype=torch.bfloat16)
+    one, w = torch.ones(()), torch.ones(IN, OUT).to(E4M3)
     x, dy = torch.zeros(0, IN).to(E4M3), torch.zeros(0, OUT).to(E5M2)
-    dx = step(p, BACK, "input").task.body.function(dy, w, one, one, one)  # type: ignore[union-attr]
+    dx = step(p, BACK, "input").task.body.function(dy, w, one, one)  # type: ignore[union-attr]
     dw = step(p, BACK, "0.weight").task.body.function(dy.mT, x.mT, one, one)  # type: ignore[union-attr]
     assert dx.shape == (0, IN) and torch.equal(dw, torch.zeros(OUT, IN, dtype=torch.bfloat16))

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import fusions, ops
-from te_fuser.quantization import states
+from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Format
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +24,8 @@ RECIPES = {
     "hybrid": RECIPE,
     "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_history_len=2, margin=1),
     "kept_dw": DelayedScaling(override_linear_precision=(False, False, True)),
+    "kept_y": DelayedScaling(override_linear_precision=(True, False, False)),
+    "kept_dx": DelayedScaling(override_linear_precision=(False, True, False), fp8_format=Format.E4M3),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
@@ -38,7 +40,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),
     "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
 }
-OURS = ("float8_matmul", "float8_matmul_bias", "float8_matmul_backward", "float8_matmul_main_grad")
+OURS = (
+    "float8_matmul",
+    "float8_matmul_bias",
+    "float8_matmul_backward",
+    "float8_matmul_main_grad",
+    "partly_float8_mat_mul",
+    "partly_float8_mat_mul_backward",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +74,16 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def step(
-    model: Any, x: torch.Tensor, recipe: DelayedScaling, seed: int = 7, autocast: bool = False
+    model: Any,
+    x: torch.Tensor,
+    recipe: DelayedScaling,
+    seed: int = 7,
+    autocast: bool = False,
+    first: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Output and gradients of one call in a region, with a gradient that follows from the seed."""
-    leaf = x.clone().requires_grad_()
-    with te.fp8_autocast(enabled=True, fp8_recipe=recipe), torch.autocast("cuda", BF16, enabled=autocast):
+    leaf, region = x.clone().requires_grad_(), te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    with region, microbatch(first), torch.autocast("cuda", BF16, enabled=autocast):
         y = model(leaf)
     y.backward(data(seed, *y.shape, dtype=y.dtype))
     found = {"output": y.detach(), "x": leaf.grad}
@@ -145,6 +159,84 @@ def test_cublaslt_runs_all_three() -> None:
         plan = model.plan(x)
     names = [s.name for s in (*plan.forward, *plan.backward)]
     assert sum(name in OURS[:2] for name in names) == 2 and names.count("float8_matmul_backward") == 4, names
+
+
+def test_all_weights_by_one_launch() -> None:
+    """And kept ones by none."""
+    model, _ = made("te.TransformerLayer")
+    x = data(0, 128, 2, F)
+    for first, count in ((None, 1), (False, 0)):
+        step(model, x, RECIPE, first=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            step(model, x, RECIPE, first=first)
+            torch.cuda.synchronize()
+        assert sum("quantize_weight" in event.name for event in seen.events() or ()) == count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches(name: str) -> None:
+    """Bit for bit as where each call makes the weights in 8 bits anew, and near the emulation."""
+    model, twin = made(name)
+    emulated = copy.deepcopy(twin)
+    for k, first in enumerate((True, False, False, True)):
+        x = data(k, 130, 3, F)
+        found, anew = step(model, x, RECIPE, first=first), step(twin, x, RECIPE)
+        for key, t in anew.items():
+            in_any_order = "Transformer" in name  # as attention adds up
+            same = apart(found[key], t) < 0.01 if in_any_order else torch.equal(found[key], t)
+            assert same, key
+        with fusions.disabled(*OURS):
+            compare(found, step(emulated, x, RECIPE, first=first))
+    ours, theirs = states(model), states(twin)
+    assert all(torch.equal(ours[key][0], scale) for key, (scale, _) in theirs.items() if not key.endswith(".weight"))
+
+
+def test_what_a_call_makes_of_weights_is_its_own() -> None:
+    """Backwards that come late, twice, and after weights were changed."""
+    model, twin = made("te.LayerNormMLP gated")
+    results = []
+    for m in (model, twin):
+        with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+            results.append([m(data(k, 200, F)) for k in range(2)])
+    for p in model.parameters():
+        p.data.mul_(-1.0) if p.dim() == 2 else None
+    with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        model(data(2, 200, F))
+    for y, z in zip(*map(reversed, results), strict=True):
+        for _ in range(2):
+            gradients = [
+                torch.autograd.grad(t.float().square().sum(), m.layer_norm_weight, retain_graph=True)[0]
+                for t, m in ((y, model), (z, twin))
+            ]
+            torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-2)
+
+
+def test_what_runs_again_makes_weights_again() -> None:
+    model, twin = made("te.LayerNormMLP gated")
+    x = data(0, 200, F)
+    gradients = []
+    for m, how in ((model, True), (twin, False)):
+        leaf = x.clone().requires_grad_()
+        with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+            y = te.checkpoint(m, leaf) if how else m(leaf)
+        y.float().square().sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_8_bits_alone(name: str) -> None:
+    """By the library's products, near the emulation and the wide model that they were loaded from."""
+    _, wide = made(name)
+    with te.quantized_model_init():
+        narrow = MODELS[name]().to(GPU, BF16)
+    narrow.load_state_dict(wide.state_dict(), strict=False)
+    x = data(0, 130, 3, F)
+    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        y, z = narrow(x), wide(x)
+        with fusions.disabled(*OURS):
+            assert apart(y, narrow(x)) < 0.01
+    assert apart(y, z) < 0.05
 
 
 def test_near_what_is_not_quantized() -> None:

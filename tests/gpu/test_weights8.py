@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from te_fuser.kernels import transposed8
-from te_fuser.kernels.quantize_weights import WeightQuantizer, quantize_weight
+from te_fuser.kernels.quantize_weights import Weight8, quantize_weights, quantizer_on
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
 from tests.kernels.weights8 import (
@@ -51,75 +53,77 @@ def test_what_lies_otherwise_is_copied() -> None:
         assert not turned_wrongly(wanted, transposed8.by_kernel(given))
 
 
+GPU = torch.device("cuda", 0)
+on_gpu = functools.partial(quantizer_on, GPU)
+
+
 @pytest.mark.parametrize("dtypes", [*((dtype,) for dtype in DTYPES), DTYPES])
 def test_weights(dtypes: tuple[torch.dtype, ...]) -> None:
-    assert not run_weights(weights_like(dtypes, "cuda"))
+    assert not run_weights(weights_like(dtypes, "cuda"), on_gpu)
+
+
+@pytest.mark.parametrize("count", [72, 73, 300])
+def test_many(count: int) -> None:
+    """More than one launch takes."""
+    assert not run_weights([torch.full((16, 32), float(k), device=GPU) for k in range(count)], on_gpu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number(dtype: torch.dtype) -> None:
     x = (telling_numbers(E4M3)[: 2**16] if dtype == torch.float32 else every_number(dtype)).reshape(-1, 64).cuda()
     usual = x.nan_to_num(0.0, posinf=3.0, neginf=-3.0)
-    scales, before = torch.tensor([3.1, 0.02], device="cuda"), torch.zeros(2, device="cuda")
-    amaxes = before.clone()
-    found = WeightQuantizer((0, 1))([x, usual], scales, amaxes)
-    assert not weights_wrongly([x, usual], (0, 1), scales, found, before, amaxes)
+    scales, amaxes = torch.tensor([3.1, 0.02], device=GPU).unbind(), torch.zeros(2, device=GPU).unbind()
+    found = quantize_weights([x, usual], scales, amaxes)
+    assert not weights_wrongly([x, usual], scales, found, [0.0, 0.0], amaxes)
 
 
 @pytest.mark.parametrize("wanted", ["rows", "turned", "both"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_alone(dtype: torch.dtype, wanted: str) -> None:
-    for w in (*weights_like((dtype,), "cuda"), torch.randn(4096, 1040, device="cuda").to(dtype)):
-        scale, slot = torch.tensor(31.0, device="cuda"), torch.zeros((), device="cuda")
+def test_what_nobody_wants_is_not_made(dtype: torch.dtype, wanted: str) -> None:
+    rows, turned = wanted != "turned", wanted != "rows"
+    for w in (*weights_like((dtype,), "cuda"), torch.randn(4096, 1040, device=GPU).to(dtype)):
+        scale, slot = torch.tensor(31.0, device=GPU), torch.zeros((), device=GPU)
         exact = quantize(w, E4M3, scale)
-        found = quantize_weight(w, scale, slot, wanted=wanted)
+        found = on_gpu([Weight8(dtype, rows, turned, True)])(w, scale, slot)
         assert torch.equal(slot, exact.amax)
-        for which, ours, expected in zip(("rows", "turned"), found, (exact.data, exact.transposed), strict=True):
-            if wanted in (which, "both"):
-                assert torch.equal(codes(ours), codes(expected)), w.shape
+        expected = [exact.data] * rows + [exact.transposed] * turned
+        for ours, right in zip(found if len(expected) > 1 else (found,), expected, strict=True):
+            assert torch.equal(codes(ours), codes(right)), w.shape
 
 
 def test_the_weights_of_a_model() -> None:
     """Of several layers; amaxes keep what they were raised to before."""
     shapes = [(12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384)] * 2
-    weights = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    scales, amaxes = torch.full((8,), 60.0, device="cuda"), torch.zeros(8, device="cuda")
-    quantizer = WeightQuantizer(range(8))
+    weights = [torch.randn(*shape, device=GPU, dtype=torch.bfloat16) for shape in shapes]
+    scales, amaxes = torch.full((8,), 60.0, device=GPU).unbind(), torch.zeros(8, device=GPU).unbind()
     for factor in (1.0, 0.25):
         weights[3].mul_(factor)
-        before = amaxes.clone()
-        found = quantizer(weights, scales, amaxes)
-        assert not weights_wrongly(weights, range(8), scales, found, before, amaxes)
+        before = [amax.item() for amax in amaxes]
+        assert not weights_wrongly(weights, scales, quantize_weights(weights, scales, amaxes), before, amaxes)
 
 
 def test_streams_have_results_of_their_own() -> None:
-    weights, scales = weights_like((torch.bfloat16,), "cuda"), torch.full((7,), 3.0, device="cuda")
-    quantizer, streams = WeightQuantizer(range(7)), [torch.cuda.Stream() for _ in range(3)]
-    found = []
+    weights, scales = weights_like((torch.bfloat16,), "cuda"), torch.full((7,), 3.0, device=GPU)
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
     for k, stream in enumerate(streams):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found += [quantizer(weights, scales * (k + 1)) for _ in range(5)]
+            found += [quantize_weights(weights, (scales * (k + 1)).unbind()) for _ in range(5)]
     torch.cuda.synchronize()
-    zeros = torch.zeros(7, device="cuda")
-    amaxes = torch.stack([w.abs().amax().float() for w in weights])
     for k, results in enumerate(found):
-        assert not weights_wrongly(weights, range(7), scales * (k // 5 + 1), results, zeros, amaxes)
+        assert not weights_wrongly(weights, (scales * (k // 5 + 1)).unbind(), results, [0.0] * 7)
 
 
 def test_captured() -> None:
-    """A replay reads weights and scales anew; where weights lie is told before."""
-    weights, scales = weights_like((torch.float32,), "cuda"), torch.full((7,), 3.0, device="cuda")
-    amaxes, quantizer = torch.zeros(7, device="cuda"), WeightQuantizer(range(7))
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="run the model once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        quantizer(weights, scales, amaxes)
-    quantizer(weights, scales, amaxes)
+    """A replay reads weights and scales anew."""
+    weights, scales = weights_like((torch.float32,), "cuda"), torch.full((7,), 3.0, device=GPU)
+    amaxes, graph = torch.zeros(7, device=GPU), torch.cuda.CUDAGraph()
+    quantize_weights(weights, scales.unbind(), amaxes.unbind())
     with torch.cuda.graph(graph):
-        found = quantizer(weights, scales, amaxes)
+        found = quantize_weights(weights, scales.unbind(), amaxes.unbind())
     weights[0].mul_(2.0)
     scales.mul_(0.5)
-    before = amaxes.clone()
+    before = amaxes.tolist()
     graph.replay()
-    assert not weights_wrongly(weights, range(7), scales, found, before, amaxes)
+    assert not weights_wrongly(weights, scales.unbind(), found, before, amaxes.unbind())
     assert codes(found[0][0]).any()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from te_fuser.kernels.quantize_weights import Quantized, WeightQuantizer
+from te_fuser.kernels.quantize_weights import Quantized, Weight8
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, codes
 
@@ -52,31 +53,32 @@ def scales_like(count: int, device: str = "cpu") -> torch.Tensor:
 
 def weights_wrongly(
     weights: Sequence[torch.Tensor],
-    places: Sequence[int],
-    scales: torch.Tensor,
+    scales: Sequence[torch.Tensor],
     found: Sequence[Quantized],
-    before: torch.Tensor,
-    amaxes: torch.Tensor,
+    before: Sequence[float],
+    amaxes: Sequence[torch.Tensor] | None = None,
 ) -> list[str]:
     """What is wrong with weights quantized by scales, and with amaxes that were `before`."""
-    wanted, wrong = before.clone(), []
-    for k, (w, place, (rows, turned)) in enumerate(zip(weights, places, found, strict=True)):
-        expected = quantize(w, E4M3, scales[place])
-        wanted[place] = torch.maximum(wanted[place], expected.amax)
+    wrong = []
+    for k, (w, scale, (rows, turned)) in enumerate(zip(weights, scales, found, strict=True)):
+        expected = quantize(w, E4M3, scale)
         for name, ours, exact in (("rows", rows, expected.data), ("turned", turned, expected.transposed)):
             if ours.shape != exact.shape or ours.dtype != exact.dtype or not torch.equal(codes(ours), codes(exact)):
                 wrong.append(f"{name} of weight {k}, {w.dtype} {list(w.shape)}")
-    if not torch.equal(wanted.nan_to_num(-1.0), amaxes.nan_to_num(-1.0)):
-        wrong.append(f"amaxes {amaxes.tolist()}, not {wanted.tolist()}")
+        if amaxes is not None:
+            wanted = torch.maximum(torch.full_like(expected.amax, before[k]), expected.amax)
+            if not torch.equal(wanted.nan_to_num(-1.0), amaxes[k].nan_to_num(-1.0)):
+                wrong.append(f"amax {amaxes[k]} of weight {k}, not {wanted}")
     return wrong
 
 
-def run_weights(weights: Sequence[torch.Tensor], way: str = "__call__") -> list[str]:
-    """Quantizes weights by scales in no order, with amaxes of which some are larger already, and looks at both."""
-    device, count = weights[0].device.type, len(weights) + 2
-    places = [count - 1 - k for k in range(len(weights))]
-    scales, before = scales_like(count, device), torch.zeros(count, device=device)
-    before[places[1]] = 1e6
-    amaxes = before.clone()
-    found = getattr(WeightQuantizer(places), way)(weights, scales, amaxes)
-    return weights_wrongly(weights, places, scales, found, before, amaxes)
+def run_weights(
+    weights: Sequence[torch.Tensor], quantizer: Callable[[Sequence[Weight8]], Callable[..., Any]]
+) -> list[str]:
+    """Quantizes weights by scales in no order, with amaxes of which one is larger already, and looks at both."""
+    device, count = weights[0].device.type, len(weights)
+    scales, before = scales_like(count, device), [0.0, 1e6, *[0.0] * (count - 2)]
+    amaxes = torch.tensor(before, device=device).unbind()
+    given = [t for each in zip(weights, scales.unbind(), amaxes, strict=True) for t in each]
+    made = quantizer([Weight8(w.dtype, records=True) for w in weights])(*given)
+    return weights_wrongly(weights, scales.unbind(), list(zip(made[::2], made[1::2], strict=True)), before, amaxes)

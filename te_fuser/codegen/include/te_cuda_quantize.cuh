@@ -15,7 +15,7 @@ constexpr int kTileBlocks = 2, kTileAhead = 1;
 constexpr int kTileBlocks = 3, kTileAhead = 2;
 #endif
 
-// Where a matrix in 8 bits goes, by rows and transposed.
+// Where a matrix in 8 bits goes, by rows and transposed; none: it is not made.
 template <class Narrow>
 struct LayoutsOf {
   Narrow* rows;
@@ -62,7 +62,7 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
         }
         put_row<Narrow>(rows, r, scaled);
         const int row = top + 4 * four + r;
-        if (kByRows && row < height && column < width)
+        if (kByRows && to.rows != nullptr && row < height && column < width)
           access::write<kVector / 4>(
               reinterpret_cast<unsigned*>(to.rows + static_cast<long long>(row) * width + column), rows.words[r]);
       }
@@ -71,7 +71,9 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
   }
   if constexpr (kTurned) {
     __syncthreads();
-    store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
+    if (to.turned != nullptr) {
+      store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
+    }
   }
 }
 

@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     ref: Ref
     name: str
     bytes: int
-    owner: str  # "activation", "statistic", "input", "parameter"
+    owner: str  # "activation", "statistic", "input", "parameter", "tensor"
 
 
 class Refusal(NamedTuple):
@@ -138,6 +138,7 @@ class Plan:
 
     Attributes:
         refused: says what else was not taken, while plans are compared: only the one that is chosen has to know.
+        before: steps that make parameters of others for all segments; they run first in each call.
     """
 
     graph: Graph
@@ -149,11 +150,12 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = ()
     refused: Callable[[], Iterable[Refusal]] = tuple
+    before: tuple[Step, ...] = ()
 
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
         """The steps of forward in running order."""
-        return tuple(s for segment in self.segments for s in segment.forward)
+        return *self.before, *(s for segment in self.segments for s in segment.forward)
 
     @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
@@ -221,12 +223,17 @@ class Plan:
         """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
         calls = -1.0 if self.device.kind == "cpu" else 0.0
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        return sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
+        first = sum([s.seconds + calls * s.host for s in self._first(directions)])
+        return first + sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
 
     def host_seconds(self, *directions: str) -> float:
         """Predicted time of the host's calls in some directions, both by default."""
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        return sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
+        first = sum([s.host for s in self._first(directions)])
+        return first + sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
+
+    def _first(self, directions: tuple[str, ...]) -> tuple[Step, ...]:
+        return self.before if "forward" in (directions or DIRECTIONS) else ()
 
     @property
     def waits_for_host(self) -> bool:
@@ -246,7 +253,8 @@ class Plan:
             for segment in self.segments
         )
         choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
-        return replace(self, graph=prices.graph, segments=segments, choices=choices)
+        before = tuple(prices.priced(s) for s in self.before)
+        return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)
 
     def chosen(self) -> Plan:
         """The same with everything that was not taken."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
+from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.covers import Covering
 from te_fuser.fuser.plan.finish import finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
@@ -134,6 +135,7 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
         plan, prices = covered(Problem(graph, options))
+        plan = with_made(plan, prices)
         for change in PASSES:
             plan = change(plan, options)
         _ = plan.written  # what it asks of sizes is asked now

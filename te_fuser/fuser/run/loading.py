@@ -12,7 +12,9 @@ import torch
 
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
-from te_fuser.fuser.run.program import Loaded, Wrapper
+from te_fuser.fuser.graph.refs import parameter_ref
+from te_fuser.fuser.run import watched
+from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.ops.main_grad import has_main_grad
@@ -37,6 +39,7 @@ class Prepared:
 
     Attributes:
         function: what a call comes to, where that is one function of input and parameters as they come.
+        before: makes parameters of others, among its slots, which are all parameters.
     """
 
     plan: Plan
@@ -48,6 +51,7 @@ class Prepared:
     result: int
     extras: tuple[int, ...]
     function: Callable[..., torch.Tensor] | None = None
+    before: Program | None = None
 
     def first(self, promised: Graph) -> Prepared:
         """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
@@ -86,9 +90,10 @@ def load(
     graph = plan.graph
     result, *extras = _tensors(plan, [graph.output, *(graph.named_outputs[name] for name in outputs)])
     computed = any(graph.producer(v) is not None for v in (result, *extras))
+    loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
     prepared = Prepared(
         plan,
-        build_segments(plan, Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])) if computed else (),
+        build_segments(plan, loaded) if computed else (),
         bool(plan.backward),
         # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
         any(n.draws for n in plan.graph.nodes),
@@ -96,14 +101,21 @@ def load(
         tuple(graph.named_inputs.items()),
         result,
         tuple(extras),
+        before=_before(plan, loaded) if computed and plan.before else None,
     )
     return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
+
+
+def _before(plan: Plan, loaded: Loaded) -> Program:
+    refs = [parameter_ref(k) for k in range(len(plan.graph.parameters))]
+    return build_program(plan.before, refs, refs, loaded)[0]
 
 
 def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     """What a call comes to, where that is one function, which autograd records if anybody needs a gradient."""
     alone = prepared.alone
-    if alone is None or alone.aliased != (False,) or alone.unrecorded or prepared.autocast or prepared.draws:
+    does_more = prepared.before is not None or prepared.autocast or prepared.draws
+    if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:
         return None
     if alone.distributed:
         return None
@@ -202,6 +214,10 @@ def _execute(
     prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
     seed = draw_seed(x.device) if prepared.draws else None
+    if prepared.before is not None:
+        slots = prepared.before.slots(parameters)
+        watched.run(prepared.before, slots)
+        parameters = slots[: len(parameters)]
     if prepared.alone is not None:
         return _run(prepared.alone, [x, *parameters], seed)[0]
     values: dict[int, torch.Tensor] = {0: x}

@@ -16,7 +16,7 @@ from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import added_up, is_left
-from te_fuser.ops.joined import JoinedBinding, kept_in_parts, whole_again
+from te_fuser.ops.joined import kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
-        joined: the places among the kept of parameters that may be joined from several.
+        joined: the places among the kept of parameters that may be kept as the parts that they are made of.
         sums: groups, and the places among the tensors handed in of parameters of whose gradient each rank has a term.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
@@ -253,7 +253,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     stops = any(map(stops_gradients, plan.graph.nodes))
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
-    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
+    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.in_parts}
     made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
     return tuple(_among_ranks(m, s, plan.graph) for m, s in zip(made, plan.segments, strict=True))
 

@@ -76,7 +76,7 @@ def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> l
 
 
 def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) -> StepRow:
-    nodes = plan.graph.nodes[step.start : step.stop]
+    nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
     taken = step.seconds if measured is None else measured
     return StepRow(
@@ -378,6 +378,7 @@ _OTHERS = {
     "statistic": "{} of rows",
     "input": "{} of the call, the caller's memory",
     "parameter": "{}, the model's memory",
+    "tensor": "{} that each call makes of parameters",
 }
 
 

@@ -87,6 +87,7 @@ class Task:
         written: the kernels written by hand that it launches.
         notes: where it leaves what is no tensor for its own backward.
         waits: whether it ends what an earlier step has started.
+        ops: those of the step that it is for, where these are not all.
     """
 
     what: ClassVar[str] = "op"
@@ -99,6 +100,7 @@ class Task:
     written: tuple[WrittenKernel, ...] = ()
     notes: Ref | None = None
     waits: bool = False
+    ops: tuple[int, ...] = ()
 
     @property
     def identity(self) -> Any:

@@ -1,0 +1,112 @@
+"""Models whose weights are in 8 bits alone, for inference: `quantized_model_init`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.construction import on_construction
+from te_fuser.ops.joined import JoinedBinding
+from te_fuser.ops.narrow import is_narrow, narrow, prefix_of
+from te_fuser.ops.scales import HoldsScales
+from te_fuser.quantization.products import weight_of
+from te_fuser.recipe.recipes import Recipe
+
+# Inside, products whose weights have no values yet; None outside.
+_waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quantized_model_init", default=None)
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """In here ops and presets are made whose products keep their weights in 8 bits alone, for inference.
+
+    A weight becomes a parameter of float8_e4m3fn, with the scale 448 / amax among the module's buffers (`fp8_scale`),
+    as soon as its module is made. Calls take a region of FP8 and no gradients; checkpoints load in 8 bits and wide.
+    Weights whose sizes are no multiple of 16 stay as they are.
+
+    Args:
+        enabled: whether they do.
+        recipe: checked alone: how x is quantized says the region of a call.
+        preserve_high_precision_init_val: refused, as it is for training.
+
+    Raises:
+        TypeError: for what is no recipe, or neither True nor False.
+        NotImplementedError: to preserve what weights were.
+    """
+    for name, flag in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"quantized_model_init: {name} is True or False, got {flag!r}")
+    if not (recipe is None or isinstance(recipe, Recipe)):
+        raise TypeError(f"quantized_model_init takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
+    if preserve_high_precision_init_val:
+        raise NotImplementedError(
+            "quantized_model_init: preserve_high_precision_init_val=True is for training, and weights in 8 bits alone "
+            "are for inference: make the model outside and train it in a region of FP8"
+        )
+    waiting: list[FusableOperation] = []
+    token = _waiting.set(waiting if enabled else None)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+    for op in waiting:
+        _narrow(op)
+
+
+def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None) -> None:
+    """Put a product's weight into 8 bits; where it comes with calls or is computed, nothing happens.
+
+    Args:
+        waiting: takes the op where the weight is not there yet, or without values, as of an op that will be bound.
+    """
+    weight = weight_of(op)
+    is_there = weight is not None and can_be_narrow(weight)
+    names = () if weight is None else weight.names if isinstance(weight, JoinedBinding) else (weight.name,)
+    parts = [weight.owner._parameters[name] for name in names] if weight is not None and is_there else []
+    if waiting is not None and (not parts or any(p is not None and p.is_meta for p in parts)):
+        waiting.append(op)
+        return
+    if weight is None or not parts or any(p is None or is_narrow(p) for p in parts):
+        return
+    owner = weight.owner
+    narrow(owner, names, prefix_of(weight.name))
+    if isinstance(owner, FusableOperation):
+        owner._revise()
+    settle = getattr(owner, "_settle", None)
+    if settle is not None:
+        settle()
+
+
+def can_be_narrow(weight: Binding) -> bool:
+    """Whether a weight is made of parameters of one module that knows how to load and convert them."""
+    try:
+        owner = weight.owner
+    except ReferenceError:
+        return False
+    names = weight.names if isinstance(weight, JoinedBinding) else (weight.name,)
+    return isinstance(owner, HoldsScales) and all(owner._parameters.get(name) is not None for name in names)
+
+
+def is_only_narrow(weight: Binding) -> bool:
+    """Whether a weight is in 8 bits alone."""
+    if not can_be_narrow(weight):
+        return False
+    name = weight.names[0] if isinstance(weight, JoinedBinding) else weight.name
+    found: torch.Tensor = weight.owner._parameters[name]  # type: ignore[assignment]
+    return is_narrow(found)
+
+
+def _when_made(op: FusableOperation) -> None:
+    waiting = _waiting.get()
+    if waiting is not None:
+        _narrow(op, waiting)
+
+
+on_construction(_when_made)

@@ -1,0 +1,33 @@
+"""A GPU that a CPU stands for: kernels and cuBLASLt's products, those of 8 bits too, run on tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from te_fuser.fuser.plan.device import device_named
+from te_fuser.fuser.run import fuser
+from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.cublaslt import products
+from tests import fake_cublaslt
+from tests.fake_cuda import Emulation, FakeDriver
+
+
+@pytest.fixture
+def on_an_emulated_gpu(
+    tmp_path_factory: pytest.TempPathFactory, emulation: Emulation, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Plans are those of an H200."""
+    monkeypatch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
+    monkeypatch.setattr(quantized_matmul, "refusal", lambda *_: None)
+    monkeypatch.setattr("te_fuser.fusions.partly_float8_mat_mul.why_no_product", lambda *_: None)
+    monkeypatch.setattr(fuser, "device_of", lambda device: device_named("h200"))
+    for configured in (quantized_matmul.configured, products.configured):
+        configured.cache_clear()
+    library: Path = fake_cublaslt.compile_library(tmp_path_factory.mktemp("library"))
+    with fake_cublaslt.in_place(library), emulation.in_plans():
+        yield
+    for configured in (quantized_matmul.configured, products.configured):
+        configured.cache_clear()
