@@ -68,7 +68,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "parallel": {"formula", "ops", "flatten", "fuser", "presets", "random_cuts", "sequential"},
+    "parallel": {"formula", "ops", "flatten", "fuser", "presets", "sequential"},
     "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -168,6 +168,7 @@ ASPECTS = {
         "fully_shard",
         "lockstep",
         "presets",
+        "random_cuts",
         "ranks",
         "spread",
         "two_meshes",

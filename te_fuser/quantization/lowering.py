@@ -195,10 +195,11 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     recipe = cast(DelayedScaling, recipe_for(weight, around))
     if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
-    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
+    given = isinstance(weight, GivenBinding)
+    if _is_in_microbatch(key) and not given:
         return {name: KeptBinding(state, name) for name in KEPT}
     data, turned, _ = KEPT
-    again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
+    again = not given and is_taken_away(weight.owner)
     return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
@@ -350,11 +351,11 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
             yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
     if once := [item.path for item in listed if _is_kept(item)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
+    if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
+        yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     products = filter(_is_product, listed)
     if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
-    if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
-        yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"
