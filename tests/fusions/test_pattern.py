@@ -96,7 +96,7 @@ def test_a_family_is_every_kind_below_it():
     assert list(matches([ops.GatedUnit], [ops.SiLU()], 0)) == []
     families = [k for k in vars(ops).values() if getattr(k, "family", False)]
     general = {ops.FusableOperation, ops.RowOp, ops.UnfusedOperation, ops.FusedOperation}
-    assert set(families) == {*general, ops.Collective, ops.GatedUnit, ops.Norm}
+    assert set(families) == {*general, ops.Collective, ops.Cut, ops.GatedUnit, ops.Norm, ops.OfHeads}
 
 
 def test_a_fusion_of_a_family_fires():
