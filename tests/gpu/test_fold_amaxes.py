@@ -61,6 +61,7 @@ def test_as_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fold_is_one_kernel() -> None:
+    """And one copy more, of the scales to where CUDA graphs read them, once there are such graphs."""
     gc.collect()  # of products of tests before
     model = te.Sequential(*(ops.MatMul(16, 16, device=GPU) for _ in range(5)))
     for seed in range(2):
@@ -72,4 +73,5 @@ def test_a_fold_is_one_kernel() -> None:
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     used = [block for block in state.blocks() if block.device == GPU and block.states()]
-    assert names == ["fold_amaxes"] * len(used), names
+    graphs = sum(block.live is not None for block in used)
+    assert names.count("fold_amaxes") == len(used) and len(names) == len(used) + graphs, names
