@@ -79,6 +79,10 @@ class Group:
             )
         return found
 
+    def is_here(self) -> bool:
+        """Whether torch.distributed knows it in this process."""
+        return self._known() is not None
+
     def _known(self) -> torch.distributed.ProcessGroup | None:
         try:
             return _resolve_process_group(self.name)  # type: ignore[arg-type]

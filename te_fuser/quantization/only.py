@@ -12,7 +12,7 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import on_construction
 from te_fuser.ops.joined import JoinedBinding
-from te_fuser.ops.narrow import is_narrow, narrow, prefix_of
+from te_fuser.ops.narrow import NARROW, is_narrow, narrow, prefix_of
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.quantization.products import weight_of
 from te_fuser.recipe.recipes import Recipe
@@ -96,6 +96,11 @@ def can_be_narrow(weight: Binding) -> bool:
 
 def is_only_narrow(weight: Binding) -> bool:
     """Whether a weight is in 8 bits alone."""
+    try:
+        if NARROW not in weight.owner.__dict__:
+            return False
+    except ReferenceError:
+        return False
     if not can_be_narrow(weight):
         return False
     name = weight.names[0] if isinstance(weight, JoinedBinding) else weight.name

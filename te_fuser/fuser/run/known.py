@@ -22,6 +22,7 @@ from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.loading import Prepared
+    from te_fuser.ops.group import Group
 
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
@@ -120,9 +121,6 @@ class Listing:
         given: what holds while the ops that were given come to these.
         listed: the ops.
         around: what surrounds calls of them.
-
-    Attributes:
-        groups: the ranks that share some of them.
     """
 
     def __init__(
@@ -134,8 +132,12 @@ class Listing:
         there = zip(self.bound.bindings, self.slots, strict=True)
         self.computed = any(b.computed or name not in place for b, (place, name) in there)
         self.lowered = tuple(o.lowered.op for o in listed)
-        self.groups = groups_of(listed)
         self.switches = tuple(dict.fromkeys(s for op in self.lowered if (s := type(op).global_state) is not None))
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The ranks that share some of them."""
+        return groups_of(self.listed)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters as they are now; what is computed is computed anew."""

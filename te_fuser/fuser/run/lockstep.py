@@ -68,7 +68,7 @@ class Disagreement(RuntimeError):  # noqa: N818 - it is one
 
 
 def check(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bool) -> None:
-    """Compare what the ranks of these groups are about to run.
+    """Compare what the ranks of these groups are about to run; of a group that is missing its ops tell.
 
     Args:
         modes: what else the call depends on, in words.
@@ -78,7 +78,7 @@ def check(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bo
         Disagreement: on all ranks, naming them and the first difference; or the error of one that has no plan.
     """
     lines = [*_call(call, plan), ("mode", modes), *_steps(plan), *([(_SEED, _random(call.x.device))] if draws else [])]
-    numbers = [(group, _tell(group, {"lines": lines})) for group in groups]
+    numbers = [(group, _tell(group, {"lines": lines})) for group in groups if group.is_here()]
     for group, number in numbers:
         _compare(group, number, lines)
 
