@@ -165,7 +165,9 @@ class Affine(Preset):
             return Asked(self, inp)
         for name, wanted in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
             if wanted:
-                raise NotImplementedError(f"{type(self).__name__}: {name} asks for FP8, which is to come; leave it out")
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name} asks for a result in 8 bits, which no preset gives; leave it out"
+                )
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
         instead = () if self.skip_weight_param_allocation else tuple(given)

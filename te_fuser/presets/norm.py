@@ -33,7 +33,7 @@ class Normed(Common):
         normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.
         zero_centered_gamma: the norm's factor is 1 + its weight, which starts at 0.
         return_layernorm_output: calls return what the norm gives, too, behind everything else.
-        return_layernorm_output_gathered: it is that of all ranks; in a group of one the same.
+        return_layernorm_output_gathered: changes nothing: it is this rank's, with `sequence_parallel` its rows.
     """
 
     normalization: str = "LayerNorm"

@@ -38,7 +38,7 @@ from te_fuser.quantization.kept import (
     kept_undisturbed,
     leave_blank,
 )
-from te_fuser.quantization.only import is_only_narrow
+from te_fuser.quantization.only import Place, is_only_narrow, narrow_places
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, known_state_of, state_of
@@ -65,6 +65,7 @@ class Regions(surroundings.Surrounding):
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+        _refuse_tied(listed)
         around, calibrating = _said(key)
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
@@ -89,7 +90,14 @@ class Regions(surroundings.Surrounding):
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        made = Facts(items=recipes, calls=((AsPut(states), True), (region.is_capturing, False)))
+        products = [item.lowered.bindings["weight"] for item in listed if _is_product(item)]
+        places = [place for weight in products for place in narrow_places(weight)]
+        calls = (
+            (AsPut(states), True),
+            (region.is_capturing, False),
+            *([(_AsTheyWere(places), True)] if places else ()),
+        )
+        made = Facts(items=recipes, calls=calls)
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
     def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
@@ -155,6 +163,26 @@ def _is_kept(item: ListedOp) -> bool:
 def _refuse_narrow(item: ListedOp, why: str) -> None:
     if is_only_narrow(item.lowered.bindings["weight"]):
         raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
+
+
+class _AsTheyWere:
+    """Whether parameters are where they were."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def __call__(self) -> bool:
+        return all(there.get(name) is p for there, name, p in self._places)
+
+
+def _refuse_tied(listed: Sequence[ListedOp]) -> None:
+    """Refuse a weight in 8 bits alone that several modules have: each has a scale, of which one at most is its own."""
+    there: dict[int, Hashable] = {}
+    for item in filter(_is_product, listed):
+        weight = item.lowered.bindings["weight"]
+        for _, _, part in narrow_places(weight):
+            if there.setdefault(id(part), weight.key) != weight.key:
+                _refuse_narrow(item, "is another product's, too, which has a scale of its own: list one product twice")
 
 
 def _is_given(item: ListedOp) -> bool:

@@ -17,6 +17,8 @@ from te_fuser.ops.scales import HoldsScales
 from te_fuser.quantization.products import weight_of
 from te_fuser.recipe.recipes import Recipe
 
+Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
+
 # Inside, products whose weights have no values yet; None outside.
 _waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quantized_model_init", default=None)
 
@@ -96,16 +98,20 @@ def can_be_narrow(weight: Binding) -> bool:
 
 def is_only_narrow(weight: Binding) -> bool:
     """Whether a weight is in 8 bits alone."""
+    return bool(narrow_places(weight))
+
+
+def narrow_places(weight: Binding) -> list[Place]:
+    """The parameters of a weight that is in 8 bits alone: among which, by what name, which; none of another weight."""
     try:
-        if NARROW not in weight.owner.__dict__:
-            return False
+        owner = weight.owner
     except ReferenceError:
-        return False
-    if not can_be_narrow(weight):
-        return False
-    name = weight.names[0] if isinstance(weight, JoinedBinding) else weight.name
-    found: torch.Tensor = weight.owner._parameters[name]  # type: ignore[assignment]
-    return is_narrow(found)
+        return []
+    if NARROW not in owner.__dict__ or not can_be_narrow(weight):
+        return []
+    names, there = weight.names if isinstance(weight, JoinedBinding) else (weight.name,), owner._parameters
+    found = [(there, name, p) for name in names if (p := there[name]) is not None]
+    return found if is_narrow(found[0][2]) else []  # type: ignore[return-value]
 
 
 def _when_made(op: FusableOperation) -> None:

@@ -228,6 +228,18 @@ def test_refused_in_words(name: str) -> None:
     assert all(torch.equal(narrow.state_dict()[k].float(), t.float()) for k, t in before.items())
 
 
+@pytest.mark.parametrize("kind", [ops.MatMul, ops.Linear, te.Linear])
+@pytest.mark.parametrize("ran", [False, True])
+def test_one_weight_of_two_modules_is_refused(kind: Any, ran: bool) -> None:
+    with te.quantized_model_init():
+        model = te.Sequential(kind(32, 32), kind(32, 32))
+    if ran:
+        run(model, data(16, 32))
+    model[1].weight = model[0].weight
+    with pytest.raises(RuntimeError, match="is another product's, too, which has a scale of its own"):
+        run(model, data(16, 32))
+
+
 def test_other_precisions_are_refused() -> None:
     narrow, _ = made("LayerNormMLP")
     own = DelayedScaling(override_linear_precision=(True, False, False))
