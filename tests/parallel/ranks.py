@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,6 +27,7 @@ WORLD = 2
 DEADLINE = 120.0  # seconds: for one body, and for the processes to start
 GRACE = 3.0  # seconds that a rank has left when another failed, for it may wait for that one
 IMPORTED = ["te_fuser", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+ENDED = "ended"  # what is said of a process that did not answer and is no more
 LOG = 8000  # the characters at the end of a log that a failure shows
 
 Body = Callable[..., None]
@@ -52,6 +54,10 @@ class RanksFailedError(AssertionError):
     """What went wrong in a test on several ranks, with what each of them wrote."""
 
 
+class RankEndedError(RanksFailedError):
+    """The same, of a process that ended by itself."""
+
+
 class Ranks:
     """The processes, which run one body after the other: started when they are asked for, anew after a failure."""
 
@@ -62,11 +68,18 @@ class Ranks:
         self._ends: list[Connection] = []
 
     def run(self, body: Body, given: Mapping[str, Any]) -> None:
-        """Run a body on all ranks.
+        """Run a body on all ranks; once more where it ended a process, which gloo's own thread did once, and say so.
 
         Raises:
-            RanksFailedError: where it raises on one, hangs, or ends the process.
+            RanksFailedError: where it raises on one, hangs, or ends the process again.
         """
+        try:
+            self._run(body, given)
+        except RankEndedError as ended:
+            warnings.warn(f"run once more: {ended}", stacklevel=2)
+            self._run(body, given)
+
+    def _run(self, body: Body, given: Mapping[str, Any]) -> None:
         if not self._processes:
             self._start()
         for log in self._logs():
@@ -119,7 +132,8 @@ class Ranks:
             return
         self.stop()
         ends = [f"---- rank {rank} {how}, and wrote:\n{self._written(rank)}" for rank, how in said.items()]
-        raise RanksFailedError(f"{what} failed on {self._world} ranks\n" + "\n".join(ends))
+        kind = RankEndedError if ENDED in said.values() else RanksFailedError
+        raise kind(f"{what} failed on {self._world} ranks\n" + "\n".join(ends))
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{self._starts}" / f"rank{rank}.log"
@@ -135,7 +149,7 @@ def _answer(end: Connection) -> str:
     try:
         return str(end.recv())
     except (EOFError, OSError):
-        return "ended"
+        return ENDED
 
 
 def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: Connection) -> None:
@@ -145,6 +159,7 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: C
     with open(log, "a", buffering=1) as out:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(out.fileno(), stream.fileno())
+    faulthandler.enable()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{Path(log).parent}/store",
