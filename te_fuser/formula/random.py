@@ -80,11 +80,6 @@ class Shared:
     columns: int = 1
     parts: int = 1
 
-    @property
-    def of_one(self) -> bool:
-        """Whether there is one rank."""
-        return self.rows == self.columns == 1
-
 
 @dataclass(frozen=True)
 class Placed:

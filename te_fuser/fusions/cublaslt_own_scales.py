@@ -33,8 +33,11 @@ from te_fuser.ops.sizes import asked
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
 _SAVED = ("turned", "inverse", "weight_amax")
-_ROLES = ("input", "weight", "output_gradient")
-_PRODUCTS: dict[str, tuple[int, int]] = {"y": (0, 1), "dx": (2, 1), "dW": (2, 0)}  # -> its factors among the roles
+_PRODUCTS: dict[str, tuple[int, int]] = {
+    "y": (0, 1),
+    "dx": (2, 1),
+    "dW": (2, 0),
+}  # -> its factors: of input, weight, output gradient
 
 
 def _scaling(form: Form, role: int) -> Scaling:

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating
-from te_fuser.ops.group import Group
+from te_fuser.ops.group import Group, OfRanks
 from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told, rows
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -96,7 +96,7 @@ def _along(dim: int) -> Spread:
     return FEATURES if dim == -1 else rows(dim)
 
 
-class Collective(UnfusedOperation):
+class Collective(OfRanks, UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 
     Every rank has to run it, in the same place among the collectives that they run. It starts and waits in steps of its
@@ -122,14 +122,6 @@ class Collective(UnfusedOperation):
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
-
-    @property
-    def group(self) -> Group:
-        return self._group
-
-    @group.setter
-    def group(self, group: Any) -> None:
-        self._group = Group.of(type(self).__name__, group)
 
     @property
     def forth(self) -> Exchange | None:

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import whole_number, yes_or_no
-from te_fuser.ops.group import Group
+from te_fuser.ops.group import Group, OfRanks
 from te_fuser.ops.spread import WHOLE, Spread, Told, rows
 
 COLUMN, ROW = "column", "row"
@@ -19,7 +19,7 @@ Op = TypeVar("Op", bound=FusableOperation)
 Sharing = TypeVar("Sharing", bound="Cut")
 
 
-class Cut(FusableOperation):
+class Cut(OfRanks, FusableOperation):
     """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
 
     Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place what
@@ -41,7 +41,6 @@ class Cut(FusableOperation):
     family = True
     modes: ClassVar[tuple[str, ...]] = (COLUMN, ROW)
     _parallel_mode: str | None = None
-    _group: Group = Group()
     _sequence_parallel: bool = False
     _sequence_dim: int = 0
 
@@ -57,14 +56,6 @@ class Cut(FusableOperation):
                 f"{type(self).__name__}: parallel_mode={mode!r} is unknown: use {takes or 'none'}, or None"
             )
         self._parallel_mode = mode
-
-    @property
-    def group(self) -> Group:
-        return self._group
-
-    @group.setter
-    def group(self, group: Any) -> None:
-        self._group = Group.of(type(self).__name__, group)
 
     @property
     def sequence_parallel(self) -> bool:

@@ -99,3 +99,17 @@ class Group:
     def title(self) -> str:
         """What messages and plans call it."""
         return self.label or self.name or "this process"
+
+
+class OfRanks:
+    """What has a group of ranks, this process alone at first; it may be set to what `Group.of` takes."""
+
+    _group: Group = Group()
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = Group.of(type(self).__name__, group)

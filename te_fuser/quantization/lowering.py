@@ -82,10 +82,11 @@ class Regions(surroundings.Surrounding):
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
-        for item in filter(_is_product, listed):
+        products = [item for item in listed if _is_product(item)]
+        for item in products:
             _refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
         if has_been_asked() and not is_looking():
-            ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
+            ran_outside([item.lowered.bindings["weight"] for item in products])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
