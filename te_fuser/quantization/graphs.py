@@ -12,6 +12,7 @@ import torch
 from te_fuser.fuser.graph import surroundings
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.quantization.checkpointing import refuse_another
 from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
@@ -100,6 +101,7 @@ class GraphedRegion:
     def _renew(self) -> None:
         """Have scales where buffers are others, and recipes that were others since."""
         for state, recipe in self._products:
+            refuse_another(state, recipe)
             if not state.runs_by(recipe):
                 raise ValueError(
                     f"a product of this graph ran by a second recipe in this region, {state.recipe}, and its replay "

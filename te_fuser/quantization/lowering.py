@@ -75,7 +75,9 @@ class Regions(surroundings.Surrounding):
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
         for weight, recipe, device in found if not is_looking() else ():
-            ensure(weight, recipe, device) if scalings_of(recipe) is None else ran_within(weight)
+            ran_within(weight, recipe)
+            if scalings_of(recipe) is None:
+                ensure(weight, recipe, device)
         for item in listed:
             if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
                 leave_blank(state_of(own), *cast(MatMul, item.lowered.op).parameter_shapes()["weight"])
@@ -123,7 +125,7 @@ class Regions(surroundings.Surrounding):
                     if id(block) not in known:
                         block.amaxes.zero_()
                     for state in block.states():
-                        state.noted = noted.get(state, (None, False, -1))
+                        state.noted = noted.get(state, (None, None, -1))
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:

@@ -124,8 +124,8 @@ class State:
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
         kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
         recipe: by which its last call ran.
-        is_in_region: whether that was in a region.
-        entry: the number of the outermost one.
+        entry: the number of the outermost region of that call.
+        ran_by: the recipe of its last call of all, whether that keeps scales or not; None: outside of regions.
         block, row: where its slots are; None before it has tensors.
     """
 
@@ -138,7 +138,7 @@ class State:
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
         self.recipe: Recipe | None = None
-        self.is_in_region = False
+        self.ran_by: Recipe | None = None
         self.entry = -1
         self.block: Block | None = None
         self.row = -1
@@ -224,13 +224,13 @@ class State:
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
     @property
-    def noted(self) -> tuple[Recipe | None, bool, int]:
-        """What calls have noted: `recipe`, `is_in_region` and `entry`."""
-        return self.recipe, self.is_in_region, self.entry
+    def noted(self) -> tuple[Recipe | None, Recipe | None, int]:
+        """What calls have noted: `recipe`, `ran_by` and `entry`."""
+        return self.recipe, self.ran_by, self.entry
 
     @noted.setter
-    def noted(self, value: tuple[Recipe | None, bool, int]) -> None:
-        recipe, self.is_in_region, self.entry = value
+    def noted(self, value: tuple[Recipe | None, Recipe | None, int]) -> None:
+        recipe, self.ran_by, self.entry = value
         self._runs_now_by(recipe)
 
     def runs_by(self, recipe: Recipe) -> bool:
@@ -240,7 +240,7 @@ class State:
         is_another = self.recipe is not None and self.recipe != recipe
         if is_another and self.entry == region.entries():
             return False
-        self.entry, self.is_in_region = region.entries(), True
+        self.entry, self.ran_by = region.entries(), recipe
         self._runs_now_by(recipe)
         return True
 
@@ -261,7 +261,10 @@ def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tenso
 
 
 class AsPut:
-    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
+    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region.
+
+    What computes a forward again in another one is told apart: it is to be refused.
+    """
 
     def __init__(self, states: Sequence[State]) -> None:
         self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
@@ -273,7 +276,9 @@ class AsPut:
                 return False
             if buffers.get(history) is not state._put[1]:
                 return False
-            if entry is not None:
+            if entry is not None and state.entry != entry:
+                if region.runs_again():
+                    return False
                 state.entry = entry
         return True
 

@@ -191,6 +191,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def runs_again() -> bool:
+    """Whether what runs here computes a forward again, inside of a backward, without the regions of that forward."""
+    return in_backward() and torch.is_grad_enabled() and not _recomputing.get()
+
+
 class Entered(contextlib.ContextDecorator):
     """What `with autocast(..)` and `@autocast(..)` take: to be entered any number of times, nested and in any thread.
 
