@@ -88,7 +88,7 @@ def ran_within(weight: Binding, recipe: Recipe) -> None:
     state = state_of(weight)
     refuse_another(state, recipe)
     if not region.recomputing():
-        state.ran_by = recipe
+        state.ran_by, state.ran_in = recipe, region.entries()
 
 
 def refuse_another(state: State, recipe: Recipe) -> None:
@@ -99,7 +99,7 @@ def refuse_another(state: State, recipe: Recipe) -> None:
     Raises:
         RuntimeError: so.
     """
-    is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.entry == region.entries())
+    is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
         raise RuntimeError(f"a forward runs inside of a backward, in another region than it ran in before: {_REMEDY}")
 

@@ -68,7 +68,15 @@ def is_first_microbatch() -> bool | None:
 
 @contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
-    """In here calls are of the first micro-batch of a step or of another one; None: as around."""
+    """In here calls are of the first micro-batch of a step or of another one; None: as around.
+
+    Raises:
+        TypeError: for anything else than True, False and None.
+    """
+    if not (is_first is None or isinstance(is_first, bool)):
+        raise TypeError(
+            f"microbatch takes True for the first micro-batch of a step, False for others, or None, got {is_first!r}"
+        )
     if is_first is None:
         yield
         return
