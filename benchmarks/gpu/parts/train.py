@@ -1,4 +1,4 @@
-"""The parts `train`, `train-exact` and `train-fp8`: examples/train_gpt.py beside eager PyTorch, and FP8 beside bfloat16."""
+"""The parts `train` and `train-exact`, examples/train_gpt.py beside eager PyTorch, and `train-fp8`, beside bfloat16."""
 
 from __future__ import annotations
 
