@@ -51,5 +51,5 @@ PARTS: dict[str, Part] = {
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 100),
     "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch and by torch.compile", train, 290),
     "train-exact": Part("the same without dropout: both losses, and what nudged weights change", train_exact, 130),
-    "train-fp8": Part("the same in FP8 and in bfloat16: both losses", train_fp8, 140),
+    "train-fp8": Part("the same in FP8 and in bfloat16: both losses", train_fp8, 180),
 }
