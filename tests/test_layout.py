@@ -165,6 +165,7 @@ ASPECTS = {
         "data_parallel",
         "draws",
         "dtensor_parameters",
+        "float8",
         "fully_shard",
         "lockstep",
         "presets",
