@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ACCESS = 16  # bytes
 _THREADS, _LANES, _TILE_ROWS = 256, 8, 128
-_BLOCKS, _ROUNDS = 3, 4  # of a multiprocessor at once, and how often they fill it
+_BLOCKS = 3  # of a multiprocessor
 _FORMS_KEPT = 256
 
 
@@ -92,7 +92,7 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         stored = name_of(self.stored)
         tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * 2 + [(stored, self.vector), (stored, 16)]
         sums = [("tensor", 7), ("partial", 0)] if self.sums else [("tensor", 5)] * 2  # what is not there is never read
-        grid = (self.tiles, _TILE_ROWS, _BLOCKS * _ROUNDS, False, self.sums is not None)
+        grid = (self.tiles, _TILE_ROWS, _BLOCKS, False, self.sums is not None)
         counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
         arguments = (*[("tensor", k) for k in range(7)], *sums, *counts, *[("integer", k) for k in range(10)])
         launches: list[_native.CudaLaunch] = [(self.name, _THREADS, 0, grid, arguments)]
