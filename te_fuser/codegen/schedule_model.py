@@ -151,7 +151,7 @@ def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
 def _vector(description: KernelDescription) -> int:
     """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
 
-    Where threads share a row, what is stored in 8 bits does not count: loads of 32 bytes from each took up to 9% longer.
+    Where threads share a row, stores in 8 bits do not count: loads of 32 bytes from each took up to 9% longer.
     With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
     """
     full = [t for t in description.tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]

@@ -89,7 +89,7 @@ def test_amax_is_raised_and_never_lowered(emulated: FakeDriver) -> None:
 def test_parts_that_cannot_be_read_as_they_lie_are_copied(emulated: FakeDriver) -> None:
     case = CASES[0]
     q, k, v = parts_of(case, case.inputs(2, 7)[0])
-    strange = tuple(torch.stack((t, t), -1)[..., 0] for t in (q, k, v))
+    strange: Parts = (torch.stack((q, q), -1)[..., 0], torch.stack((k, k), -1)[..., 0], v)
     scaled = case.scaled(torch.device("cpu"))
     assert scaled is not None
     packing = TilePacking(case.heads)
