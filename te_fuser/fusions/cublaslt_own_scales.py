@@ -82,8 +82,10 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """y = x W^T + b; and what backward reads, where there is one: of W the turned side, or what makes it again."""
-    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
-    weights = sides_of(weight, form.formats[1], _scaling(form, 1), "both" if keeps_weight else "rows")
+    room = (None, None) if _scaling(form, 0).block else own_scales.room_for(x.device, 2)
+    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows", room=room[0])
+    wanted = "both" if keeps_weight else "rows"
+    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room[1])
     y = _rows_of(x, _multiply(form, "y", mine.rows, weights.rows, *bias))
     if not keeps:
         return y
