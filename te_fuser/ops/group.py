@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -113,3 +114,8 @@ class OfRanks:
     @group.setter
     def group(self, group: Any) -> None:
         self._group = Group.of(type(self).__name__, group)
+
+
+def has_ranks() -> bool:
+    """Whether other processes run with this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -32,6 +32,7 @@ from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
@@ -288,10 +289,15 @@ class Fuser:
         graph = self._graph(call, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
+            records = self.kernels == "auto"
+            return graph, Options(
+                device, target, self.memory, device.capability, records=records, summed_apart=has_ranks()
+            )
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         notes, records = self._notes(target, graph, call.listing), self.kernels == "auto"
-        options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
+        options = Options(
+            device or device_of(x.device), target, self.memory, records=records, notes=notes, summed_apart=has_ranks()
+        )
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
     def _graph(
