@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-
 _FEW = 8  # ranks that a title names
 
 

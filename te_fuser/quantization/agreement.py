@@ -86,9 +86,9 @@ class Agreement:
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
 
     def enter(self, region: Region) -> None:
-        """Ask whether all enter a region that this rank has not entered before: amaxes would wait for those that do not.
+        """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
 
-        It is asked where ranks compare what calls they are about to run, too: one that goes on to a call is heard.
+        They ask where they compare calls: one that goes on to a call is heard.
 
         Raises:
             Disagreement: on all ranks, where one enters another region or none.
@@ -153,9 +153,9 @@ class Agreement:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
             raise telling.Disagreement(
-                f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} that agree on amaxes waited for the others at "
-                f"the entry of a region of FP8: enter it on all of them, equally often, or give fp8_group those that do; "
-                f"{error}"
+                f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} that agree on amaxes waited for the "
+                "others at the entry of a region of FP8: enter it on all of them, equally often, or give fp8_group "
+                f"those that do; {error}"
             ) from error
         return bits
 

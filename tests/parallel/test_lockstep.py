@@ -214,7 +214,9 @@ def test_regions() -> None:
                 m(x)
 
         text = raised(one_alone)
-        want = r"the ranks of group 'world' are .*: rank 0 has x \[4, 8\] .*; rank 1 has the entry of a region of FP8 by D"
+        want = (
+            r"the ranks of group 'world' are .*: rank 0 has x \[4, 8\] .*; rank 1 has the entry of a region of FP8 by D"
+        )
         assert re.match(want, text) and "on all ranks" in text
     with te_fuser.autocast():
         m(x).sum().backward()

@@ -183,7 +183,7 @@ class Fuser:
         return found, call, graph
 
     def _agreed_as(self, call: Call, modes: Modes) -> Hashable | None:
-        """By what ranks that share ops of the list will have compared this call; None where they have, or none share."""
+        """By what ranks that share ops of the list compare this call; None where they have, or none share."""
         if not call.listing.groups:
             return None
         draws = any(op.draws() for op in call.listing.lowered)

@@ -1,7 +1,7 @@
 """What the ranks of a group tell one another before they go on together: all go on, or all raise.
 
-It goes through the store by which they found one another, numbered, by no collective: so it never meets data, and a rank
-that does not come is named. What ranks tell is lines: where those of two ranks differ, all raise with the first that does.
+It goes through the store by which they found one another, numbered, by no collective: so it never meets data, and a
+rank that does not come is named. What ranks tell is lines: where those of two differ, all raise with the first that does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _REMEMBERED = 8  # of what was told
 _LONGEST = 1800.0  # seconds, where a group says nothing
 _SOON = 0.01
 _BEGUN = "begun"
-REMEDIES = {  # by the word that a line begins with; of two that differ the one that stands first here
-    "region": "enter a region of FP8 on all ranks that share a model or agree on amaxes, with equal recipes, or on none",
+REMEDIES = {  # by the first word of a line; of two lines that differ that which stands first here
+    "region": "enter regions of FP8 on all ranks that share a model or agree on amaxes, with equal recipes",
     "argument": "call parallelize on all ranks of the mesh, with equal arguments",
     "module": "give parallelize the same model on all ranks of the mesh, made in the same way",
     "together": "call it on all ranks of the group, with equal arguments",
@@ -174,7 +174,7 @@ def _timeout(group: Group) -> float:
     """Seconds after which a collective of the group fails."""
     ranks = group.process_group()
     options = [getattr(ranks._get_backend(device), "options", None) for device in ranks._device_types]
-    found = [o._timeout.total_seconds() for o in options if hasattr(o, "_timeout")]
+    found = [getattr(o, "_timeout", timedelta(seconds=_LONGEST)).total_seconds() for o in options]
     return min(found, default=_LONGEST)
 
 
