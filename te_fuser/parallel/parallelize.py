@@ -116,7 +116,7 @@ def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_
         wrong = ", and gradients of their parameters, of which each has a term, are not added up" * sequence_parallel
         warnings.warn(
             f"parallelize leaves {first}{' and more' * (len(found) > _SHOWN)} as they are: no ops, but modules of "
-            f"their own in a list. Every rank runs them whole{wrong}; te_fuser.from_torch(module) makes ops of PyTorch's",
+            f"their own in a list. Every rank runs them whole{wrong}; te_fuser.from_torch makes ops of PyTorch's",
             stacklevel=3,
         )
 

@@ -1,7 +1,7 @@
 """What the ranks of a group tell one another before they go on together: all go on, or all raise.
 
 It goes through the store by which they found one another, numbered, by no collective: so it never meets data, and a
-rank that does not come is named. What ranks tell is lines: where those of two differ, all raise with the first that does.
+rank that does not come is named. What ranks tell is lines: where those of two differ, all raise with the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REMEDIES = {  # by the first word of a line; of two lines that differ that which
     "mode": "put the model in the same mode on each, inside of the same torch.no_grad() or autocast",
     "step": "make the model in the same way on each, with equal options, packages and measured choices (one cache_dir)",
     "sum": "cut the model in the same way on each, and leave sums to an engine on all of them or on none",
-    "seed": "call torch.manual_seed with one number on all ranks of the group, and draw the same of it before the model",
+    "seed": "call torch.manual_seed with one number on all ranks of the group, and draw the same before the model",
 }
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often this process told a ProcessGroup
 _counting = threading.Lock()
