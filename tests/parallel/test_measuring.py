@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import fusions, ops
@@ -136,3 +137,52 @@ def test_by_the_real_clock(tmp_path: Path) -> None:
     with slow_gelu(tmp_path):
         same_on_all(str(m.tune(x, rounds=1, seconds=0.001)))
         same_on_all([s.name for s in m.plan(x).steps])
+
+
+class WrongOnOneRank(ops.UnfusedOperation):
+    """y = x^2, and a gradient that forgets the 2 on rank 1."""
+
+    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * call["input"] * (1.0 if dist.get_rank() == 1 else 2.0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_verify(sequence_parallel: bool) -> None:
+    m = model(sequence_parallel)
+    report = te_fuser.verify(m, x_of())
+    assert report.passed and len(report.rows) > 20
+    assert te_fuser.verify(m, dtypes=[torch.float64]).passed
+
+
+@on_ranks
+def test_what_verify_finds_on_one_rank_fails_on_all() -> None:
+    x = x_of()
+    shared = te_fuser.Sequential(ops.AllReduceGradient(dist.group.WORLD), ops.Bias(F))
+    assert te_fuser.verify(te_fuser.Sequential(shared, ops.GELU()), x).passed
+    report = te_fuser.verify(te_fuser.Sequential(shared, WrongOnOneRank()), x, raise_on_failure=False)
+    assert not report.passed
+    told = [row for row in report.rows if row.note.startswith("on rank 1: float32 [4, 2, 8]: gradient of 0.1.bias")]
+    assert told, report
+
+
+@on_ranks
+def test_verify_of_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    gated = te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 4 * F), ops.SwiGLU(), ops.Linear(2 * F, F))
+    m = te_fuser.parallelize(te_fuser.Sequential(gated, ops.Dropout(0.1)), mesh, sequence_parallel=True)
+    assert te_fuser.verify(m, x_of()).passed
+    assert m[0][1].weight.shape == (2, 2 * F, F), "the model is left as it is"
+
+
+@on_ranks
+def test_times_of_steps() -> None:
+    """Each shows its own, of as many runs as the others; what one cannot run none does."""
+    m, x = model(), x_of()
+    assert "all_reduce" in str(m.explain(x, measure=True))
+    with pytest.raises(Disagreement, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 has .* 9\]"):
+        m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True)
+    assert m(x).shape == (4, 2, F)

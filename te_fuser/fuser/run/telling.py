@@ -22,6 +22,7 @@ _REMEMBERED = 8  # of what was told
 _LONGEST = 1800.0  # seconds, where a group says nothing
 _SOON = 0.01
 _BEGUN = "begun"
+_TOLD_TO = "_te_fuser_told_to"  # attribute of an error: the groups that know it
 REMEDIES = {  # by the first word of a line; of two lines that differ that which stands first here
     "region": "enter regions of FP8 on all ranks that share a model or agree on amaxes, with equal recipes",
     "argument": "call parallelize on all ranks of the mesh, with equal arguments",
@@ -46,14 +47,16 @@ class Disagreement(RuntimeError):  # noqa: N818 - it is one
 
 @contextlib.contextmanager
 def telling_errors(groups: Sequence[Group]) -> Iterator[None]:
-    """An error in here is told to the other ranks, which wait for what this one was to tell."""
+    """An error in here is told to the other ranks, once, which wait for what this one was to tell."""
     try:
         yield
     except Disagreement:
         raise
     except Exception as error:
         with contextlib.suppress(Exception):  # its own error is the one to raise
-            for group in groups:
+            told = vars(error).setdefault(_TOLD_TO, set())
+            for group in (g for g in groups if g.name not in told):
+                told.add(group.name)
                 _tell(group, {"error": f"{type(error).__name__}: {error}"})
         raise
 
