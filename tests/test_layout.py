@@ -115,6 +115,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {
     "__init__",
+    "attention_context",
     "attention_heads",
     "attention_mask",
     "attention_math",
@@ -123,6 +124,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "context",
     "cut",
     "dtensor",
     "facts",

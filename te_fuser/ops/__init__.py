@@ -6,6 +6,7 @@ from te_fuser.ops.all_gather import AllGather
 from te_fuser.ops.all_reduce import AllReduce
 from te_fuser.ops.all_reduce_gradient import AllReduceGradient
 from te_fuser.ops.all_to_all import AllToAll
+from te_fuser.ops.attention_context import SharedAttention
 from te_fuser.ops.attention_heads import Apart
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.attention_scores import AttentionScores
@@ -118,6 +119,7 @@ __all__ = [
     "SReGLU",
     "SReLU",
     "Scale",
+    "SharedAttention",
     "SiLU",
     "Sigmoid",
     "Softmax",

@@ -49,8 +49,12 @@ class OfHeads(UnfusedOperation):
                     "both alike"
                 )
         if x.by_rows or x == PARTIAL:
+            do = (
+                "give it that group as its context, as parallelize(model, context=mesh['cp']) does"
+                if x.outer
+                else "a product before it with parallel_mode='column' and sequence_parallel=True gathers them"
+            )
             raise ValueError(
-                f"{type(self).__name__} takes whole sequences, and x is {x} in the ranks of {told.group.title}: a "
-                "product before it with parallel_mode='column' and sequence_parallel=True gathers them"
+                f"{type(self).__name__} takes whole sequences, and x is {x} in the ranks of {told.group.title}: {do}"
             )
         return x

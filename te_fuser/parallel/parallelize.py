@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +15,7 @@ from te_fuser.ops import Bound, Cut, FusableOperation
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
+from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, distribute, set_cut
@@ -24,11 +25,14 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def parallelize(
     model: Model,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     plan: Mapping[str, ParallelStyle] | None = None,
+    context: DeviceMesh | None = None,
 ) -> Model:
     """Let the ranks of a mesh share a model's products, in place; its parameters become DTensors on the mesh.
+
+    Those of another one may cut the sequences that attention sees whole, see `context`.
 
     Tensors at the ends of its lists are plain and local: whole, or with `sequence_parallel` cut along the sequence,
     which attention's layout says (0 where there is none). Call it before `fully_shard` and before an optimizer is made;
@@ -36,18 +40,31 @@ def parallelize(
 
     Args:
         model: lists of ops, alone or in modules.
-        mesh: of one dimension: `mesh["tp"]`.
+        mesh: of one dimension: `mesh["tp"]`; None: each rank has all weights, and parameters stay as they are.
         sequence_parallel: whether ranks cut what is whole in its features along the sequence.
         plan: pattern of names -> style, as {"*.fc1": Column(), "*.fc2": Row()}; None: in each branch the first product
             by column, the last by row, attention by whole key/value heads.
+        context: of one dimension: `mesh["cp"]`, whose ranks have a block of the sequence each, as `cut_sequence` gives
+            it; around attention they exchange heads for positions. With `sequence_parallel` the ranks of `mesh` cut
+            that block further. Each rank has a term of all gradients, so what averages these over samples (DDP,
+            `fully_shard`) does so over the ranks of the context, too.
 
     Returns:
         The model.
 
     Raises:
         TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
-            into equal parts, and modules that a style does not take.
+            into equal parts, modules that a style does not take, one mesh as both, a context without an attention.
     """
+    if context is not None:
+        cutting = Group.of("parallelize", context)
+        if mesh is not None and cutting == Group.of("parallelize", mesh) and cutting.size > 1:
+            raise ValueError(f"parallelize: {cutting.title!r} is mesh and context: give a dimension of a mesh to each")
+        share_context(model, cutting)
+    return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
+
+
+def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Model:
     group = Group.of("parallelize", mesh)
     dim = sequence_dim(model) if sequence_parallel else 0
     styles = derived_plan(model, group) if plan is None else _matched(model, plan)

@@ -14,6 +14,7 @@ from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
+from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
 from te_fuser.presets.inference_params import Wanted, cached
@@ -29,7 +30,7 @@ _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
 
 
-class MultiheadAttention(Preset):
+class MultiheadAttention(ContextParallel):
     """y = attention(q, k, v) W^T + b, with q, k and v projected from x, or k and v from `encoder_output`.
 
     Args:
@@ -350,6 +351,12 @@ class MultiheadAttention(Preset):
         return how, tensors
 
     def _cached(self, params: Any, call: AttentionCall, x: torch.Tensor, angles: Any) -> dict[str, torch.Tensor]:
+        cutting = self._core._context.group
+        if cutting.size > 1:
+            raise ValueError(
+                f"{type(self).__name__}: inference_params hold whole sequences, and the ranks of "
+                f"{cutting.title} cut them: call set_context_parallel_group(None) before"
+            )
         groups, kind = self._core.own_heads[1], x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         who, key = type(self).__name__, self if self.layer_number is None else self.layer_number

@@ -20,7 +20,8 @@ from te_fuser.presets.attention_call import (
     check_arguments,
     sequence_dim_of,
 )
-from te_fuser.presets.base import Asked, Preset, first_or_later, understands
+from te_fuser.presets.base import Asked, first_or_later, understands
+from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
@@ -91,7 +92,7 @@ class TransformerLayerArguments(HeadsArguments):
         AttentionCall.of(*given, self.attn_input_format, CROSS)
 
 
-class TransformerLayer(Preset):
+class TransformerLayer(ContextParallel):
     """h = x + drop(attention(norm(x))), y = h + drop(mlp(norm(h))), in the order of GPT, BERT or T5.
 
     Its parts are presets: `self_attention`, `inter_attention` in a decoder, `layernorm_mlp`, and `layernorm` with

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_fuser.parallel import parallelize, shard_placement
+from te_fuser.parallel import cut_sequence, parallelize, shard_placement
 from tests.parallel.ranks import on_ranks
+from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, llama, mlp
 from tests.twins import assert_same_gradients, tensor
 
@@ -161,3 +163,28 @@ def test_initialization_from_meta() -> None:
                 part.reset_parameters()
     torch.testing.assert_close(parameters(model, twin), parameters(twin, twin), rtol=0, atol=0)
     train(model, adam(model), range(1), mesh)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_sequences_and_weights(sequence_parallel: bool) -> None:
+    """Two ranks cut the sequence, two more the weights, with what is left of it or whole; draws are one process's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    layer = preset("TransformerLayer", F, INNER, 8, kv_channels=2, num_gqa_groups=4, **LAYER)
+    twin = nn.Sequential(layer, listed("interleaved", heads=8, kv_heads=4))
+    model = copy.deepcopy(twin)
+    for part in model:
+        parallelize(part, mesh["tp"], sequence_parallel, context=mesh["cp"])
+    x, dy = (tensor(8, B, F, grad=False, seed=seed) for seed in (1, 2))
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        mine = cut_sequence(t, mesh["cp"])
+        return cut_sequence(mine, mesh["tp"]) if sequence_parallel else mine
+
+    found = [run(model, own(x), own(dy)), run(twin, x, dy)]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, own(want), rtol=1e-10, atol=1e-10)
+    terms = whole({name: p.grad for name, p in model.named_parameters()}, twin)
+    for gradient in terms.values():
+        dist.all_reduce(gradient, group=mesh["cp"].get_group())
+    assert_same_gradients(terms, {name: p.grad for name, p in twin.named_parameters()}, 1e-10)
