@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"ops", "fuser", "quantization"},
-    "checkpointing": {"quantization"},
+    "checkpointing": {"ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
