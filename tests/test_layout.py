@@ -162,6 +162,7 @@ ASPECTS = {
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
     "parallel": {
+        "checkpointing",
         "collectives",
         "cut_products",
         "data_parallel",

@@ -16,7 +16,7 @@ from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, chec
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
-from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
+from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of
 from te_fuser.presets.inference_params import Wanted, cached
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
@@ -24,6 +24,7 @@ from te_fuser.presets.linear import Linear
 from te_fuser.presets.linears import with_bias
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchAttention
+from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
 from te_fuser.presets.rms_norm import RMSNorm
 
 _OUTPUT = "layernorm_output"
@@ -92,7 +93,7 @@ class MultiheadAttention(ContextParallel):
             share_norm(self.first, _OUTPUT)
         self.relist()
         if plans_ahead(said):
-            x = example(said, default, self.proj.get_parameter("weight"), hidden_size)
+            x = example(self, default, self.proj.get_parameter("weight"), hidden_size)
             others = {"encoder_output": x.detach().requires_grad_()} if self.crosses else {}
             self.plan_ahead(x, **others, **example_masks(said, default, x.device, self.crosses))
 

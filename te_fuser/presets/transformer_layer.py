@@ -22,12 +22,13 @@ from te_fuser.presets.attention_call import (
 )
 from te_fuser.presets.base import Asked, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
-from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
+from te_fuser.presets.heads import HeadsArguments
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchBranch
+from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
 from te_fuser.presets.rms_norm import RMSNorm
 from te_fuser.sequential import Sequential
 
@@ -181,7 +182,7 @@ class TransformerLayer(ContextParallel):
 
     def _plan_ahead(self) -> None:
         said, call = self.common, self.self_attention.asking.default
-        x = example(said, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
+        x = example(self, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
         others = example_masks(said, call, x.device)
         if self.decodes:
             others["encoder_output"] = x.detach().requires_grad_()
