@@ -9,7 +9,7 @@ Transformer models" (2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,13 @@ class SharedAttention(OfHeads, InContext):
     """What ranks have of an attention: whole heads where they cut features, and where they cut sequences.
 
     Masks, lengths, offsets and slopes are those of whole sequences, for the heads that this rank runs.
+
+    Attributes:
+        sink_group: the ranks of which each has the learned sinks of its heads alone, where these are a DTensor.
     """
 
     family = True
+    _sink_group: Group = Group()
     layout: str
     packing: Any
     scores: AttentionScores
@@ -45,6 +49,17 @@ class SharedAttention(OfHeads, InContext):
     def sequence_dim(self) -> int:
         """The dimension of the positions."""
         return LAYOUTS[self.layout][0] if self.layout in LAYOUTS else 0
+
+    @property
+    def sink_group(self) -> Group:
+        return self._sink_group
+
+    @sink_group.setter
+    def sink_group(self, group: Any) -> None:
+        self._sink_group = Group.of(type(self).__name__, group)
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"sink": (0, self.sink_group)} if self.sink_group.size > 1 else {}
 
     def shared_by(self) -> Group | None:
         return self.context if self.context.size > 1 else None

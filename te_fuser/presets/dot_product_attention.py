@@ -147,6 +147,8 @@ class DotProductAttention(ContextParallel):
         op.random_state = RandomState.of(self.common)
         op.context, op.balanced = self._context.group, self._context.balanced
         self.with_own_heads(op)
+        if softmax == "learned" and op.heads_of_rank:
+            op.sink_group = self._group
         yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
 
     @property

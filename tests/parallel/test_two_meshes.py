@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from te_fuser.parallel import cut_sequence, parallelize, shard_placement
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
-from tests.parallel.test_parallelize import B, F, S, gated, llama, mlp
+from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
 from tests.twins import assert_same_gradients, tensor
 
 RANKS = 4
-MODELS = {"mlp": mlp, "gated": gated, "llama": llama}
+MODELS = {"mlp": mlp, "gated": gated, "llama": llama, "turns": turns}
 PLACED: dict[str, Any] = {"default": None, "features": shard_placement}
 
 
@@ -56,15 +56,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mesh
         optimizer.step()
 
 
-def whole(tensors: dict[str, Any], like: nn.Module) -> dict[str, torch.Tensor]:
+def whole(tensors: dict[str, Any], like: nn.Module, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Parameters of a model, or what is kept of them, in the shapes of the whole one."""
     shapes = {name: p.shape for name, p in like.named_parameters()}
-    return {
-        n: (t.full_tensor() if isinstance(t, DTensor) else t.detach()).reshape(shapes[n]) for n, t in tensors.items()
-    }
+    laid = {} if model is None else laid_in(model)
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t.detach() for n, t in tensors.items()}
+    return {n: (laid[n].whole(t) if n in laid else t).reshape(shapes[n]) for n, t in full.items()}
 
 
 def parameters(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
-    return whole(dict(model.named_parameters()), like)
+    return whole(dict(model.named_parameters()), like, model)
 
 
 @pytest.mark.parametrize("placed", PLACED)
@@ -79,7 +80,7 @@ def test_training(kind: str, placed: str) -> None:
         train(model, optimizers[0], range(step, step + 1), mesh)
         train(twin, optimizers[1], range(step, step + 1))
         want = {name: p.grad for name, p in twin.named_parameters()}
-        assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+        assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin, model), want, 1e-10)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin)]
         assert isinstance(norms[0], DTensor)
         torch.testing.assert_close(norms[0].full_tensor(), norms[1])
@@ -101,7 +102,9 @@ def loaded(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default")])
+@pytest.mark.parametrize(
+    ("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default"), ("turns", "default")]
+)
 @on_ranks
 def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
@@ -130,7 +133,7 @@ def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     of_back = loaded(back, tmp_path / "cut")
     for key in ("exp_avg", "exp_avg_sq"):
         states = [
-            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like)
+            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like, m)
             for m, o in ((model, optimizer), (back, of_back))
         ]
         torch.testing.assert_close(*states, rtol=0, atol=0)
@@ -184,7 +187,7 @@ def test_sequences_and_weights(sequence_parallel: bool) -> None:
     found = [run(model, own(x), own(dy)), run(twin, x, dy)]
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, own(want), rtol=1e-10, atol=1e-10)
-    terms = whole({name: p.grad for name, p in model.named_parameters()}, twin)
+    terms = whole({name: p.grad for name, p in model.named_parameters()}, twin, model)
     for gradient in terms.values():
         dist.all_reduce(gradient, group=mesh["cp"].get_group())
     assert_same_gradients(terms, {name: p.grad for name, p in twin.named_parameters()}, 1e-10)
