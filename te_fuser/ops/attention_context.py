@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from te_fuser.ops.all_to_all import AllToAll
 from te_fuser.ops.attention_heads import LAYOUTS, AnyHeads, ApartHeads
 from te_fuser.ops.attention_scores import AttentionScores
@@ -23,6 +25,21 @@ from te_fuser.ops.group import Group
 from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.take import Take
+
+
+def own_sinks(sinks: torch.Tensor, group: Group) -> torch.Tensor:
+    """Of the sinks of all heads those of the heads that this rank of a group runs."""
+    count = sinks.shape[0] // group.size
+    return sinks if group.size == 1 else sinks.narrow(0, group.rank * count, count)
+
+
+def whole_sinks(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's term of the gradient of all sinks, of that of its own."""
+    if group.size == 1:
+        return own
+    made = own.new_zeros(own.shape[0] * group.size)
+    own_sinks(made, group).copy_(own)
+    return made
 
 
 class SharedAttention(OfHeads, InContext):
@@ -36,6 +53,7 @@ class SharedAttention(OfHeads, InContext):
 
     family = True
     _sink_group: Group = Group()
+    _heads_of: Group = Group()  # the ranks of which this one runs its part of the heads, and has the sinks of all
     layout: str
     packing: Any
     scores: AttentionScores
@@ -115,7 +133,7 @@ class SharedAttention(OfHeads, InContext):
         whole: dict[str, Any] = {argument: f"exchanged_{argument}" for argument in named}
         others = {} if apart is None else {"packing": replace(apart, **whole)}
         own = {"heads": self.heads // ranks, "kv_heads": self.kv_heads // ranks, **others}
-        yield self.with_attributes(_context=type(self)._context, **own)
+        yield self.with_attributes(_context=type(self)._context, _heads_of=self.context, **own)
         yield AllToAll(self.context, self.sequence_dim, -1, balanced=self.balanced)
 
     def _to_heads(self, parts: tuple[int, ...]) -> AllToAll:
@@ -147,7 +165,7 @@ class SharedAttention(OfHeads, InContext):
                 "says two: set it to False, or give samples of one length"
             )
         scores = self.scores
-        asked = {"a bias": scores.bias, "ALiBi": scores.alibi is True, "learned sinks": scores.sink == "learned"}
+        asked = {"a bias": scores.bias, "ALiBi": scores.alibi is True}
         for what, is_asked in asked.items():
             if is_asked:
                 raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops import attention_math
-from te_fuser.ops.attention_context import SharedAttention
+from te_fuser.ops.attention_context import SharedAttention, own_sinks, whole_sinks
 from te_fuser.ops.attention_heads import (
     LAYOUTS,
     PACKINGS,
@@ -254,7 +254,7 @@ class DotProductAttention(SharedAttention):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """That of the sinks."""
-        return {} if self.sink is None else {"sink": (self.heads,)}
+        return {} if self.sink is None else {"sink": (self.heads * self._heads_of.size,)}
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """One node, from x, the named inputs, the parameters and the rows' logsumexp."""
@@ -379,7 +379,7 @@ class DotProductAttention(SharedAttention):
         if bias is not None and made.added is not None:
             found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
         if sink is not None and made.sink is not None:
-            found["sink"] = made.sink.to(sink.dtype)
+            found["sink"] = whole_sinks(made.sink.to(sink.dtype), self._heads_of)
         dx = found.pop("input")
         return (dx, found) if found else dx
 
@@ -423,7 +423,8 @@ class DotProductAttention(SharedAttention):
         hidden = band.with_given(given)
         sink = None
         if scores.sink != "none":
-            sink = call["sink"].to(q.dtype) if scores.sink == "learned" else q.new_zeros(self.heads)
+            learned = scores.sink == "learned"
+            sink = own_sinks(call["sink"], self._heads_of).to(q.dtype) if learned else q.new_zeros(self.heads)
         return Terms(self.scale, hidden, self._added(call, band, q), scores.soft_cap, sink, shows_all=False)
 
     def _added(self, call: OpCall, band: Band, q: torch.Tensor) -> torch.Tensor | None:

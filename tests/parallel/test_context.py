@@ -8,6 +8,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fusions.dot_product_attention import _SeparateAttention
+from te_fuser.fusions.match import FusionCall
+from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from tests.parallel.models import backward, gradients
 from tests.parallel.ranks import WORLD, on_ranks
@@ -67,6 +71,7 @@ MODELS: dict[str, tuple[Make, int]] = {  # with the dimension of the sequence
         functools.partial(preset, "TransformerLayer", F, INNER, 4, attn_input_format="bshd", num_gqa_groups=2, **LAYER),
         1,
     ),
+    "sinks": (functools.partial(preset, "MultiheadAttention", F, 4, num_gqa_groups=2, softmax_type="learnable"), 0),
     "window": (
         functools.partial(
             preset, "MultiheadAttention", F, 2, window_size=(2, 0), softmax_type="off-by-one", fuse_qkv_params=True
@@ -199,6 +204,31 @@ def test_sequences_one_behind_the_other() -> None:
     assert_as_whole(model, twin, x=tensor(16, F, grad=False), **call)
 
 
+class Reading:
+    """A library's attention that gives the sinks that it was given."""
+
+    by_structure, draws, emits = False, False, ()
+
+    def forward_separate(self, settings: object, tensors: dict[str, torch.Tensor], blank: object) -> Any:
+        return tensors["sink"], {}
+
+    def backward_separate(self, settings: object, tensors: dict[str, torch.Tensor], dy: object, blank: object) -> Any:
+        return {"input": dy, "sink": 2 * tensors["sink"]}
+
+
+def test_a_library_reads_the_sinks_of_its_heads() -> None:
+    op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"))
+    sinks, x, two = torch.arange(4.0), torch.ones(2), Group("two", 2)
+    attention = _SeparateAttention(Reading(), op.settings(), ("sink",), False, two)  # type: ignore[arg-type]
+    tensors = {"0.sink": sinks, "-1.input": x, "output": x}
+    for rank in range(2):
+        call = FusionCall([op.eval()], tensors, frozenset(), {})
+        with mock.patch.object(Group, "rank", rank):
+            assert torch.equal(attention.forward(call, x), sinks[2 * rank : 2 * rank + 2])
+            made = attention.backward(call, x)[1]["0.sink"]
+        assert torch.equal(made, 2 * sinks * (torch.arange(4) // 2 == rank))
+
+
 @on_ranks
 def test_engines_average_over_the_ranks() -> None:
     """DDP and fully_shard over the ranks that cut the sequence give what one process has of the mean."""
@@ -225,11 +255,12 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
     with pytest.raises(ValueError, match=r"kv_heads=1 cannot be cut into 2 equal parts, one for each rank that cuts"):
         parallelize(preset("TransformerLayer", F, INNER, 2, num_gqa_groups=1), context=mesh)(x)
     for said, call, words in (
-        ({"softmax_type": "learnable"}, {}, "learned sinks is of all heads"),
-        ({}, {"core_attention_bias_type": "alibi"}, "ALiBi is of all heads"),
+        ("post_scale_bias", {"core_attention_bias": torch.zeros(1)}, "a bias is of all heads"),
+        ("alibi", {}, "ALiBi is of all heads"),
     ):
+        attention = parallelize(preset("MultiheadAttention", F, 2), context=mesh)
         with pytest.raises(ValueError, match=words):
-            parallelize(preset("MultiheadAttention", F, 2, **said), context=mesh)(x, **call)
+            attention(x, core_attention_bias_type=said, **call)
     model = preset("MultiheadAttention", F, 2)
     model.set_context_parallel_group(mesh, cp_comm_type="a2a")
     with pytest.raises(ValueError, match=r"shape \[3, 2, .* are no 2 equal blocks, which each rank has"):
