@@ -36,7 +36,7 @@ from te_fuser.ops.linear import Linear
 from te_fuser.ops.log_softmax import LogSoftmax
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norm import Norm
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.of_heads import OfHeads, OfPositions
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
@@ -102,6 +102,7 @@ __all__ = [
     "NamedInput",
     "Norm",
     "OfHeads",
+    "OfPositions",
     "Output",
     "OwnScalesMatMul",
     "PartlyFloat8MatMul",

@@ -19,10 +19,9 @@ from te_fuser.ops.all_to_all import AllToAll
 from te_fuser.ops.attention_heads import LAYOUTS, AnyHeads, ApartHeads
 from te_fuser.ops.attention_scores import AttentionScores
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.context import InContext
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.group import Group
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.take import Take
 
@@ -42,7 +41,7 @@ def whole_sinks(own: torch.Tensor, group: Group) -> torch.Tensor:
     return made
 
 
-class SharedAttention(OfHeads, InContext):
+class SharedAttention(OfPositions):
     """What ranks have of an attention: whole heads where they cut features, and where they cut sequences.
 
     Masks, lengths, offsets and slopes are those of whole sequences, for the heads that this rank runs.
@@ -79,12 +78,6 @@ class SharedAttention(OfHeads, InContext):
     def cuts(self) -> Mapping[str, tuple[int, Group]]:
         return {"sink": (0, self.sink_group)} if self.sink_group.size > 1 else {}
 
-    def shared_by(self) -> Group | None:
-        return self.context if self.context.size > 1 else None
-
-    def takes_spread(self) -> Spread:
-        return self._context.rows(self.sequence_dim)
-
     def draws_for(self, x: Spread, told: Told) -> Spread:
         """Probabilities of its heads."""
         return FEATURES if told.group == self.shared_by() else x
@@ -98,16 +91,9 @@ class SharedAttention(OfHeads, InContext):
         return super().of_rank(x, told)
 
     def spread(self, x: Spread, told: Told) -> Spread:
-        if told.group != self.shared_by():
-            return super().spread(x, told)
-        for name, given in {"x": x, **told.named}.items():
-            if given != self.takes_spread():
-                raise ValueError(
-                    f"{type(self).__name__} with the ranks of {told.group.title} as its context takes what is "
-                    f"{self.takes_spread()}, and {name} is {given}: let these ranks cut sequences alone"
-                )
-        self._check_heads()
-        return x
+        if told.group == self.shared_by():
+            self._check_heads()
+        return super().spread(x, told)
 
     def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
         """The sinks are cut as the heads are."""

@@ -10,9 +10,9 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
-from te_fuser.ops.context import Context, InContext
+from te_fuser.ops.context import Context
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
 from te_fuser.ops.spread import Spread, Told
@@ -20,7 +20,7 @@ from te_fuser.ops.spread import Spread, Told
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
-class RotaryByAngles(OfHeads, InContext):
+class RotaryByAngles(OfPositions):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Angles are [L, 1 or B, 1, D] in every layout, with L positions, as many as x has or more, and an even D, the
@@ -100,8 +100,12 @@ class RotaryByAngles(OfHeads, InContext):
         names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
 
+    @property
+    def sequence_dim(self) -> int:
+        return LAYOUTS[self._order][0]
+
     def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        if not (x.outer and x.dim == LAYOUTS[self._order][0]):
+        if not (x.outer and x.dim == self.sequence_dim):
             return super().of_rank(x, told)
         if self.starts is not None:
             raise ValueError(
@@ -112,7 +116,7 @@ class RotaryByAngles(OfHeads, InContext):
 
     def spread(self, x: Spread, told: Told) -> Spread:
         """As x: rows turn by where they stand in the whole."""
-        return x if x.outer else super().spread(x, told)
+        return x if x.outer and self.shared_by() is None else super().spread(x, told)
 
     def infer(self, x: Spec) -> Spec:
         """As x."""

@@ -19,8 +19,8 @@ import torch
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention_math import raised
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
-from te_fuser.ops.context import Context, InContext, Spans, blocks_of
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.context import Context, Spans, blocks_of
+from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.spread import Spread, Told
 
@@ -85,7 +85,7 @@ def rotation_table(
     return cos, sin
 
 
-class RotaryEmbedding(OfHeads, InContext):
+class RotaryEmbedding(OfPositions):
     """Turns the query and key heads of packed queries, keys and values by their position; values stay.
 
     Args:
@@ -146,14 +146,18 @@ class RotaryEmbedding(OfHeads, InContext):
         """Where the heads lie."""
         return PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing)
 
+    @property
+    def sequence_dim(self) -> int:
+        return LAYOUTS[self.layout][0]
+
     def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        if x.outer and x.dim == LAYOUTS[self.layout][0]:
+        if x.outer and x.dim == self.sequence_dim:
             return self.with_attributes(_context=Context(told.group, x.balanced))
         return super().of_rank(x, told)
 
     def spread(self, x: Spread, told: Told) -> Spread:
         """As x: rows turn by where they stand in the whole."""
-        return x if x.outer else super().spread(x, told)
+        return x if x.outer and self.shared_by() is None else super().spread(x, told)
 
     def spans(self, positions: int) -> Spans:
         """The positions of so many rows: (first, how many) of each block."""

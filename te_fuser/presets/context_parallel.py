@@ -78,8 +78,9 @@ def set_context(model: torch.nn.Module, context: Context) -> int:
     found = 0
     for module in model.modules():
         op = module.op if isinstance(module, ops.Bound) else module
-        if isinstance(op, ops.DotProductAttention):
-            op.context, op.balanced, found = context.group, context.balanced, found + 1
+        if isinstance(op, ops.OfPositions):
+            op.context, op.balanced = context.group, context.balanced
+            found += isinstance(op, ops.DotProductAttention)
         if isinstance(module, ContextParallel):
             module._context = context
         if isinstance(module, Preset):

@@ -145,7 +145,6 @@ class DotProductAttention(ContextParallel):
             scores=call.scores(self.common.softcap, softmax),
         )
         op.random_state = RandomState.of(self.common)
-        op.context, op.balanced = self._context.group, self._context.balanced
         self.with_own_heads(op)
         if softmax == "learned" and op.heads_of_rank:
             op.sink_group = self._group
@@ -160,8 +159,10 @@ class DotProductAttention(ContextParallel):
         return heads, self.share(self.num_gqa_groups, "num_gqa_groups")
 
     def with_own_heads(self, op: ops.OfHeads) -> ops.OfHeads:
-        """An op that was made for `own_heads`."""
+        """An op that was made for `own_heads`, on sequences that ranks cut as this preset's."""
         op.heads_of_rank = self.tp_size > 1 and bool(self.common.set_parallel_mode)
+        if isinstance(op, ops.OfPositions):
+            op.context, op.balanced = self._context.group, self._context.balanced
         return op
 
     def _apart(self, packing: str) -> ops.Apart:

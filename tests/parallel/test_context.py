@@ -142,6 +142,9 @@ def test_the_order_of_transformer_engine(layout: str) -> None:
         with pytest.warns(UserWarning, match="runs as 'a2a'") if way == "p2p" else contextlib.nullcontext():
             model.set_context_parallel_group(dist.group.WORLD, list(range(WORLD)), None, way)
         assert_as_whole(model, twin, dim, balanced=True, rotary_pos_emb=angles)
+    hooked = copy.deepcopy(model)
+    hooked.core_attention.register_forward_hook(lambda module, given, y: None)  # it is not in one list with the rest
+    assert_as_whole(hooked.eval(), twin.eval(), dim, balanced=True, rotary_pos_emb=angles)
     shorter = cut_sequence(tensor(S, B, F).transpose(0, dim), dist.group.WORLD, dim, balanced=True)
     with pytest.raises(ValueError, match=rf"angles must be \[{S} or more"):
         model(shorter, rotary_pos_emb=angles[: S // 2])
