@@ -36,7 +36,7 @@ from benchmarks.gpu.several.worker import effort_of
 
 LIMIT = 240.0  # seconds of a part
 RETRIES = 2
-OPTIONS = ("quick", "toy", "one-gpu", "no-compile")  # which ranks are told, too
+OPTIONS = ("quick", "toy", "no-compile")  # which ranks are told, too
 GRACE = 5.0  # seconds that ranks have left when one of them has ended
 # Multicast of one program can take the GPUs of a whole host away from all others; a compiled product of before would
 # keep async TP from being compiled.
@@ -57,7 +57,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; nothing is written")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, one call each, on CPUs: does it run at all")
-    parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU, by gloo: does it run at all")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/ranks-<n>-<name>.json)")
@@ -110,18 +109,19 @@ def run_ranks(ranks: int, arguments: Sequence[str], limit: float = LIMIT) -> str
 def _outcome(processes: Sequence[subprocess.Popen[bytes]], until: float, limit: float) -> str:
     """Wait for all; once one has failed for a few seconds more."""
     failed = ""
-    while any(process.poll() is None for process in processes):
-        codes = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode}
-        if codes and not failed:
+    while True:
+        codes = [process.poll() for process in processes]  # each of them: what was not asked for is not known
+        if any(codes) and not failed:
             failed, until = _ended(codes), time.monotonic() + GRACE
+        if None not in codes:
+            return failed
         if time.monotonic() > until:
             return failed or f"stopped after {limit:.0f} s"
         time.sleep(0.05)
-    return failed or _ended({rank: process.returncode for rank, process in enumerate(processes) if process.returncode})
 
 
-def _ended(codes: dict[int, int]) -> str:
-    return ", ".join(f"rank {rank} ended with exit status {code}" for rank, code in codes.items())
+def _ended(codes: Sequence[int | None]) -> str:
+    return ", ".join(f"rank {rank} ended with exit status {code}" for rank, code in enumerate(codes) if code)
 
 
 def said(path: Path) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def run_part(name: str, chosen: argparse.Namespace, path: Path | None, about: di
     """Measure a part, print and write it; whether all of it was measured."""
     start = time.perf_counter()
     entries, found, problem = measure(name, chosen)
-    options = {"quick": chosen.quick or chosen.toy or chosen.one_gpu, "compile": not chosen.no_compile}
+    options = {"quick": chosen.quick or chosen.toy, "compile": not chosen.no_compile}
     seconds = time.perf_counter() - start
     if entries and path is not None:
         effort = effort_of(chosen.quick, chosen.toy)
@@ -178,14 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, part in PARTS.items():
             console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
         return 0
-    if chosen.one_gpu or not chosen.toy:
-        check_gpus(1 if chosen.one_gpu else chosen.ranks)
+    if not chosen.toy:
+        check_gpus(chosen.ranks)
     card = Card(torch.device("cpu" if chosen.toy else "cuda"))
-    usual = (
-        None
-        if chosen.quick or chosen.toy or chosen.one_gpu
-        else records.record_path(card.name, f"ranks-{chosen.ranks}")
-    )
+    usual = None if chosen.quick or chosen.toy else records.record_path(card.name, f"ranks-{chosen.ranks}")
     path = chosen.record or usual
     about = records.circumstances(card, chosen.commit)
     done = [run_part(name, chosen, path, about, console) for name in chosen.part or PARTS]

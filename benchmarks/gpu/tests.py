@@ -319,7 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = records.circumstances(card, chosen.commit)
     if chosen.ranks > 1:
         os.environ["RANKS"] = str(chosen.ranks)
-        about |= {"ranks": chosen.ranks, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        shared = torch.cuda.device_count() < chosen.ranks
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        about |= {"ranks": chosen.ranks, "nccl": "none: ranks share GPUs by gloo" if shared else nccl}
     for name in chosen.part or known:
         found[name] = run_part(name, known[name], chosen.limit)
         records.merge(path, name, {**about, **asdict(found[name])})

@@ -66,19 +66,15 @@ class Ranks:
     with_compile: bool = True
 
     @classmethod
-    def join(cls, sizes: Sizes, effort: Effort, device: str, with_compile: bool = True) -> Ranks:
-        """Meet the others, as the environment says where they are.
-
-        Args:
-            device: "cuda": each has a GPU, NCCL connects them; "one": all have the same GPU, else "cpu": gloo does.
-        """
-        rank, local = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK"))
-        own = torch.device("cpu" if device == "cpu" else f"cuda:{local if device == 'cuda' else 0}")
-        if own.type == "cuda":
+    def join(cls, sizes: Sizes, effort: Effort, gpu: bool, with_compile: bool = True) -> Ranks:
+        """Meet the others, as the environment says where they are: by NCCL, each with its GPU, else by gloo on CPUs."""
+        local = int(os.environ["LOCAL_RANK"])
+        own = torch.device("cuda", local) if gpu else torch.device("cpu")
+        if gpu:
             torch.cuda.set_device(own)
         else:
             torch.set_num_threads(1)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
+        dist.init_process_group("nccl" if gpu else "gloo", timeout=WAIT)
         return cls.of_group(Card(own), sizes, effort, with_compile)
 
     @classmethod

@@ -27,7 +27,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="where rank 0 writes a line for each thing that it has to say")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--without", nargs="*", default=[])
     return parser.parse_args(arguments)
@@ -42,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Join the others and measure a part with them."""
     chosen = parse(arguments)
     warnings.simplefilter("ignore", FutureWarning)  # newer releases of PyTorch rename collectives that older ones lack
-    device = "one" if chosen.one_gpu else "cpu" if chosen.toy else "cuda"
     effort = effort_of(chosen.quick, chosen.toy)
-    ranks = Ranks.join(TOY if chosen.toy else Sizes(), effort, device, not chosen.no_compile)
+    ranks = Ranks.join(TOY if chosen.toy else Sizes(), effort, not chosen.toy, not chosen.no_compile)
 
     def say(**what: Any) -> None:
         if ranks.rank == 0:

@@ -20,7 +20,6 @@ from tests.gpu.ranks.models import assert_near, batch, by_nccl, device, layers, 
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
-STEPS = 200 if torch.cuda.is_available() else 6
 
 
 def whole(t: torch.Tensor | None) -> torch.Tensor:
@@ -40,7 +39,7 @@ def backward(model: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.nccl)])
 @on_ranks
 def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> None:
     twin = layers(dropout=dropout, gated=gated)
@@ -55,7 +54,7 @@ def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> No
         assert_near(whole(p.grad).reshape(q.shape), q.grad, name)
 
 
-@pytest.mark.parametrize("how", ["tensor", "DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", *(pytest.param(how, marks=pytest.mark.nccl) for how in ("tensor", "FSDP2"))])
 @on_ranks
 def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
     model: Any = layers(dropout=0.1)
@@ -67,18 +66,19 @@ def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
         for part in (*model, model):
             fully_shard(part, mesh=mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    x, used = own(batch(dist.get_rank())).contiguous(), list[int]()
-    for step in range(STEPS):
+    x, used, count = own(batch(dist.get_rank())).contiguous(), list[int](), 200 if by_nccl() else 8
+    for step in range(count):
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        if device() == "cuda" and step in (STEPS // 4, STEPS - 1):
+        if device() == "cuda" and step in (count // 4, count - 1):
             torch.cuda.synchronize()
             used.append(torch.cuda.memory_allocated())
     assert loss.isfinite() and len(set(used)) <= 1, used
 
 
+@pytest.mark.nccl
 @on_ranks
 def test_checkpoints(tmp_path: Path) -> None:
     """What goes on from what was saved goes on as if nothing had been."""
@@ -109,6 +109,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     torch.testing.assert_close(train(other, optimizer, range(2, 4)), want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_replays_equal_calls(sequence_parallel: bool) -> None:
