@@ -170,6 +170,7 @@ ASPECTS = {
         "fully_shard",
         "gpu_bodies",
         "lockstep",
+        "measuring",
         "presets",
         "random_cuts",
         "ranks",
