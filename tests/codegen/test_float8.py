@@ -143,7 +143,7 @@ def test_threads_that_share_a_row_load_16_bytes_beside_stores_in_8_bits() -> Non
     names, scale = ("x", "y", "z"), expr.leaf("scale", Axes.NONE)
     x, y, z = (expr.leaf(name, Axes.FULL, width) for name in names)
     normed = x * row_sum(x * y) + z
-    tensors = {**{name: (Axes.FULL, width, "bfloat16") for name in names}, "scale": (Axes.NONE, 1, "float32")}
+    tensors = {**dict.fromkeys(names, (Axes.FULL, width, "bfloat16")), "scale": (Axes.NONE, 1, "float32")}
     narrow = Target("out", quantize(normed, scale, FLOAT8[dtype]), Axes.FULL, width, dtype)
     wide = Target("out", normed, Axes.FULL, width, "bfloat16")
     totals = [Target(f"sum{k}", e, Axes.FEATURE, width, "float32") for k, e in enumerate((normed, x * z, y))]
