@@ -167,6 +167,7 @@ ASPECTS = {
         "dtensor_parameters",
         "fully_shard",
         "lockstep",
+        "measuring",
         "presets",
         "random_cuts",
         "ranks",
