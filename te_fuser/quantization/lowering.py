@@ -334,7 +334,10 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         return (item,)
     form = _form(cast(Recipe, recipe), dtype, own)
     if scalings is not None:
-        return (_listed(item, OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, **form), "", low.bindings),)
+        weight = low.bindings["weight"]
+        keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
+        product = OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, keeps_weight=keeps, **form)
+        return (_listed(item, product, "", low.bindings),)
     kept = (True,) * 3 if calibrating else cast(DelayedScaling, recipe).override_linear_precision
     if any(kept):
         partly = PartlyFloat8MatMul(cast(MatMul, low.op), kept=kept, **form)
