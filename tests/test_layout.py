@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"ops", "fuser", "quantization"},
-    "checkpointing": {"quantization"},
+    "checkpointing": {"ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
@@ -115,6 +115,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {
     "__init__",
+    "attention_context",
     "attention_heads",
     "attention_mask",
     "attention_math",
@@ -123,6 +124,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "context",
     "cut",
     "dtensor",
     "facts",
@@ -161,6 +163,7 @@ ASPECTS = {
     "ops": {"activations", "messages", "norms", "structure"},
     "parallel": {
         "arriving",
+        "checkpointing",
         "collectives",
         "cut_products",
         "data_parallel",
