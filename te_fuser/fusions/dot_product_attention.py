@@ -25,8 +25,10 @@ from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads, packed_tiles
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded
+from te_fuser.ops.attention_context import own_sinks, whole_sinks
 from te_fuser.ops.attention_heads import ApartHeads, inputs_of
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.group import Group
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 _MADE = 5  # times that the bytes of a dense bias are moved to make it
@@ -148,9 +150,18 @@ class _SeparateAttention:
 
     Args:
         compiled: whether rows are blanked and moved by the kernels for that, which the plan has compiled.
+        heads_of: the ranks of which this one runs its part of the heads, and has the sinks of all.
     """
 
-    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...], compiled: bool) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        settings: AttentionSettings,
+        names: tuple[str, ...],
+        compiled: bool,
+        heads_of: Group,
+    ) -> None:
+        self._heads_of = heads_of
         padded = Padded(provider, moved_rows.ByKernel if compiled else moved_rows.ByTorch)
         self._provider, self._names = provider, names
         self._way = padded if provider.by_structure and settings.mask.padded else provider
@@ -160,6 +171,7 @@ class _SeparateAttention:
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """The output."""
         tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
+        self._take_own_sinks(tensors)
         draws = m.draws(0)
         with _state(m, x.device) if draws and not self._provider.draws else contextlib.nullcontext():
             y, saved = self._way.forward_separate(self._settings[draws], tensors, self._blank)
@@ -172,11 +184,17 @@ class _SeparateAttention:
         tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
+        self._take_own_sinks(tensors)
         made = self._way.backward_separate(self._settings[m.draws(0)], tensors, dy, self._blank)
         if "sink" in self._names:
             sink = m["0.sink"]
-            made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
+            own = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(tensors["sink"])
+            made["sink"] = whole_sinks(own, self._heads_of)
         return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
+
+    def _take_own_sinks(self, tensors: dict[str, torch.Tensor]) -> None:
+        if "sink" in self._names:
+            tensors["sink"] = own_sinks(tensors["sink"], self._heads_of)
 
 
 # One for all matches that are alike, so that plans of several lengths that run the same are seen to.
@@ -190,7 +208,8 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] 
     if settings.beyond:
         names = (*op.named_inputs(), *op.parameter_shapes())
         blanks = _blanks(provider, m)
-        return getattr(_separate_attention(provider, settings, names, blanks), direction)  # type: ignore[no-any-return]
+        separate = _separate_attention(provider, settings, names, blanks, op._heads_of)
+        return getattr(separate, direction)  # type: ignore[no-any-return]
     made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
     return Body(getattr(made, direction), transposed=("input",) if direction == "backward" and _packs_tiles(m) else ())
 

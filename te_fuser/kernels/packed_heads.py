@@ -26,6 +26,7 @@ from te_fuser.dtypes import name_of
 from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
+from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class Rotation:
     base: float
     style: str
     position_offset: int = 0
+    context: Context = Context()
+
+    def spans(self, positions: int) -> Spans:
+        """The positions of so many rows: (first, how many) of each block."""
+        return tuple([(self.position_offset + first, count) for first, count in self.context.spans(positions)])
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,9 @@ def _run(
     # The native runtime takes contiguous tensors alone.
     tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
     if ready.rotation is not None:
-        tensors += _angles(ready.rotation, rows.positions, first.device)
+        turned = ready.rotation
+        spans = turned.spans(rows.positions)
+        tensors += rotation_table(spans, turned.rotary_dim, turned.base, torch.float32, first.device)
     if bias is not None:
         tensors.append(bias.contiguous())
     if scaled is not None:
@@ -304,13 +312,6 @@ def _run(
     launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
     launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
     return out, sums
-
-
-@functools.lru_cache(maxsize=256)
-def _angles(rotation: Rotation, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotation_table(
-        rotation.position_offset, positions, rotation.rotary_dim, rotation.base, torch.float32, device
-    )
 
 
 # ------------------------------------------------------------------------------------------------- making it

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from te_fuser.ops import Bound, Cut, FusableOperation
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
+from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, described, distribute, set_cut
@@ -29,11 +30,14 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 def parallelize(
     model: Model,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     plan: Mapping[str, ParallelStyle] | None = None,
+    context: DeviceMesh | None = None,
 ) -> Model:
     """Let the ranks of a mesh share a model's products, in place; its parameters become DTensors on the mesh.
+
+    Those of another one may cut the sequences that attention sees whole, see `context`.
 
     Tensors at the ends of its lists are plain and local: whole, or with `sequence_parallel` cut along the sequence,
     which attention's layout says (0 where there is none). Call it before `fully_shard` and before an optimizer is made;
@@ -41,20 +45,40 @@ def parallelize(
 
     Args:
         model: lists of ops, alone or in modules.
-        mesh: of one dimension: `mesh["tp"]`.
+        mesh: of one dimension: `mesh["tp"]`; None: each rank has all weights, and parameters stay as they are.
         sequence_parallel: whether ranks cut what is whole in its features along the sequence.
         plan: pattern of names -> style, as {"*.fc1": Column(), "*.fc2": Row()}; None: in each branch the first product
             by column, the last by row, attention by whole key/value heads.
+        context: of one dimension: `mesh["cp"]`, whose ranks have a block of the sequence each, as `cut_sequence` gives
+            it; around attention they exchange heads for positions. With `sequence_parallel` the ranks of `mesh` cut
+            that block further. Each rank has a term of all gradients, so what averages these over samples (DDP,
+            `fully_shard`) does so over the ranks of the context, too.
 
     Returns:
         The model.
 
     Raises:
         TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
-            into equal parts, and modules that a style does not take.
+            into equal parts, modules that a style does not take, one mesh as both, a context without an attention.
         Disagreement: on all ranks, before anything is sent, where they give different models or arguments, or one of
             them raised; or where one does not come.
     """
+    if context is not None:
+        _share_context(model, mesh, context)
+    return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
+
+
+def _share_context(model: torch.nn.Module, mesh: Any, context: DeviceMesh) -> None:
+    group = _group_of(context)
+    groups = [group] if group.size > 1 else []
+    with telling.telling_errors(groups):
+        if groups and mesh is not None and group == Group.of("parallelize", mesh):
+            raise ValueError(f"parallelize: {group.title!r} is mesh and context: give a dimension of a mesh to each")
+        share_context(model, group)
+    telling.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
+
+
+def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Model:
     group = _group_of(mesh)
     groups = [group] if group.size > 1 else []
     with telling.telling_errors(groups):
@@ -117,7 +141,7 @@ def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_
         warnings.warn(
             f"parallelize leaves {first}{' and more' * (len(found) > _SHOWN)} as they are: no ops, but modules of "
             f"their own in a list. Every rank runs them whole{wrong}; te_fuser.from_torch makes ops of PyTorch's",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

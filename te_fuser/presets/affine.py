@@ -124,7 +124,7 @@ class Affine(Preset):
 
     def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
-            yield from self.norm.ops(self)
+            yield from self.norm.ops(self, before=self.parallel_mode)
         yield self._bound(self.product(self.in_features, self.out_features, self.parallel_mode), "weight")
         if self.use_bias and not self.return_bias:
             yield self._bound(self.bias_op(self.out_features, self.parallel_mode), "bias")

@@ -434,6 +434,8 @@ class Preset(Together, Variants):
                 module._made_from = []  # variants are made anew
             if isinstance(module, ops.Bound) and isinstance(module.op, ops.Cut) and isinstance(module.owner, Preset):
                 module.op.group = group
+            if isinstance(module, ops.Collective):
+                module.group = group
             if isinstance(module, FusableOperation):
                 module.revision += 1  # lists around look at the preset again
 

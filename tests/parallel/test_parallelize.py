@@ -22,7 +22,8 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.run import fuser
 from te_fuser.fuser.run.telling import Disagreement
-from te_fuser.parallel import Column, Row, parallelize
+from te_fuser.ops.dtensor import how_laid
+from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
@@ -89,6 +90,17 @@ def llama() -> te_fuser.Sequential:
     return layer(activation="swiglu", normalization="RMSNorm", num_gqa_groups=HEADS, **plain)
 
 
+def turns() -> te_fuser.Sequential:
+    """Queries, fewer keys and values one behind the other in one weight, and learned sinks: in a list, and a preset."""
+    heads: Any = {"heads": 4, "kv_heads": 2, "packing": "blocked"}
+    core = ops.DotProductAttention(head_dim=2, mask="causal", scores=ops.AttentionScores(sink="learned"), **heads)
+    turned = ops.RotaryEmbedding(2, **heads)
+    alone = te_fuser.Residual(ops.RMSNorm(F), ops.MatMul(F, 16), ops.Bias(16), turned, core, ops.Linear(8, F))
+    given: Any = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "softmax_type": "learnable"}
+    given |= {"kv_channels": 2, "num_gqa_groups": 2, "attn_mask_type": "causal", "params_dtype": torch.float64}
+    return sequential(alone, te_fuser.MultiheadAttention(F, 4, attention_dropout=0.0, **given))
+
+
 MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "mlp": mlp,
     "gated": gated,
@@ -99,12 +111,20 @@ MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "grouped": grouped,
     "llama": llama,
     "packed": functools.partial(layer, fuse_qkv_params=True),
+    "turns": turns,
 }
 DIMS = {"batch first": 1}  # of sequences
 
 
-def whole(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return (t.full_tensor() if isinstance(t, DTensor) else t).reshape(like.shape)
+def whole(t: torch.Tensor, like: torch.Tensor, laid: Any = None) -> torch.Tensor:
+    full = t.full_tensor() if isinstance(t, DTensor) else t
+    return (full if laid is None else laid.whole(full)).reshape(like.shape)
+
+
+def laid_in(model: nn.Module) -> dict[str, Any]:
+    """Parameter -> how it lies, where that is by parts."""
+    owners = ((f"{path}." if path else "", how_laid(m)) for path, m in model.named_modules())
+    return {prefix + name: laid for prefix, known in owners for name, laid in known.items()}
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -128,7 +148,8 @@ def assert_as_whole(model: nn.Module, twin: nn.Module, step: int = 0, dim: int |
         assert want is not None
         torch.testing.assert_close(got, own(want), **EXACT)
     want = {name: p.grad for name, p in twin.named_parameters()}
-    found = {name: whole(p.grad, want[name]) for name, p in model.named_parameters()}
+    laid = laid_in(model)
+    found = {name: whole(p.grad, want[name], laid.get(name)) for name, p in model.named_parameters()}
     assert_same_gradients(found, want, 1e-11)
 
 
@@ -198,7 +219,7 @@ def test_all_ranks_get_the_values_of_the_first() -> None:
         assert torch.equal(whole(p, q), q)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gated", "llama"])
+@pytest.mark.parametrize("kind", ["mlp", "gated", "llama", "turns"])
 @on_ranks
 def test_initialization(kind: str) -> None:
     """Draws what the whole model draws, made on the meta device too."""
@@ -211,22 +232,24 @@ def test_initialization(kind: str) -> None:
         for part in m.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(whole(p, q), q)
+    laid = laid_in(model)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p, q, laid.get(name)), q)
     assert_as_whole(model, twin)
 
 
+@pytest.mark.parametrize("kind", ["gated", "turns"])
 @on_ranks
-def test_whole_tensors_are_loaded() -> None:
-    twin, model = gated(), parallelize(gated(), mesh_of())
-    state = {name: 2 * t for name, t in twin.state_dict().items()}
+def test_whole_tensors_are_loaded(kind: str) -> None:
+    twin, model = MODELS[kind](), parallelize(MODELS[kind](), mesh_of())
+    state, laid = {name: 2 * t for name, t in twin.state_dict().items()}, laid_in(model)
     model.load_state_dict(state)
     for name, p in model.named_parameters():
-        assert torch.equal(whole(p, state[name]), state[name])
+        assert torch.equal(whole(p, state[name], laid.get(name)), state[name])
     assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in state.items()}
     model.load_state_dict(model.state_dict())
     for name, p in model.named_parameters():
-        assert torch.equal(whole(p, state[name]), state[name])
+        assert torch.equal(whole(p, state[name], laid.get(name)), state[name])
     with pytest.raises(RuntimeError, match="size mismatch for 0.1.weight"):
         model.load_state_dict({**state, "0.1.weight": torch.zeros(3, F)})
 
@@ -248,6 +271,8 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         parallelize(mlp(), mesh, plan={"*.fc1": Column()})
     with pytest.raises(TypeError, match="Column takes a MatMul, a Bias, a Linear, or a Bound one of these, got GELU"):
         parallelize(mlp(), mesh, plan={"0.2": Column()})
+    with pytest.raises(TypeError, match="Heads takes a DotProductAttention, got GELU"):
+        parallelize(mlp(), mesh, plan={"0.2": Heads()})
     with pytest.raises(TypeError, match="parallelize takes a group of ranks"):
         parallelize(mlp(), "tp")  # type: ignore[arg-type]
     model = parallelize(mlp(), mesh)
