@@ -97,7 +97,7 @@ class Agreement:
         if key in self._entered:
             return
         own = Group.of("fp8_group", self._group())
-        groups = {group.name: group for group in (own, *groups_given())}
+        groups = {group.name: group for group in (*groups_given(), own)}  # where a call would be told of comes first
         kind = " that calibrates" * region.calibrating
         what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
         telling.compare([*groups.values()], [("region", what)])
