@@ -162,14 +162,18 @@ ASPECTS = {
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
     "parallel": {
+        "arriving",
         "checkpointing",
         "collectives",
         "cut_products",
         "data_parallel",
         "draws",
         "dtensor_parameters",
+        "engines",
         "fully_shard",
+        "gpu_bodies",
         "lockstep",
+        "measuring",
         "presets",
         "random_cuts",
         "ranks",
@@ -298,7 +302,7 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
 
 
 def test_autograd_functions():
-    """Segments are the only nodes that plans make; references, and parameters that are joined, have one each."""
+    """Segments are the only nodes that plans make; references, joined parameters and late inputs have one each."""
     found = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
@@ -309,6 +313,7 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
+        ("te_fuser.ops.dtensor", "_Arrived"),
         ("te_fuser.ops.float8_products", "_Products"),
         ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),

@@ -19,10 +19,10 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
-from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, Fusion, fusion
-from te_fuser.kernels import packed_heads
+from te_fuser.kernels import packed_heads, packed_tiles
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded
 from te_fuser.ops.attention_context import own_sinks, whole_sinks
@@ -35,6 +35,7 @@ _MADE = 5  # times that the bytes of a dense bias are moved to make it
 _MOVING = (8.0, 14.0)  # calls of PyTorch that finding and moving tokens takes the host as long as, each way
 _FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
+_TURNED = "input.transposed"
 
 
 def _op(m: Match) -> DotProductAttention:
@@ -111,6 +112,7 @@ class _Attention:
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
         self._packing = packed_heads.Packing(settings.packed, rotation)
+        self._tiles = packed_tiles.TilePacking(settings.packed)
         mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
@@ -133,9 +135,14 @@ class _Attention:
             return provider.backward(settings, tensors, dy)
         sums = m[self._bias].dtype if m.needs(self._bias) else None
         parts, grouped = provider.gradients_apart(settings, tensors, dy)
-        scaled = rotary_embedding.scaled_by(m)
-        dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
-        return dx if sums is None else (dx, {self._bias: dbias})
+        scaled, others = rotary_embedding.scaled_by(m), {}
+        if scaled is not None and m.needs(_TURNED):
+            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, sums=sums, later=m.later)
+        else:
+            dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
+        if dbias is not None:
+            others[self._bias] = dbias
+        return (dx, others) if others else dx
 
 
 class _SeparateAttention:
@@ -195,7 +202,7 @@ _attention = functools.lru_cache(maxsize=512)(_Attention)
 _separate_attention = functools.lru_cache(maxsize=512)(_SeparateAttention)
 
 
-def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
+def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] | Body:
     op = _op(m)
     settings = replace(op.settings(), dropout=op.dropout)
     if settings.beyond:
@@ -204,7 +211,13 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
         separate = _separate_attention(provider, settings, names, blanks, op._heads_of)
         return getattr(separate, direction)  # type: ignore[no-any-return]
     made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
-    return getattr(made, direction)  # type: ignore[no-any-return]
+    return Body(getattr(made, direction), transposed=("input",) if direction == "backward" and _packs_tiles(m) else ())
+
+
+def _packs_tiles(m: Match) -> bool:
+    """Whether the packed gradient can be given in both layouts."""
+    in_8_bits = rotary_embedding.quantizes(m) is not None and _rotary(m) is None
+    return in_8_bits and not packed_tiles.why_not(_op(m).settings().packed, m.dtype)
 
 
 def _blanks(provider: Provider, m: Match) -> bool:
@@ -260,12 +273,13 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
             yield from (moved_rows.FindTokens(), moved_rows.MoveRows(m.dtype))
     if direction == "forward" or len(m) == 1:
         return
-    bias = rotary_embedding.bias_of(m)
-    given = {
-        "sums": m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None,
-        "stored": rotary_embedding.quantizes(m),
-    }
-    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, **given)
+    bias, stored, heads = rotary_embedding.bias_of(m), rotary_embedding.quantizes(m), _op(m).settings().packed
+    sums = m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None
+    if stored is not None and _TURNED in needed:
+        yield packed_tiles.PackedTiles(heads, m.dtype, stored, sums)
+    else:
+        given = {"sums": sums, "stored": stored}
+        yield packed_heads.PackedPass.of(heads, m.dtype, _rotation(m), parts=True, back=True, **given)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:

@@ -177,7 +177,7 @@ def turn(
     x = readable(x, ready.vector)
     sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
-    rows = _Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
+    rows = Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
     return _run(ready, rows, [x], bias, scaled, later)
 
 
@@ -189,7 +189,7 @@ class Packing:
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation
-        self._known: dict[Hashable, tuple[_Ready, _Rows]] = {}
+        self._known: dict[Hashable, tuple[_Ready, Rows]] = {}
 
     def __call__(
         self,
@@ -219,7 +219,7 @@ class Packing:
         q, k, v = parts if grouped is None else grouped(*parts)
         ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, stored, q.device)
         sources = [readable(part, ready.vector) for part in (q, k, v)]
-        rows = _rows_of_parts(self._heads, sources, ready.vector)
+        rows = rows_of_parts(self._heads, sources, ready.vector)
         if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
@@ -227,11 +227,11 @@ class Packing:
         return _run(ready, rows, sources, None, scaled, later)
 
 
-def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> _Rows:
+def rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> Rows:
     q, k, v = parts
     (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
     strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
-    return _Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
+    return Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
@@ -240,7 +240,7 @@ def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """What a launch is told of the sizes and strides of its tensors.
 
     Attributes:
@@ -267,7 +267,7 @@ class _Rows:
         *,
         samples: int,
         positions: int,
-    ) -> _Rows:
+    ) -> Rows:
         """Of a result in the layout of `heads`.
 
         Raises:
@@ -286,7 +286,7 @@ class _Rows:
 
 def _run(
     ready: _Ready,
-    rows: _Rows,
+    rows: Rows,
     sources: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     scaled: Scaled | None,

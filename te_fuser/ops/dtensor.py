@@ -158,6 +158,24 @@ def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
     return owner.__dict__.get(_LAID, {})  # type: ignore[no-any-return]
 
 
+def arrived(t: Any) -> Any:
+    """What a collective of PyTorch sends, once it is there (AsyncCollectiveTensor); anything else as it is."""
+    known = sys.modules.get("torch.distributed._functional_collectives")
+    return _Arrived.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
+
+
+class _Arrived(torch.autograd.Function):
+    """The plain tensor, whose gradient is that of what waited for it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> torch.Tensor:
+        return t.trigger_wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
 def in_parts(owner: torch.nn.Module, name: str) -> int:
     """How many parts a parameter has that ops see side by side and that lie apart."""
     laid = how_laid(owner).get(name)

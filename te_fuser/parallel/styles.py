@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, Linear, MatMul
+from te_fuser.fuser.run import telling
+from te_fuser.fuser.run.telling import Line
+from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul
 from te_fuser.ops.binding import place_of
 from te_fuser.ops.dtensor import InParts, InTurns, Laid, is_dtensor, own_part, set_laid
 from te_fuser.ops.group import Group
@@ -36,6 +39,13 @@ class _Style(ParallelStyle):
     mode = ""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        group = Group.of(type(self).__name__, device_mesh)
+        if group.size > 1:
+            telling.compare([group], [("argument", telling.shown(self)), *described(module)])
+        return self.cut(module, device_mesh)
+
+    def cut(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        """The module, with what ranks share, where they are known to be alike."""
         op = module.op if isinstance(module, Bound) else module
         who = type(self).__name__
         if not isinstance(op, (MatMul, Bias, Linear)):
@@ -143,6 +153,18 @@ def set_cut(op: Cut, mode: str | None, mesh: DeviceMesh, sequence_parallel: bool
     op.group = mesh  # type: ignore[assignment]  # its setter takes a mesh
     op.sequence_parallel, op.sequence_dim = sequence_parallel, sequence_dim
     op.parallel_mode = mode
+
+
+def described(model: torch.nn.Module) -> Iterator[Line]:
+    """A model in lines: its modules, and the form of their parameters."""
+    for path, module in model.named_modules():
+        of = module.extra_repr() if isinstance(module, FusableOperation) else ""
+        forms = [
+            f"{name} {list(p.shape)} {p.dtype} {'with' if p.requires_grad else 'without'} a gradient on {p.device.type}"
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        yield "module", f"{path or 'the model'}: {type(module).__name__}({of}) {', '.join(forms)}".rstrip()
 
 
 def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class Affine(Preset):
         for name, size in zip(self.parts["weight"], rows, strict=True):
             self.declare(name, [size, columns], self.common.fill(), **cut(dim, is_cut))
         if self.use_bias:
-            marks = cut(0, True) if self.parallel_mode == "column" else {**self.whole(), **cut(0, False)}
+            marks = cut(0, True) if self.parallel_mode == "column" else self.whole()
             for name, size in zip(self.parts["bias"], rows, strict=True):
                 self.declare(name, [size], 0.0, **marks)
         if len(sizes) > 1:

@@ -213,7 +213,7 @@ class Preset(Together, Variants):
 
         Its gradient is added up over the ranks where these have terms of it, and nobody has to do so once more.
         """
-        return {LEFT: False}
+        return {LEFT: False, **cut(0, False)}
 
     def mark(self, name: str, **marks: Any) -> None:
         """Give a parameter more attributes, which it carries as those that it was declared with."""

@@ -121,7 +121,7 @@ class DotProductAttention(ContextParallel):
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
-            self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, False))
+            self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, bool(said.set_parallel_mode)))
         self.reset_parameters()
         self.relist()
 

@@ -96,7 +96,7 @@ class LayerNormMLP(Preset):
             self._declare_fc1_bias()
         self.declare("fc2_weight", [self.hidden_size, ffn], self.common.fill(output_layer=True), **cut(1, is_cut))
         if self.use_bias:
-            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole(), **cut(0, False))
+            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole())
 
     def _declare_fc1_bias(self) -> None:
         self.declare("fc1_bias", [self._between[0]], 0.0, **cut(0, bool(self.common.set_parallel_mode)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.run import fuser
+from te_fuser.fuser.run.telling import Disagreement
 from te_fuser.ops.dtensor import how_laid
 from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
@@ -281,6 +283,66 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         TypeError, match=rf"on rank {dist.get_rank()}: parameter weight is a DTensor.*cut along dimension 1"
     ):
         model(tensor(S, B, F))
+
+
+def disagreement(make: Callable[[], object]) -> str:
+    """What all ranks raise; then they go on together."""
+    with pytest.raises(Disagreement) as caught:
+        make()
+    dist.barrier()
+    return str(caught.value)
+
+
+@on_ranks
+def test_ranks_that_give_other_models_or_arguments() -> None:
+    """Nothing is sent before they are found to be alike."""
+    rank, mesh = dist.get_rank(), mesh_of()
+    text = disagreement(lambda: parallelize(mlp() if rank else gated(), mesh))
+    assert (
+        "rank 0 has 0.0: RMSNorm(" in text
+        and "rank 1 has 0.0: LayerNorm(" in text
+        and "Give parallelize the same" in text
+    )
+    wide = (te_fuser.Sequential(ops.Linear(F, INNER + 2 * rank), ops.GELU(), ops.Linear(INNER + 2 * rank, F)), mesh)
+    assert "weight [12, 8] torch.float32 with a gradient on cpu" in disagreement(lambda: parallelize(*wide))
+    text = disagreement(lambda: parallelize(mlp(), mesh, sequence_parallel=rank == 1))
+    assert (
+        "rank 0 has parallelize(model, mesh, sequence_parallel=False); rank 1 has par" in text and "equal arg" in text
+    )
+    plan = {"0.1": Column(), "0.3": Row() if rank else Column()}
+    assert "rank 1 has a plan with '0.3': Row(" in disagreement(lambda: parallelize(mlp(), mesh, plan=plan))
+    if rank:
+        with pytest.raises(ValueError, match="no module has a name like"):
+            parallelize(mlp(), mesh, plan={"*.fc1": Column()})
+        dist.barrier()
+    else:
+        assert "rank 1 of group 'tp' cannot run this call" in disagreement(lambda: parallelize(mlp(), mesh))
+    plain = parallelize_module
+    text = disagreement(lambda: plain(mlp(), mesh, {"0.1": Column(parts=1 + rank)}))
+    assert "rank 0 has Column(" in text and "parts=2" in text
+    assert_as_whole(parallelize(mlp(), mesh), mlp())
+
+
+@on_ranks
+def test_a_group_in_place_of_a_mesh() -> None:
+    with pytest.raises(TypeError, match=r"parallelize takes a DeviceMesh, got a ProcessGroup.*DeviceMesh.from_group\("):
+        parallelize(mlp(), dist.group.WORLD)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    assert_as_whole(parallelize(mlp(), mesh), mlp())
+
+
+@on_ranks
+def test_modules_that_are_no_ops_are_named() -> None:
+    mesh = mesh_of()
+    model = te_fuser.Sequential(ops.LayerNorm(F), nn.Sequential(nn.Linear(F, F), nn.GELU()), nn.Tanh())
+    with pytest.warns(UserWarning, match=r"parallelize leaves 1.0 \(Linear\) as they are: no ops.*te_fuser.from_torch"):
+        parallelize(copy.deepcopy(model), mesh)
+    with pytest.warns(UserWarning, match="of which each has a term, are not added up; te_fuser"):
+        parallelize(copy.deepcopy(model), mesh, sequence_parallel=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(nn.ModuleDict({"embedding": nn.Embedding(3, F), "layer": layer(), "list": mlp()}), mesh)
+        parallelize(te_fuser.Sequential(nn.Linear(F, F)), mesh, plan={"0": ColwiseParallel()})
 
 
 @on_ranks

@@ -146,6 +146,11 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
 # --------------------------------------------------------------------------------------------------- segments
 
 
+def segment_bytes() -> int:
+    """Those of the parameter gradients that make a segment."""
+    return SEGMENT_BYTES
+
+
 def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Where the segments of these covers begin and end."""
     what = segments, *covers.forward, *covers.backward
@@ -153,7 +158,7 @@ def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[in
 
 
 def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
-    """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
+    """Cut beside a product, or at a border, where both covers end a step, when parameter gradients pass SEGMENT_BYTES.
 
     An end of the list with next to none, as the bias behind the last product, is part of the segment before it. So is
     what takes so little time that the autograd node of a segment would count.
@@ -176,7 +181,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             break
         if size < SEGMENT_BYTES or following.index not in ends:
             continue
-        beside = any(not n.is_row and n.parameters for n in (node, following))
+        beside = any(not n.is_row and n.parameters for n in (node, following)) or following.index in problem.borders
         if beside and taken[following.index] - taken[cuts[-1]] >= least:
             cuts.append(following.index)
             size = 0

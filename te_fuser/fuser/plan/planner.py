@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.plan.before import with_made
+from te_fuser.fuser.plan.borders import borders
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.finish import finish, segments
+from te_fuser.fuser.plan.finish import finish, segment_bytes, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
@@ -134,7 +135,8 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
-        plan, prices = covered(Problem(graph, options))
+        ends = borders(graph, segment_bytes()) if options.summed_apart else frozenset[int]()
+        plan, prices = covered(Problem(graph, options, ends))
         plan = with_made(plan, prices)
         for change in PASSES:
             plan = change(plan, options)
