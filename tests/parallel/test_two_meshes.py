@@ -204,3 +204,21 @@ def test_sequences_and_weights(sequence_parallel: bool) -> None:
     for gradient in terms.values():
         dist.all_reduce(gradient, group=mesh["cp"].get_group())
     assert_same_gradients(terms, {name: p.grad for name, p in twin.named_parameters()}, 1e-10)
+
+
+@on_ranks
+def test_sequences_and_samples() -> None:
+    """Two ranks cut the sequence and two the batch, parameters lie on all four, which average their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    twin = listed(dropout=0.0)
+    model = parallelize(copy.deepcopy(twin), context=mesh["cp"])
+    everyone = mesh["dp", "cp"]._flatten()
+    for layer in model:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    x = tensor(8, 2 * B, F, grad=False)
+    mine = cut_sequence(x.chunk(2, 1)[mesh["dp"].get_local_rank()], mesh["cp"])
+    for m, given in ((model, mine), (twin, x)):
+        m(given).square().mean().backward()
+    want = {name: p.grad for name, p in twin.named_parameters()}
+    assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
