@@ -1,8 +1,8 @@
 """8 bits that ranks exchange: quantized before they are gathered, where all ranks quantize by one scale.
 
 What a product takes is gathered first where ranks cut its rows (`sequence_parallel`), and so is the gradient of what
-another one gives. In 8 bits that is half the bytes or less, and the same numbers, as ranks that agree on amaxes have one
-scale.
+another one gives. In 8 bits that is half the bytes or less, and the same numbers, as ranks that agree on amaxes have
+one scale.
 """
 
 from __future__ import annotations
