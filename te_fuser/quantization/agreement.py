@@ -19,7 +19,7 @@ from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
 from te_fuser.quantization.state import ROLES, Block, State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
-from te_fuser.recipe.region import Region, settings
+from te_fuser.recipe.region import Region, settings, settings_changed
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
@@ -97,11 +97,16 @@ class Agreement:
         if key in self._entered:
             return
         own = Group.of("fp8_group", self._group())
-        groups = {group.name: group for group in (own, *groups_given())}
+        groups = {group.name: group for group in (*groups_given(), own)}  # where a call would be told of comes first
         kind = " that calibrates" * region.calibrating
         what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
         telling.compare([*groups.values()], [("region", what)])
         self._entered.add(key)
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
+        return self._warned
 
     def begin(self, recipe: Recipe) -> None:
         """Compare how many products there are, once.
@@ -168,6 +173,7 @@ class Agreement:
             self._add(self._coming)
         elif not self._warned:
             self._warned = True
+            settings_changed()
             warnings.warn(
                 f"ranks that agree on amaxes have made different numbers of products ({-least} to {most}) since their "
                 "first region: the amaxes of these are each rank's own",
