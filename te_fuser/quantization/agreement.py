@@ -85,6 +85,11 @@ class Agreement:
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
 
+    @property
+    def differs(self) -> bool:
+        """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
+        return self._warned
+
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
 
@@ -97,16 +102,11 @@ class Agreement:
         if key in self._entered:
             return
         own = Group.of("fp8_group", self._group())
-        groups = {group.name: group for group in (*groups_given(), own)}  # where a call would be told of comes first
+        groups = {group.name: group for group in (own, *groups_given())}
         kind = " that calibrates" * region.calibrating
         what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
         telling.compare([*groups.values()], [("region", what)])
         self._entered.add(key)
-
-    @property
-    def differs(self) -> bool:
-        """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
-        return self._warned
 
     def begin(self, recipe: Recipe) -> None:
         """Compare how many products there are, once.

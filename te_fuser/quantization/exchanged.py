@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.graph.listed import ListedOp, with_attributes
 from te_fuser.ops.all_gather import AllGather
-from te_fuser.ops.collective import Carried, Collective
+from te_fuser.ops.collective import Carried
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.group import has_ranks
@@ -77,7 +77,4 @@ def _in(item: ListedOp, ranks: Sequence[int]) -> bool:
 
 def _carrying(item: ListedOp, carried: Carried) -> ListedOp:
     op: Any = item.lowered.op
-    made: Collective = op.kind(op.group, op.dim)
-    made.carried = carried
-    made.train(op.training)
-    return replace(item, lowered=replace(item.lowered, op=made))
+    return replace(item, lowered=replace(item.lowered, op=with_attributes(op, {**op.__dict__, "carried": carried})))
