@@ -53,6 +53,12 @@ class Exchange:
             sizes[self.join] *= ranks
         return tuple(sizes)
 
+    def sent(self, size: float, ranks: int) -> float:
+        """The bytes that a rank sends of its own, of `size`; where all get the sum, in two rounds."""
+        if self.cut is None and self.join is not None:
+            return size * (ranks - 1)
+        return size * (ranks - 1) / ranks * (2 if self == Exchange() else 1)
+
     def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Send x; what comes back is there when `arrived` has waited for it."""
         ops, n = torch.ops._c10d_functional, group.size
@@ -174,6 +180,13 @@ class Collective(OfRanks, UnfusedOperation):
             return Spec(self.forth.shape(x.shape, self.group.size), x.dtype, x.device)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__} on {self.group}: {error}") from error
+
+    def sent_bytes(self, x: Spec, back: bool) -> float:
+        forth, way, ranks = self.forth, self._way(self.back if back else self.forth), self.group.size
+        if way is None:
+            return 0.0
+        grown = 1.0 if forth is None else (ranks if forth.join is not None else 1) / (1 if forth.cut is None else ranks)
+        return way.sent(x.nbytes * (grown if back else 1.0), ranks)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         if self._way(self.back) is None:

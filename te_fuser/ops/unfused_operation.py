@@ -35,6 +35,10 @@ class UnfusedOperation(FusableOperation):
         """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
         return 0
 
+    def sent_bytes(self, x: Spec, back: bool) -> float:
+        """What a rank sends to those that it runs with, of x or, on the way back, of the gradient of its output."""
+        return 0.0
+
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)

@@ -195,6 +195,9 @@ class Prices:
         if node.op.views:
             return Cost(launches=0)
         c = self.of_launch(inputs, outputs, flops_of(self.graph, [node]) * work)
+        if group := node.op.runs_with():
+            sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
+            c = replace(c, sent=sent, ranks=group.size, beside=1.0)
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
         if not extra:
             return c
