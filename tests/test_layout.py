@@ -168,6 +168,7 @@ ASPECTS = {
         "fully_shard",
         "lockstep",
         "presets",
+        "overlap",
         "random_cuts",
         "ranks",
         "spread",
