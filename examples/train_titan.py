@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 examples/train_titan.py --tp 2
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         losses += train(model, optimizer, part, device)
         dcp.save(state(model, optimizer), checkpoint_id=folder / f"{len(losses)}")
     steps.report(steps.mean_over_ranks(losses), chosen.out)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
     return 0
 
 

@@ -170,6 +170,7 @@ ASPECTS = {
         "draws",
         "dtensor_parameters",
         "engines",
+        "float8",
         "fully_shard",
         "gpu_bodies",
         "lockstep",

@@ -4,6 +4,7 @@ python -m benchmarks.gpu.ranks --ranks 2                  # every part, under fi
 python -m benchmarks.gpu.ranks --ranks 2 --part layer     # one part; the record keeps the others as they were
 python -m benchmarks.gpu.ranks --ranks 2 --quick          # fewer and shorter rounds, nothing is written
 python -m benchmarks.gpu.ranks --ranks 2 --toy            # tiny sizes on CPUs: does it run at all
+python -m benchmarks.gpu.ranks --ranks 2 --part train     # eight minutes of training: does it hang, does memory grow
 python -m benchmarks.gpu.ranks --list                     # what the parts are
 
 Each part starts a process for each rank. One that hangs or ends is started once more without what it was preparing, and
@@ -31,12 +32,11 @@ from rich.console import Console
 from benchmarks.common import ROOT, command_parser
 from benchmarks.gpu.contest.measure import Card
 from benchmarks.gpu.record import records, tables
-from benchmarks.gpu.several.table import PARTS
+from benchmarks.gpu.several.table import PARTS, USUAL_LIMIT
 from benchmarks.gpu.several.worker import effort_of
 
-LIMIT = 240.0  # seconds of a part
 RETRIES = 2
-OPTIONS = ("quick", "toy", "no-compile")  # which ranks are told, too
+OPTIONS = ("quick", "toy", "no-compile", "tune")  # which ranks are told, too
 GRACE = 5.0  # seconds that ranks have left when one of them has ended
 # Multicast of one program can take the GPUs of a whole host away from all others; a compiled product of before would
 # keep async TP from being compiled.
@@ -58,6 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; nothing is written")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, one call each, on CPUs: does it run at all")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--tune", action="store_true", help="a tuned te_fuser takes part in the layer too")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/ranks-<n>-<name>.json)")
     found = parser.parse_args(arguments)
@@ -85,7 +86,7 @@ def check_gpus(ranks: int) -> None:
 # ------------------------------------------------------------------------------------------------- processes
 
 
-def run_ranks(ranks: int, arguments: Sequence[str], limit: float = LIMIT) -> str:
+def run_ranks(ranks: int, arguments: Sequence[str], limit: float = USUAL_LIMIT) -> str:
     """Run the workers of one part; what went wrong, in words, or nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,7 +94,8 @@ def run_ranks(ranks: int, arguments: Sequence[str], limit: float = LIMIT) -> str
     processes, start = [], time.monotonic()
     try:
         for rank in range(ranks):
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            where["MASTER_PORT"] = port
             environment = {**os.environ, **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1"}
             environment |= {name: str(value) for name, value in where.items()}
             command = [sys.executable, "-m", "benchmarks.gpu.several.worker", *arguments]
@@ -137,7 +139,7 @@ def measure(name: str, chosen: argparse.Namespace) -> tuple[list[dict[str, Any]]
             out = Path(folder) / "said.jsonl"
             options = [f"--{option}" for option in OPTIONS if getattr(chosen, option.replace("-", "_"))]
             arguments = [name, str(out), *options, *(["--without", *without] if without else [])]
-            problem = run_ranks(chosen.ranks, arguments, LIMIT)
+            problem = run_ranks(chosen.ranks, arguments, PARTS[name].limit)
             lines = said(out)
         about = next((line["about"] for line in lines if "about" in line), {})
         entries = [line["entry"] for line in lines if "entry" in line]
@@ -155,7 +157,7 @@ def run_part(name: str, chosen: argparse.Namespace, path: Path | None, about: di
     """Measure a part, print and write it; whether all of it was measured."""
     start = time.perf_counter()
     entries, found, problem = measure(name, chosen)
-    options = {"quick": chosen.quick or chosen.toy, "compile": not chosen.no_compile}
+    options = {"quick": chosen.quick or chosen.toy, "compile": not chosen.no_compile, "tune": chosen.tune}
     seconds = time.perf_counter() - start
     if entries and path is not None:
         effort = effort_of(chosen.quick, chosen.toy)
@@ -184,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usual = None if chosen.quick or chosen.toy else records.record_path(card.name, f"ranks-{chosen.ranks}")
     path = chosen.record or usual
     about = records.circumstances(card, chosen.commit)
-    done = [run_part(name, chosen, path, about, console) for name in chosen.part or PARTS]
+    names = chosen.part or [name for name, part in PARTS.items() if part.usual]
+    done = [run_part(name, chosen, path, about, console) for name in names]
     if path is not None:
         console.print(f"record: {path}")
     return 0 if all(done) else 1

@@ -153,19 +153,18 @@ def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str |
     return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
 
 
-def _forward_cost(m: Match) -> Cost:
-    return _cost(m, "y", m.x.rows, m[0].out_features, m[0].in_features)
-
-
 def _backward_costs(m: Match) -> tuple[Cost, Cost]:
-    rows, inner, out = m.x.rows, m[0].in_features, m[0].out_features
-    return _cost(m, "dx", rows, inner, out), _cost(m, "dW", out, inner, rows if _is_by_rows(m) else padded(rows))
+    return cost_of(m, "dx"), cost_of(m, "dW")
 
 
-def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    product = Product.of(m, which)
-    out = m[0].dtype_of("weight") if which == "dW" else product.out
-    read, written = summed * (rows + columns), rows * columns * out.itemsize
+def cost_of(m: Match, which: str) -> Cost:
+    """What one of the products of op 0 takes: "y", "dx" or "dW"."""
+    product, tokens, inner, out = Product.of(m, which), m.x.rows, m[0].in_features, m[0].out_features
+    along = tokens if _is_by_rows(m) else padded(tokens)
+    sizes = {"y": (tokens, out, inner), "dx": (tokens, inner, out), "dW": (out, inner, along)}
+    rows, columns, summed = sizes[which]
+    dtype = m[0].dtype_of("weight") if which == "dW" else product.out
+    read, written = summed * (rows + columns), rows * columns * dtype.itemsize
     return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
 
 
@@ -201,7 +200,7 @@ def _declare(
             run_forward=None,
             run_backward=None,
             when=when,
-            cost=_backward_costs if gradients else _forward_cost,
+            cost=_backward_costs if gradients else functools.partial(cost_of, which="y"),
             doc=doc,
             takes=() if gradients else (*_OF_OUTPUT, *(["-1.bias"] if Bias in pattern else [])),
             gives=() if gradients else ("output",),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from te_fuser.dtypes import FLOAT8
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating
 from te_fuser.ops.group import Group, OfRanks
@@ -80,6 +81,7 @@ class Exchange:
     def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Send x; what comes back is there when `arrived` has waited for it."""
         ops, n = torch.ops._c10d_functional, group.size
+        x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
             return ops.all_reduce(sent, "sum", group.name)  # type: ignore[no-any-return]
@@ -90,10 +92,15 @@ class Exchange:
         sizes = [sent.shape[0] // n] * n
         return ops.all_to_all_single(sent, sizes, sizes, group.name)  # type: ignore[no-any-return]
 
-    def arrived(self, started: torch.Tensor, group: Group) -> torch.Tensor:
-        """Wait for what `start` gave, and join it."""
+    def arrived(self, started: torch.Tensor, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Wait for what `start` gave, and join it.
+
+        Args:
+            dtype: of 8 bits, which are sent as bytes.
+        """
         y = torch.ops._c10d_functional.wait_tensor(started)
-        return y if self.join is None else self._join(y, self.join, group.size)
+        y = y if self.join is None else self._join(y, self.join, group.size)
+        return y if dtype is None else y.view(dtype)
 
     def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
         if dim == -1 and len(self.parts) > 1:
@@ -168,6 +175,18 @@ def _along(dim: int) -> Spread:
     return FEATURES if dim == -1 else rows(dim)
 
 
+class Carried(NamedTuple):
+    """What an op exchanges where that is of 8 bits in one direction, which is joined there and not added up.
+
+    Attributes:
+        values: the dtype of x and y.
+        gradients: that of dy and dx.
+    """
+
+    values: torch.dtype
+    gradients: torch.dtype
+
+
 class Collective(OfRanks, UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 
@@ -179,6 +198,7 @@ class Collective(OfRanks, UnfusedOperation):
 
     Attributes:
         group: the same as a `Group`.
+        carried: the dtypes of what it exchanges where x or dy comes in 8 bits; None: x's, both ways.
 
     Raises:
         TypeError: for anything else as a group.
@@ -188,6 +208,7 @@ class Collective(OfRanks, UnfusedOperation):
     """
 
     family = True
+    carried: Carried | None = None
     reads = ()
     prototype_arguments = {"group": Group()}
 
@@ -236,6 +257,17 @@ class Collective(OfRanks, UnfusedOperation):
         forth = self._way(self.forth)
         return forth is not None and forth.cut is None and forth.join is not None
 
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return () if self.carried is None else (self.carried.values,)
+
+    @property
+    def takes_gradients_in(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return () if self.carried is None else (self.carried.gradients,)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.carried is None else self.carried.gradients
+
     def _way(self, exchange: Exchange | None) -> Exchange | None:
         return None if self.group.size == 1 else exchange
 
@@ -244,7 +276,8 @@ class Collective(OfRanks, UnfusedOperation):
         return None if self._way(self.forth) is None else self.arrived
 
     def infer(self, x: Spec) -> Spec:
-        check_floating(x)
+        if x.dtype not in self.input_dtypes:
+            check_floating(x)
         if self.forth is None:
             return x
         try:
@@ -271,7 +304,7 @@ class Collective(OfRanks, UnfusedOperation):
     def arrived(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
         """y of what came back."""
         assert self.forth is not None
-        return self.forth.arrived(started, self.group)
+        return self.forth.arrived(started, self.group, _bits(self.carried and self.carried.values))
 
     def pass_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
         """dx = dy."""
@@ -285,7 +318,7 @@ class Collective(OfRanks, UnfusedOperation):
     def gradient_arrived(self, call: OpCall, started: torch.Tensor) -> dict[str, torch.Tensor]:
         """dx of what came back."""
         assert self.back is not None
-        return {"input": self.back.arrived(started, self.group)}
+        return {"input": self.back.arrived(started, self.group, _bits(self.carried and self.carried.gradients))}
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return _Exchanged.apply(x, self._way(self.forth), self._way(self.back), self._known())  # type: ignore[no-any-return]
@@ -309,6 +342,11 @@ class Collective(OfRanks, UnfusedOperation):
 
     def extra_repr(self) -> str:
         return f"group={self.group.title!r}, ranks={self.group.size}"
+
+
+def _bits(dtype: torch.dtype | None) -> torch.dtype | None:
+    """A dtype of 8 bits; None of another one."""
+    return dtype if dtype in FLOAT8.values() else None
 
 
 class _Exchanged(torch.autograd.Function):

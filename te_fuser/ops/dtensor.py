@@ -216,6 +216,11 @@ def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> to
     return kind(gradient if gradient.shape == shape else gradient.view(shape), spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
+def like_dtensor(own: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's own part of a DTensor that lies as another does."""
+    return as_gradient(own, like._spec, tuple(like._local_tensor.shape))
+
+
 def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's own part of a tensor that every rank has whole, as a DTensor lies; a view."""
     (chunk,) = like.__create_chunk_list__()

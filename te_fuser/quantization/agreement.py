@@ -19,7 +19,7 @@ from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
 from te_fuser.quantization.state import ROLES, Block, State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
-from te_fuser.recipe.region import Region, settings
+from te_fuser.recipe.region import Region, settings, settings_changed
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
@@ -84,6 +84,11 @@ class Agreement:
         self._begun = self._warned = False
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
+        return self._warned
 
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
@@ -168,6 +173,7 @@ class Agreement:
             self._add(self._coming)
         elif not self._warned:
             self._warned = True
+            settings_changed()
             warnings.warn(
                 f"ranks that agree on amaxes have made different numbers of products ({-least} to {most}) since their "
                 "first region: the amaxes of these are each rank's own",

@@ -126,7 +126,7 @@ def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def _differ(then: Any, now: Any) -> str:
     """How regions differ, by their keys."""
-    ((was, calibrated, _), parts), ((recipe, calibrating, _), parts_now) = then, now
+    ((was, calibrated, _), parts, agreed), ((recipe, calibrating, _), parts_now, agrees) = then, now
     if was != recipe:
         return f"this graph was captured in a region by {was}, and is called in one by {recipe}"
     if calibrated != calibrating:
@@ -134,6 +134,8 @@ def _differ(then: Any, now: Any) -> str:
     if parts != parts_now:
         said = "and calls have to say it, too" if parts else "and this call says it"
         return f"this graph was captured {'with' if parts else 'without'} is_first_microbatch, {said}"
+    if agreed != agrees:
+        return "this graph was captured where other ranks agree on amaxes than here"
     return "te_fuser.precision was called since the capture, and the graph goes by what was before"
 
 

@@ -16,6 +16,7 @@ from te_fuser.kernels.quantized_matmul import check_machine
 from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
+from te_fuser.ops.collective import Collective
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.float8_products import READ, READ_KEPT
@@ -28,6 +29,7 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside, ran_within
+from te_fuser.quantization.exchanged import agreeing, quantized_first
 from te_fuser.quantization.folding import read_in_capture
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import (
@@ -133,7 +135,13 @@ class Regions(surroundings.Surrounding):
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
     def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
-        return [new for item in listed for new in _lowered(item, call, key)]
+        made = [new for item in listed for new in _lowered(item, call, key)]
+        if not any(isinstance(item.lowered.op, Collective) for item in listed):
+            return made
+        around = _said(key)[0]
+        return quantized_first(
+            made, agreeing(), lambda item: _reduces(recipe_for(item.lowered.bindings["weight"], around))
+        )
 
     def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
         return notes(listed, key, device)
@@ -178,6 +186,11 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
 def _has_state(item: ListedOp, recipe: Recipe) -> bool:
     """Whether an op is a product of 8 bits whose scales are kept."""
     return why_not(item, recipe) is None and scalings_of(recipe_for(item.lowered.bindings["weight"], recipe)) is None
+
+
+def _reduces(recipe: Recipe | None) -> bool:
+    """Whether ranks agree on what a recipe keeps."""
+    return bool(getattr(recipe, "reduce_amax", False))
 
 
 def _is_product(item: ListedOp) -> bool:
@@ -288,7 +301,7 @@ def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
 
 def _said(key: Hashable) -> tuple[Recipe, bool]:
     """What a region says of itself: its recipe, and whether it is calibrating."""
-    (recipe, calibrating, *_), _ = cast(tuple[Any, ...], key)
+    (recipe, calibrating, *_), *_ = cast(tuple[Any, ...], key)
     return recipe, calibrating
 
 

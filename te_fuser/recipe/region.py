@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import threading
@@ -36,6 +37,13 @@ class Region:
         """All that plans depend on."""
         return self.recipe, self.calibrating, _settings[0]
 
+    @functools.cached_property
+    def agrees(self) -> str | None:
+        """By name the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
+        if not getattr(self.recipe, "reduce_amax", False):
+            return None
+        return "" if self.group is None else str(self.group.group_name)
+
 
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
@@ -55,10 +63,13 @@ def current() -> Region | None:
 
 
 def current_key() -> Hashable:
-    """Its key, and whether weights are kept from micro-batch to micro-batch; None outside."""
+    """Its key, whether weights are kept from micro-batch to micro-batch, and which ranks agree; None outside."""
     stack = _stack.get()  # asked in each call of a list
     found = stack[-1] if stack else None
-    return None if found is None else (found.key, _is_first.get() is not None)
+    if found is None:
+        return None
+    outermost = stack[0] or next(filter(None, stack))
+    return found.key, _is_first.get() is not None, outermost.agrees
 
 
 def is_first_microbatch() -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def test_every_part_runs(part: str) -> None:
         assert set(last["left_out"]) == {"copy engines", "copy engines beside products"}
     if part == "data":
         assert len(last["contenders"]) == 6 and not last["left_out"] and len(last["goals"]) == 4
+    if part == "train":
+        ours = last["contenders"]["te_fuser"]
+        assert ours["steps"] == 20 and ours["losses"][0] > 0 and last["goals"][0]["met"]
     if part == "parameters":
         assert "us_a_parameter" in last["contenders"]["te_fuser"]
 
@@ -63,6 +67,12 @@ def test_what_fails_on_one_rank_is_left_out_on_all() -> None:
     made, reason = here.all_can(fails)
     assert made is None and reason == ("it failed on another rank", "RuntimeError: no compiler")[dist.get_rank()]
     assert here.all_can(lambda: 5) == (5, "")
+
+
+@on_ranks
+def test_a_tuned_model_takes_part() -> None:
+    made = layer.makers(dataclasses.replace(joined(), tune=True))["te_fuser tuned"]()
+    assert made.step().isfinite().all()
 
 
 @on_ranks
@@ -132,3 +142,4 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="--ranks 2 needs 2 GPUs, and PyTorch sees 0 here"):
             command.main([])
     assert command.main(["--part", "list"]) == 0
+    assert [name for name, part in PARTS.items() if not part.usual] == ["train"]

@@ -135,7 +135,9 @@ def test_what_is_whole_has_the_text_and_key_of_always() -> None:
 
 def test_shares_say_how_values_are_cut() -> None:
     two = Group("two", 2)
-    assert Share().shared(None, 3) == Shared() and Share(Group()).shared(0, 3) == Shared(samples=True)
-    assert Share(two).shared(None, 3) == Shared(rows=2) and Share(two).shared(0, 3) == Shared(rows=2, samples=True)
-    assert Share(two, dim=1).shared(-2, 3) == Shared(rows=2, apart=True, samples=True)
-    assert Share(columns=two, parts=2).shared(1, 3) == Shared(columns=2, parts=2)
+    assert Share().shared(None, 3) == Shared() and Share((Group(),)).shared(0, 3) == Shared(samples=True)
+    assert Share((two,)).shared(None, 3) == Shared(rows=2)
+    assert Share((two,)).shared(0, 3) == Shared(rows=2, samples=True)
+    assert Share((two, Group("three", 3))).shared(None, 3) == Shared(rows=6)
+    assert Share((two,), dim=1).shared(-2, 3) == Shared(rows=2, apart=True, samples=True)
+    assert Share(columns=(two,), parts=2).shared(1, 3) == Shared(columns=2, parts=2)

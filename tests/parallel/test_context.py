@@ -37,7 +37,11 @@ def mesh_of() -> DeviceMesh:
 
 
 def listed(
-    packing: str = "interleaved", layout: str = "sequence_first", heads: int = 4, kv_heads: int = 2
+    packing: str = "interleaved",
+    layout: str = "sequence_first",
+    heads: int = 4,
+    kv_heads: int = 2,
+    dropout: float = 0.25,
 ) -> te_fuser.Sequential:
     """Heads normed and turned, of which fewer are of keys; dropout everywhere."""
     kinds: Any = {"heads": heads, "kv_heads": kv_heads, "packing": packing}
@@ -48,11 +52,11 @@ def listed(
         ops.Linear(F, width),
         ops.HeadNorm(4, **kinds),
         ops.RotaryEmbedding(4, **kinds, **laid, position_offset=3),
-        ops.DotProductAttention(head_dim=4, mask="causal", dropout=0.3, **kinds, **laid),
+        ops.DotProductAttention(head_dim=4, mask="causal", dropout=dropout, **kinds, **laid),
         ops.Linear(4 * heads, F),
-        ops.Dropout(0.2),
+        ops.Dropout(dropout),
     )
-    mlp = ops.RMSNorm(F), ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F), ops.Dropout(0.2)
+    mlp = ops.RMSNorm(F), ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F), ops.Dropout(dropout)
     return sequential(te_fuser.Residual(*branch), te_fuser.Residual(*mlp))
 
 

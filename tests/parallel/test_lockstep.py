@@ -232,6 +232,24 @@ def test_regions() -> None:
 
 
 @on_ranks
+def test_regions_and_a_group_of_its_own() -> None:
+    """Amaxes are agreed on by all, and the list is shared by a group that is not all: the call and the entry meet."""
+    rank, group = dist.get_rank(), dist.new_group(range(WORLD))
+    m, x = sequential(ops.Linear(FEATURES, 4), ops.AllReduce(group)).float(), tensor(4, FEATURES).float()
+
+    def one_alone() -> None:
+        with te_fuser.autocast(enabled=rank == 0, recipe=te_fuser.recipe.DelayedScaling(margin=5)):
+            m(x)
+
+    text = raised(one_alone)
+    assert "the ranks of group '[0, 1]' are" in text and "rank 0 has the entry of a region" in text
+    if rank == 1:  # which rank 0 has told all
+        with pytest.raises(Disagreement, match=r"rank 0 of group 'world' cannot run .* '\[0, 1\]' are about to do"):
+            telling.of_all([Group.of("a test", dist.group.WORLD)], "a test", None)
+    dist.destroy_process_group(group)
+
+
+@on_ranks
 def test_a_region_by_a_function() -> None:
     """Where a function lies differs among ranks, which says nothing."""
     held = [object() for _ in range(1000 * dist.get_rank())]

@@ -186,3 +186,17 @@ def test_times_of_steps() -> None:
     with pytest.raises(Disagreement, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 has .* 9\]"):
         m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True)
     assert m(x).shape == (4, 2, F)
+
+
+@on_ranks
+def test_lists_whose_parameters_are_dtensors(tmp_path: Path) -> None:
+    """What is tried is compared by each rank's own part."""
+    made = te_fuser.Sequential(ops.LayerNorm(F), ops.Linear(F, 2 * F), ops.GELU(), ops.Linear(2 * F, F))
+    m, x = te_fuser.parallelize(randomize(made).float(), init_device_mesh("cpu", (WORLD,)), True), x_of()
+    with slow_gelu(tmp_path), own_clock():
+        report = m.tune(x)
+    same_on_all(str(report))
+    (trial,) = (t for t in report.trials if t.place.startswith("slow_gelu"))
+    assert trial.taken and trial.ratio == 0.8
+    assert "measured" in str(m.explain(x, measure=True))
+    assert te_fuser.verify(m, x).passed

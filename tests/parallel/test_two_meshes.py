@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from te_fuser.fuser.run import telling
+from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize, shard_placement
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
@@ -41,6 +43,17 @@ def spread(model: nn.Module, mesh: DeviceMesh, placed: Callable[..., Any] | None
     for layer in model:  # type: ignore[attr-defined]
         fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=placed)
     return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placed)  # type: ignore[no-any-return]
+
+
+@on_ranks
+def test_what_ranks_of_both_dimensions_tell() -> None:
+    """All hear all, whatever dimension of the mesh they share."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    groups = [Group.of("a test", mesh[name]) for name in ("tp", "dp")]
+    assert telling.of_all(groups, "a test", rank) == [0, 1, 2, 3]
+    assert telling.of_first(groups, "a test", rank) == 0
+    with pytest.raises(telling.Disagreement, match="rank 0 has one thing; rank 1 has another thing"):
+        telling.of_all(groups[1:], "one thing" if rank < 2 else "another thing", None)
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:
@@ -191,3 +204,21 @@ def test_sequences_and_weights(sequence_parallel: bool) -> None:
     for gradient in terms.values():
         dist.all_reduce(gradient, group=mesh["cp"].get_group())
     assert_same_gradients(terms, {name: p.grad for name, p in twin.named_parameters()}, 1e-10)
+
+
+@on_ranks
+def test_sequences_and_samples() -> None:
+    """Two ranks cut the sequence and two the batch, parameters lie on all four, which average their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    twin = listed(dropout=0.0)
+    model = parallelize(copy.deepcopy(twin), context=mesh["cp"])
+    everyone = mesh["dp", "cp"]._flatten()
+    for layer in model:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    x = tensor(8, 2 * B, F, grad=False)
+    mine = cut_sequence(x.chunk(2, 1)[mesh["dp"].get_local_rank()], mesh["cp"])
+    for m, given in ((model, mine), (twin, x)):
+        m(given).square().mean().backward()
+    want = {name: p.grad for name, p in twin.named_parameters()}
+    assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)

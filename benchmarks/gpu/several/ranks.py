@@ -20,7 +20,13 @@ WAIT = datetime.timedelta(minutes=3)  # for the others; a rank that ended leaves
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layer that ranks share; `layers` of the stack of which each rank has all."""
+    """Of the layer that ranks share.
+
+    Attributes:
+        layers: of a stack.
+        parameters: of the list that has DTensors.
+        train_seconds: how long ranks train.
+    """
 
     positions: int = 2048
     batch: int = 4
@@ -28,6 +34,7 @@ class Sizes:
     heads: int = 32
     layers: int = 4
     parameters: int = 32
+    train_seconds: float = 480.0
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -46,7 +53,7 @@ class Sizes:
         return 3e-2 if self.dtype == torch.bfloat16 else 1e-4
 
 
-TOY = Sizes(positions=64, batch=2, hidden=64, heads=4, layers=2, parameters=4, dtype=torch.float32)
+TOY = Sizes(positions=64, batch=2, hidden=64, heads=4, layers=2, parameters=4, train_seconds=0.0, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,10 @@ class Ranks:
     effort: Effort
     control: dist.ProcessGroup
     with_compile: bool = True
+    tune: bool = False
 
     @classmethod
-    def join(cls, sizes: Sizes, effort: Effort, gpu: bool, with_compile: bool = True) -> Ranks:
+    def join(cls, sizes: Sizes, effort: Effort, gpu: bool, with_compile: bool = True, tune: bool = False) -> Ranks:
         """Meet the others, as the environment says where they are: by NCCL, each with its GPU, else by gloo on CPUs."""
         local = int(os.environ["LOCAL_RANK"])
         own = torch.device("cuda", local) if gpu else torch.device("cpu")
@@ -75,13 +83,13 @@ class Ranks:
         else:
             torch.set_num_threads(1)
         dist.init_process_group("nccl" if gpu else "gloo", timeout=WAIT)
-        return cls.of_group(Card(own), sizes, effort, with_compile)
+        return cls.of_group(Card(own), sizes, effort, with_compile, tune)
 
     @classmethod
-    def of_group(cls, card: Card, sizes: Sizes, effort: Effort, with_compile: bool) -> Ranks:
+    def of_group(cls, card: Card, sizes: Sizes, effort: Effort, with_compile: bool, tune: bool = False) -> Ranks:
         """The ranks that have met."""
         control = dist.new_group(backend="gloo", timeout=WAIT)
-        return cls(dist.get_rank(), dist.get_world_size(), card, sizes, effort, control, with_compile)
+        return cls(dist.get_rank(), dist.get_world_size(), card, sizes, effort, control, with_compile, tune)
 
     @property
     def device(self) -> torch.device:

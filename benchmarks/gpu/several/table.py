@@ -10,15 +10,27 @@ from benchmarks.gpu.several.data import data
 from benchmarks.gpu.several.layer import layer
 from benchmarks.gpu.several.links import links
 from benchmarks.gpu.several.parameters import parameters
+from benchmarks.gpu.several.train import train
+
+USUAL_LIMIT = 240.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """`run` takes the ranks, what is told of each step that may end the process, and what to leave out."""
+    """What is run.
+
+    Attributes:
+        run: takes the ranks, what is told of each step that may end the process, and what to leave out.
+        seconds: about how long it takes.
+        limit: after so many seconds it is stopped.
+        usual: whether it runs where no part is named.
+    """
 
     meaning: str
     run: Callable[..., Iterator[Entry]]
     seconds: int
+    limit: float = USUAL_LIMIT
+    usual: bool = True
 
 
 PARTS: dict[str, Part] = {
@@ -26,4 +38,5 @@ PARTS: dict[str, Part] = {
     "parameters": Part("what a DTensor parameter takes of the host", parameters, 20),
     "layer": Part("the seed layer, shared by tensor and sequence parallel, against its floor and rivals", layer, 150),
     "data": Part("layers with a batch a rank, by DDP and FSDP2", data, 60),
+    "train": Part("eight minutes of training layers that ranks share", train, 500, limit=580.0, usual=False),
 }

@@ -28,6 +28,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--without", nargs="*", default=[])
     return parser.parse_args(arguments)
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     warnings.simplefilter("ignore", FutureWarning)  # newer releases of PyTorch rename collectives that older ones lack
     effort = effort_of(chosen.quick, chosen.toy)
-    ranks = Ranks.join(TOY if chosen.toy else Sizes(), effort, not chosen.toy, not chosen.no_compile)
+    ranks = Ranks.join(TOY if chosen.toy else Sizes(), effort, not chosen.toy, not chosen.no_compile, chosen.tune)
 
     def say(**what: Any) -> None:
         if ranks.rank == 0:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -77,6 +78,8 @@ def compare(groups: Sequence[Group], lines: Sequence[Line]) -> None:
         Disagreement: on all ranks, naming them and the first difference; or the error of one, or who does not come.
     """
     numbers = [(group, _tell(group, {"lines": lines})) for group in groups if group.is_here()]
+    if len(numbers) > 1:
+        _hear_what_comes(numbers, lines)
     for group, number in numbers:
         _hear(group, number, lines, min(config.patience, _timeout(group)))
 
@@ -129,16 +132,46 @@ def _hear(group: Group, number: int, lines: Sequence[Line], patience: float) -> 
     """What all ranks tell, where it is what this one does."""
     heard = []
     for rank in range(group.size):
-        told = _told_by(group, number, rank, lines, patience)
-        if "error" in told:
-            raise Disagreement(
-                f"rank {rank} of group {group.title!r} cannot run this call, so no rank of it does: {told['error']}"
-            )
-        theirs = [(kind, words) for kind, words in told["lines"]]
-        if theirs != list(lines):
-            raise Disagreement(_difference(group, rank, theirs, lines))
-        heard.append(told)
+        heard.append(_told_by(group, number, rank, lines, patience))
+        _check(group, rank, heard[-1], lines)
     return heard
+
+
+def _hear_what_comes(numbers: Sequence[tuple[Group, int]], lines: Sequence[Line]) -> None:
+    """Hear what is told in several groups as it comes: who differs in one may never come in another."""
+    waiting = [(group, number, rank) for group, number in numbers for rank in range(group.size)]
+    until = time.monotonic() + min(config.patience, *[_timeout(group) for group, _ in numbers])
+    while waiting and time.monotonic() < until:
+        for group, number, rank in [*waiting]:
+            store, key = group.process_group().get_group_store(), _key(number, rank)
+            if store.check([key]):
+                with _leaving([(g, n) for g, n in numbers if g is not group]):
+                    _check(group, rank, json.loads(store.get(key)), lines)
+                waiting.remove((group, number, rank))
+        time.sleep(_SOON if waiting else 0.0)
+
+
+@contextlib.contextmanager
+def _leaving(others: Sequence[tuple[Group, int]]) -> Iterator[None]:
+    """A disagreement in one group is what those of others hear, who come later."""
+    try:
+        yield
+    except Disagreement as error:
+        for group, number in others:
+            said = json.dumps({"error": f"{error}"})
+            group.process_group().get_group_store().set(_key(number, group.rank), said)
+        raise
+
+
+def _check(group: Group, rank: int, told: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    """Raise where a rank told an error, or something else than this one."""
+    if "error" in told:
+        raise Disagreement(
+            f"rank {rank} of group {group.title!r} cannot run this call, so no rank of it does: {told['error']}"
+        )
+    theirs = [(kind, words) for kind, words in told["lines"]]
+    if theirs != list(lines):
+        raise Disagreement(_difference(group, rank, theirs, lines))
 
 
 def _told_by(group: Group, number: int, rank: int, lines: Sequence[Line], patience: float) -> dict[str, Any]:

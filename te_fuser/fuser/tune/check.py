@@ -17,6 +17,7 @@ import torch
 from te_fuser.compare import Tensors, judge_alike, neighbour
 from te_fuser.fuser.run.loading import Prepared, execute
 from te_fuser.fuser.tune.together import Together
+from te_fuser.ops.dtensor import is_dtensor, like_dtensor, own_part
 from te_fuser.ops.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Check:
                 arriving = neighbour(arriving, moved, self.coarsest)
             gradients = torch.autograd.grad(ends, list(leaves.values()), list(arriving.values()), allow_unused=True)
         for (name, leaf), g in zip(leaves.items(), gradients, strict=True):
-            found[name] = torch.zeros_like(leaf) if g is None else g
+            found[name] = torch.zeros_like(own_part(leaf)) if g is None else own_part(g)
         for k, t in added.items():
             if t is not None:
                 name = f"gradient of {names[k]}"
@@ -128,9 +129,10 @@ class Check:
 
 
 def _moved(data: Tensors, number: int, coarsest: float) -> Results:
-    """The data moved by an ulp, leaves as they were."""
-    moved = neighbour({name: t.detach() for name, t in data.items()}, number, coarsest)
-    return {name: moved[name].requires_grad_(t.requires_grad) for name, t in data.items()}
+    """The data moved by an ulp, leaves as they were; of DTensors each rank's own part."""
+    moved = neighbour({name: own_part(t.detach()) for name, t in data.items()}, number, coarsest)
+    whole = {name: like_dtensor(moved[name], t) if is_dtensor(t) else moved[name] for name, t in data.items()}
+    return {name: whole[name].requires_grad_(t.requires_grad) for name, t in data.items()}
 
 
 def _seed(device: torch.device) -> None:

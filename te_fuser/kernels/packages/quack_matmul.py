@@ -36,24 +36,25 @@ _TAKEN = {
 }
 _TAKEN_BY_GATES = {(_GATED_EPILOGUES, "dswiglu_of_halves.plan"): _PLANNED}
 runs = FirstRuns(PACKAGE.name)
-_Launch = Callable[..., Any]
+Launch = Callable[..., Any]
 
 
 @functools.cache
 def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
-    return _why_not_as_it_was(_TAKEN)
+    return why_not_as_it_was(_TAKEN)
 
 
 @functools.cache
 def unusable_by_gates() -> str | None:
     """The same of what `input_gradient_dswiglu` calls."""
-    return unusable() or _why_not_as_it_was(_TAKEN_BY_GATES)
+    return unusable() or why_not_as_it_was(_TAKEN_BY_GATES)
 
 
-def _why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
+def why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
+    """Why something of it does not take these arguments any more; by module and name."""
     return PACKAGE.unusable(
-        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in called.items())
+        lambda: (why_changed(module(where), name, taken) for (where, name), taken in called.items())
     )
 
 
@@ -86,14 +87,13 @@ def _linear_bias_gelu(
     before = torch.empty_like(y) if with_before else None
     if not y.numel():
         return y, before
-    flat = None if before is None else _flat(before)
-    tensors = _rows(x), _rows(weight), _aligned(bias), _flat(y), flat
-    _run("x W^T + b", with_before, tensors, _planned_sum)
+    tensors = rows_of(x), rows_of(weight), aligned(bias), flat(y), None if before is None else flat(before)
+    run("x W^T + b", with_before, tensors, _planned_sum)
     return y, before
 
 
-def _planned_sum() -> _Launch:
-    product = _Product(_module(_EPILOGUES).gelu_of_sum)
+def _planned_sum() -> Launch:
+    product = _Product(module(_EPILOGUES).gelu_of_sum)
 
     def launch(
         x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None
@@ -117,12 +117,12 @@ def input_gradient_dgelu_sum(
     dh, y = before.new_empty(before.shape), before.new_empty(before.shape)
     if not dh.numel():
         return dh, y, before.new_zeros(before.shape[-1], dtype=torch.float32)
-    tensors = _rows(dy), _rows(weight), _rows(before), _flat(dh), _flat(y)
-    return dh, y, _run("(dy W) * gelu'(h)", True, tensors, _planned_slope)
+    tensors = rows_of(dy), rows_of(weight), rows_of(before), flat(dh), flat(y)
+    return dh, y, run("(dy W) * gelu'(h)", True, tensors, _planned_slope)
 
 
-def _planned_slope() -> _Launch:
-    product = _Product(_module(_EPILOGUES).dgelu_with_sum)
+def _planned_slope() -> Launch:
+    product = _Product(module(_EPILOGUES).dgelu_with_sum)
 
     def launch(dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # As dh^T = W^T dy^T: the sum then goes along the tiles' rows, and tiles of 208 tokens are the fastest.
@@ -145,13 +145,13 @@ def input_gradient_dswiglu(
     dh, y = before.new_empty(before.shape), before.new_empty(*before.shape[:-1], before.shape[-1] // 2)
     if not dh.numel():
         return dh, y
-    tensors = _rows(dy), _rows(weight), _rows(before), _flat(dh), _flat(y)
-    _run("(dy W) * swiglu'(h)", True, tensors, _planned_gates)
+    tensors = rows_of(dy), rows_of(weight), rows_of(before), flat(dh), flat(y)
+    run("(dy W) * swiglu'(h)", True, tensors, _planned_gates)
     return dh, y
 
 
-def _planned_gates() -> _Launch:
-    product = _Product(_module(_GATED_EPILOGUES).dswiglu_of_halves)
+def _planned_gates() -> Launch:
+    product = _Product(module(_GATED_EPILOGUES).dswiglu_of_halves)
 
     def launch(dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor) -> None:
         # As dh^T = W^T dy^T both factors and what the epilogue moves lie in rows of 128 bytes in shared memory, for any
@@ -200,7 +200,22 @@ class _Product:
         return list(scratch.values())
 
 
-def _run(what: str, option: bool, tensors: Sequence[torch.Tensor | None], prepare: Callable[[], _Launch]) -> Any:
+def run(
+    what: str,
+    option: bool,
+    tensors: Sequence[torch.Tensor | None],
+    prepare: Callable[[], Launch],
+    fusions: str = _FUSIONS,
+) -> Any:
+    """What prepare() makes at the first run of such tensors, called with these.
+
+    Args:
+        what, option: which product it is.
+        fusions: those that have it, for whoever plans without it.
+
+    Raises:
+        RuntimeError: when the package fails.
+    """
     first, second = tensors[:2]
     assert first is not None and second is not None
     form = (what, option, first.dtype, first.device, *[None if t is None else (t.shape, t.stride()) for t in tensors])
@@ -208,31 +223,32 @@ def _run(what: str, option: bool, tensors: Sequence[torch.Tensor | None], prepar
     def failed(error: Exception) -> Exception:
         return RuntimeError(
             f"{PACKAGE}'s product {what} failed for {list(first.shape)} and {list(second.shape)}, {first.dtype}: "
-            f"{type(error).__name__}: {error}; te_fuser.fusions.disabled({_FUSIONS}) plans without it"
+            f"{type(error).__name__}: {error}; te_fuser.fusions.disabled({fusions}) plans without it"
         )
 
     return runs.run(first.device.index, form, prepare, tensors, failed)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """[N, features] over the same memory."""
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, multiple: int = MULTIPLE) -> torch.Tensor:
     """[N, features] as its loads need it: features side by side, rows and the first element in steps of 16 bytes."""
-    if tensor.dim() == 2 and _lies_in_rows(tensor):
-        return _aligned(tensor)
+    if tensor.dim() == 2 and _lies_in_rows(tensor, multiple):
+        return aligned(tensor)
     rows = tensor.reshape(-1, tensor.shape[-1])
-    return _aligned(rows if _lies_in_rows(rows) else rows.contiguous())
+    return aligned(rows if _lies_in_rows(rows, multiple) else rows.contiguous())
 
 
-def _lies_in_rows(rows: torch.Tensor) -> bool:
+def _lies_in_rows(rows: torch.Tensor, multiple: int) -> bool:
     step, along = rows.stride()
-    return along == 1 and not step % MULTIPLE and step >= rows.shape[1]
+    return along == 1 and not step % multiple and step >= rows.shape[1]
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Its first element in steps of 16 bytes, elements side by side."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -243,10 +259,11 @@ def _config() -> Any:
 
     (8192 rows, 4096 to 16384 features and back.) One object for the process: the package knows it again by identity.
     """
-    make = _module(_CONFIG).GemmConfig
+    make = module(_CONFIG).GemmConfig
     return make(tile_m=128, tile_n=208, pingpong=True, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
 
 
 @functools.cache
-def _module(name: str) -> Any:
+def module(name: str) -> Any:
+    """A module of the package, or one of te_fuser that is written in its terms."""
     return importlib.import_module(name)

@@ -196,6 +196,6 @@ def in_place(patch):
 
 def forget():
     """Drop what was kept of another package."""
-    for kept in (quack_matmul._module, quack_matmul._config, quack_matmul.unusable, quack_matmul.unusable_by_gates):
+    for kept in (quack_matmul.module, quack_matmul._config, quack_matmul.unusable, quack_matmul.unusable_by_gates):
         kept.cache_clear()
     quack_matmul.runs.forget()

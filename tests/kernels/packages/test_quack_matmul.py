@@ -226,7 +226,7 @@ def test_one_row_of_an_odd_stride(package):
 def test_missing(version, reason, monkeypatch):
     """Nothing is imported for it."""
     monkeypatch.setattr(quack_matmul.PACKAGE, "version", lambda: version)
-    monkeypatch.setattr(quack_matmul, "_module", lambda name: pytest.fail("the package was imported"))
+    monkeypatch.setattr(quack_matmul, "module", lambda name: pytest.fail("the package was imported"))
     assert quack_matmul.PACKAGE.missing() == reason
 
 

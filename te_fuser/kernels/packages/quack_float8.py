@@ -1,0 +1,171 @@
+"""Products of 8 bits of the package quack-kernels, whose epilogues add a bias, compute GELU and quantize it.
+
+y = (x inverse_x) (W inverse_W)^T for x [..., I] and W [O, I] in float8_e4m3fn, both along what is summed. They are
+summed in fewer bits than float32 has, as forward's products may be; numbers are float32 [], read on the device.
+How they are found, compiled and kept: `quack_matmul`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from te_fuser.kernels.packages.quack_matmul import Launch, aligned, flat, module, rows_of, run, why_not_as_it_was
+
+MULTIPLE = 16  # of elements in a row: what its loads and stores need
+_EPILOGUES = "te_fuser.kernels.packages.quack_float8_epilogues"
+_HOST, _HOPPER = "quack.gemm_runtime.host", "quack.gemm_sm90"
+# What plans have of it.
+_FUSIONS = "'float8_matmul_bias_quack', 'float8_matmul_gelu_quack', 'float8_matmul_gelu_quack_aux'"
+# Of the tiles that were tried, the fastest for a layer's products on an H200, as those of bfloat16.
+_TILES = {"tile_M": 128, "tile_N": 208, "cluster_M": 2, "cluster_N": 1, "pingpong": True}
+_SUMMED = "fp8_slow_accum"  # of its kernels: whether registers add up what the matrix units have summed
+_PLANNED = ("A", "B", "D", "epi_args", *_TILES, "post_init_attrs", "_launch")
+_TAKEN = {
+    (_EPILOGUES, "sum_with_bias.gemm"): _PLANNED,
+    (_EPILOGUES, "gelu_in_8_bits.gemm"): _PLANNED,
+    (_EPILOGUES, "gelu_in_8_bits_alone.gemm"): _PLANNED,
+    (_HOST, "run_gemm_epi_plan"): ("plan", "A", "B", "D", "C", "epi_values"),
+    (_HOPPER, "GemmSm90.__init__"): ("fp8_fast_accum",),
+}
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why the package that is installed cannot be called; None when it can."""
+    why = why_not_as_it_was(_TAKEN)
+    if why is None and _SUMMED not in module(_HOPPER).GemmSm90.__init__.__code__.co_names:
+        return f"quack-kernels is not as it was: {_HOPPER} has no {_SUMMED}"
+    return why
+
+
+def linear_bias(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_inverse: torch.Tensor,
+    weight_inverse: torch.Tensor,
+    bias: torch.Tensor,
+) -> torch.Tensor:
+    """h = x W^T + b in bfloat16, for b [O] in bfloat16.
+
+    Raises:
+        RuntimeError: when the package fails.
+    """
+    h = _of(x, weight, torch.bfloat16)
+    if h.numel():
+        factors = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE)
+        run("x W^T + b", True, (*factors, flat(h), x_inverse, weight_inverse, aligned(bias)), _planned_sum, _FUSIONS)
+    return h
+
+
+def _planned_sum() -> Launch:
+    product = _Product("sum_with_bias")
+
+    def launch(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        h: torch.Tensor,
+        x_inverse: torch.Tensor,
+        w_inverse: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> None:
+        product(x, w, h, a_inverse=x_inverse, b_inverse=w_inverse, bias=bias)
+
+    return launch
+
+
+def linear_bias_gelu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_inverse: torch.Tensor,
+    weight_inverse: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """gelu(h) times a scale in float8_e4m3fn, for h = x W^T + b rounded to bfloat16, in the tanh form.
+
+    Raises:
+        RuntimeError: when the package fails.
+    """
+    return _linear_bias_gelu(x, weight, x_inverse, weight_inverse, bias, scale, None)[0]
+
+
+def linear_bias_gelu_aux(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_inverse: torch.Tensor,
+    weight_inverse: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the same, h); raises `amax` to the largest magnitude of gelu(h).
+
+    Raises:
+        RuntimeError: when the package fails.
+    """
+    y, h = _linear_bias_gelu(x, weight, x_inverse, weight_inverse, bias, scale, amax)
+    assert h is not None
+    return y, h
+
+
+def _linear_bias_gelu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_inverse: torch.Tensor,
+    weight_inverse: torch.Tensor,
+    bias: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    y = _of(x, weight, torch.float8_e4m3fn)
+    h = None if amax is None else _of(x, weight, torch.bfloat16)
+    if y.numel():
+        factors = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE)
+        stored = flat(y), None if h is None else flat(h)
+        numbers = x_inverse, weight_inverse, aligned(bias), scale, amax
+        run("gelu(x W^T + b)", amax is not None, (*factors, *stored, *numbers), _planned_gelu, _FUSIONS)
+    return y, h
+
+
+def _planned_gelu() -> Launch:
+    with_before, alone = _Product("gelu_in_8_bits"), _Product("gelu_in_8_bits_alone")
+
+    def launch(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        y: torch.Tensor,
+        h: torch.Tensor | None,
+        x_inverse: torch.Tensor,
+        w_inverse: torch.Tensor,
+        bias: torch.Tensor,
+        scale: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> None:
+        given = {"activated": y, "a_inverse": x_inverse, "b_inverse": w_inverse, "bias": bias, "scale": scale}
+        alone(x, w, None, **given) if amax is None else with_before(x, w, h, **given, amax=amax)
+
+    return launch
+
+
+def _of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for what the product gives."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
+
+
+class _Product:
+    """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
+
+    def __init__(self, epilogue: str) -> None:
+        self._epilogue: Any = getattr(module(_EPILOGUES), epilogue)
+        self._plan: Any = None
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor | None, **operands: torch.Tensor) -> None:
+        if self._plan is None:
+            summed = ((_SUMMED, False),)
+            self._plan = self._epilogue.gemm(
+                a, b, d, epi_args=operands, **_TILES, post_init_attrs=summed, _launch=False
+            )
+        module(_HOST).run_gemm_epi_plan(self._plan, a, b, d, None, operands)

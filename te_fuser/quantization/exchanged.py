@@ -1,0 +1,80 @@
+"""8 bits that ranks exchange: quantized before they are gathered, where all ranks quantize by one scale.
+
+What a product takes is gathered first where ranks cut its rows (`sequence_parallel`), and so is the gradient of what
+another one gives. In 8 bits that is half the bytes or less, and the same numbers, as ranks that agree on amaxes have
+one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from te_fuser.fuser.graph.listed import ListedOp, with_attributes
+from te_fuser.ops.all_gather import AllGather
+from te_fuser.ops.collective import Carried
+from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.given import GivenBinding
+from te_fuser.ops.group import has_ranks
+from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.reduce_scatter import ReduceScatter
+from te_fuser.quantization.agreement import agreement_of
+from te_fuser.recipe import region
+
+
+def agreeing() -> tuple[int, ...]:
+    """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
+    outermost = next(filter(None, region.entered()), None)
+    if not has_ranks() or outermost is None or not getattr(outermost.recipe, "reduce_amax", False):
+        return ()
+    agreement = agreement_of(outermost.group)
+    if agreement is None or agreement.differs:
+        return ()
+    return tuple(dist.get_process_group_ranks(outermost.group or dist.group.WORLD))
+
+
+def quantized_first(
+    listed: Sequence[ListedOp], ranks: Sequence[int], reduces: Callable[[ListedOp], bool]
+) -> list[ListedOp]:
+    """The list with what quantizes before what gathers, forward and backward, where these ranks have one scale.
+
+    Args:
+        ranks: that agree on amaxes.
+        reduces: whether they do on those of a product.
+    """
+    found = list(listed)
+    for at in range(len(found)):
+        item = found[at]
+        product = item.lowered.op
+        if not isinstance(product, Float8MatMul) or not ranks or not reduces(item):
+            continue
+        if isinstance(item.lowered.bindings["weight"], GivenBinding):  # whose scales are each rank's own
+            continue
+        before, behind = found[max(at - 2, 0) : at], found[at + 1 : at + 3]
+        if [_kind(i) for i in before] == [AllGather, Quantize] and _in(before[0], ranks):
+            carried = Carried(product.form.formats[0], product.form.dtype)
+            found[at - 2 : at] = before[1], _carrying(before[0], carried)
+        if [_kind(i) for i in behind] == [QuantizeGradient, ReduceScatter] and _in(behind[1], ranks):
+            carried = Carried(product.form.dtype, product.form.formats[2])
+            found[at + 1 : at + 3] = _carrying(behind[1], carried), behind[0]
+    return found
+
+
+def _kind(item: ListedOp) -> Any:
+    """An op's; None where others read what it gives by name, or it reads theirs."""
+    return None if item.names_in or item.names_out else item.lowered.op.kind
+
+
+def _in(item: ListedOp, ranks: Sequence[int]) -> bool:
+    """Whether all ranks of a collective are among these."""
+    op: Any = item.lowered.op
+    return op.group.size > 1 and set(dist.get_process_group_ranks(op.group.process_group())) <= set(ranks)
+
+
+def _carrying(item: ListedOp, carried: Carried) -> ListedOp:
+    op: Any = item.lowered.op
+    return replace(item, lowered=replace(item.lowered, op=with_attributes(op, {**op.__dict__, "carried": carried})))
