@@ -176,6 +176,7 @@ ASPECTS = {
         "lockstep",
         "measuring",
         "presets",
+        "overlap",
         "random_cuts",
         "ranks",
         "spread",

@@ -34,6 +34,10 @@ class Cost:
         apart: those of the bytes that it moves before or after its products, and not beside them.
         calls: what its call costs the host, in calls of PyTorch's operations, where it is not one like others.
         dtype: the name of the dtype that its products read, where that is not what the op computes in.
+        sent: bytes that this rank sends to others.
+        ranks: how many share what is sent.
+        beside: the share of the time of sending in which the rest of it runs.
+        hidden: the share of it that other steps are expected to hide.
     """
 
     read: float = 0.0
@@ -46,6 +50,10 @@ class Cost:
     apart: float = 0.0
     calls: float | None = None
     dtype: str | None = None
+    sent: float = 0.0
+    ranks: int = 1
+    beside: float = 0.0
+    hidden: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -60,7 +68,16 @@ class Cost:
             self.apart + other.apart,
             (self.calls or 0.0) + (other.calls or 0.0) if (self.calls, other.calls) != (None, None) else None,
             self.dtype or other.dtype,
+            self.sent + other.sent,
+            max(self.ranks, other.ranks),
+            self._of_sent(other, "beside"),
+            self._of_sent(other, "hidden"),
         )
+
+    def _of_sent(self, other: Cost, name: str) -> float:
+        """The mean of a share of the sending."""
+        shares = self.sent * getattr(self, name) + other.sent * getattr(other, name)
+        return shares / (self.sent + other.sent or 1.0)  # type: ignore[no-any-return]
 
 
 def costs_in(found: Any) -> Iterator[Any]:

@@ -67,6 +67,12 @@ class Exchange:
             sizes[self.join] *= ranks
         return tuple(sizes)
 
+    def sent(self, size: float, ranks: int) -> float:
+        """The bytes that a rank sends of its own, of `size`; where all get the sum, in two rounds."""
+        if self.cut is None and self.join is not None:
+            return size * (ranks - 1)
+        return size * (ranks - 1) / ranks * (2 if self.cut is None else 1)
+
     def _blocks_of_a_rank(self, dim: int) -> int:
         if dim == -1:
             return sum(self.parts) // math.gcd(*self.parts)
@@ -247,6 +253,11 @@ class Collective(OfRanks, UnfusedOperation):
         return self._way(self.forth) is None
 
     @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        forth = self._way(self.forth)
+        return forth is not None and forth.cut is None and forth.join is not None
+
+    @property
     def input_dtypes(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
         return () if self.carried is None else (self.carried.values,)
 
@@ -273,6 +284,13 @@ class Collective(OfRanks, UnfusedOperation):
             return Spec(self.forth.shape(x.shape, self.group.size), x.dtype, x.device)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__} on {self.group}: {error}") from error
+
+    def sent_bytes(self, x: Spec, back: bool) -> float:
+        forth, way, ranks = self.forth, self._way(self.back if back else self.forth), self.group.size
+        if way is None:
+            return 0.0
+        grown = 1.0 if forth is None else (ranks if forth.join is not None else 1) / (1 if forth.cut is None else ranks)
+        return way.sent(x.nbytes * (grown if back else 1.0), ranks)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         if self._way(self.back) is None:

@@ -27,6 +27,9 @@ class UnfusedOperation(FusableOperation):
     takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
     non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
 
+    # Whether its output is parts of several ranks, joined: a plan may keep this rank's, and run it again in backward.
+    gathers: ClassVar[bool] = False
+
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
         return {}
@@ -34,6 +37,10 @@ class UnfusedOperation(FusableOperation):
     def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
         """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
         return 0
+
+    def sent_bytes(self, x: Spec, back: bool) -> float:
+        """What a rank sends to those that it runs with, of x or, on the way back, of the gradient of its output."""
+        return 0.0
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.nn.functional import gelu, silu
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.ops.base import Spec
 from te_fuser.ops.collective import Collective
 from te_fuser.verify import steps
 from tests.parallel.models import own
@@ -175,6 +177,41 @@ def test_wrong_sizes_raise_before_anything_is_sent() -> None:
         ops.AllToAll(group, -1, 0).reference, ops.AllToAll(group, -1, 0)(tensor(4, 7))
     dist.barrier()
     assert torch.equal(ops.AllReduce(group)(torch.ones(2)), torch.full((2,), float(WORLD)))
+
+
+@pytest.mark.parametrize("name", OPS)
+@on_ranks
+def test_what_is_in_flight_is_held(name: str) -> None:
+    """One rank comes late; meanwhile nobody else holds what the other has sent, and memory is taken and filled."""
+    kind, arguments, expected = OPS[name]
+    op, rank = kind(tp(), *arguments), dist.get_rank()
+    if op.forth is None:
+        return
+    xs = [tensor(64, 32, 32, grad=False, seed=r) for r in range(WORLD)]
+    mine = xs[rank].clone()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.05)
+    started = op.forth.start(mine, op.group)
+    del mine
+    others = [torch.full((64, 32, 32), torch.nan, dtype=torch.float64) for _ in range(16)]
+    found = op.forth.arrived(started, op.group)
+    torch.testing.assert_close(found, expected(xs)[rank], rtol=1e-13, atol=1e-13)
+    assert all(bool(t.isnan().all()) for t in others)
+
+
+@pytest.mark.parametrize("name", OPS)
+@on_ranks
+def test_bytes_that_are_sent(name: str) -> None:
+    """What a rank has and another one is to get; of a sum that all get its terms, and then the sum's parts."""
+    kind, arguments, expected = OPS[name]
+    op, x = kind(tp(), *arguments), tensor(*SHAPE, grad=False)
+    spec = Spec(x.shape, x.dtype, x.device)
+    forth = {"all_gather": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.5, "all_reduce": 1.0, "all_reduce_gradient": 0.0}
+    back = {"all_gather": 1.0, "reduce_scatter": 0.5, "all_to_all": 0.5, "all_reduce": 0.0, "all_reduce_gradient": 1.0}
+    key = name.partition(" ")[0]
+    assert op.sent_bytes(spec, back=False) == forth[key] * x.nbytes
+    assert op.sent_bytes(spec, back=True) == back[key] * x.nbytes
 
 
 @on_ranks

@@ -19,6 +19,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What devices send to one another by, as collectives of large tensors reach it.
+
+    Attributes:
+        rates: (ranks, bytes per second that each of them sends), by rising numbers of ranks.
+        latency: seconds of a small collective, and the least of any.
+        estimate: what these were taken from that nobody measured; empty where they were measured.
+        hidden: the share of the time of sending that products beside it do not feel.
+    """
+
+    rates: tuple[tuple[int, float], ...]
+    latency: float
+    estimate: str = ""
+    hidden: float = 0.37
+
+    def seconds(self, cost: Cost) -> float:
+        """The predicted time of what a step sends."""
+        known = [rate for ranks, rate in self.rates if ranks <= cost.ranks] or [self.rates[0][1]]
+        return max(self.latency, cost.sent / known[-1])
+
+    def scaled(self, by: float, estimate: str) -> Link:
+        """One that is so many times as fast."""
+        return replace(self, rates=tuple((ranks, by * rate) for ranks, rate in self.rates), estimate=estimate)
+
+
+# NCCL on two and on four H200 that NVLink connects, 8192 x 4096 in bfloat16; beside products 34 to 40% of the time was
+# hidden (2026-11-22). What a small one takes is an assumption.
+_NVLINK_4 = Link(((2, 204e9), (4, 264e9)), 15e-6)
+_BY_NVLINK = "those of two and four H200 and the rate of its NVLink"
+_PCIE = Link(((2, 20e9),), 25e-6, "the rate of PCIe 4.0")
+_HOST_MEMORY = Link(((2, 1e9),), 100e-6, "gloo in one machine")
+
+
+@dataclass(frozen=True)
 class Device:
     """Peak rates of a device.
 
@@ -32,6 +66,7 @@ class Device:
         estimate: what a GPU's rates were taken from that nobody measured; empty where they were measured.
         replayed: whether calls are replayed as CUDA graphs, and cost the host nothing.
         converts: dtypes without products of their own: these are in float32, of copies, and rounded once.
+        link: what it sends to the devices of other ranks by.
     """
 
     name: str
@@ -44,6 +79,7 @@ class Device:
     estimate: str = ""
     converts: frozenset[str] = frozenset()
     replayed: bool = False
+    link: Link = _PCIE
 
     @property
     def kind(self) -> str:
@@ -71,17 +107,25 @@ class Device:
         return f"products in {dtype} are computed in float32 and rounded once: {self.name} has no instructions for them"
 
     def seconds(self, cost: Cost, dtype: str) -> float:
-        """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart."""
+        """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart.
+
+        What is sent counts as far as it is not beside the rest, or hidden by other steps.
+        """
         if cost.seconds is not None:
             return cost.seconds
         limits = self.limits(cost, dtype)
         limits["products"] /= cost.efficiency
         apart = (cost.apart + self._converted(cost, dtype)) / self.bandwidth
         limits["memory"] -= apart
-        return limits.pop("launch") + apart + max(limits.values())
+        sending = limits.pop("link", 0.0)
+        limits["link"] = cost.beside * sending
+        felt = 1.0 - cost.beside - cost.hidden
+        return limits.pop("launch") + apart + max(limits.values()) + felt * sending
 
     def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
         """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch".
+
+        And "link", where something is sent.
 
         Args:
             dtype: of products, unless the cost says it.
@@ -93,11 +137,13 @@ class Device:
         if dtype not in self.matrix_rate:
             known = ", ".join(self.matrix_rate)
             raise ValueError(f"{self.name}: the rate of matrix products in {dtype} is not known, those in {known} are")
+        sent = {"link": self.link.seconds(cost)} if cost.sent else {}
         return {
             "memory": (cost.read + cost.written + self._converted(cost, dtype)) / self.bandwidth,
             "products": cost.flops / self.matrix_rate[dtype],
             "arithmetic": cost.vector_operations / self.vector_rate,
             "launch": cost.launches * self.launch,
+            **sent,
         }
 
     def _converted(self, cost: Cost, dtype: str) -> float:
@@ -132,7 +178,8 @@ def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Devi
     bfloat16, float16 = (products * half.get(dtype, 1.0) for dtype in _HALF)
     rates = _rates(products, bfloat16, 0.35 * products, float16)
     converts = frozenset(_HALF) - half.keys()
-    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 0.0, converts=converts)
+    bandwidth = threads * _CORE_BANDWIDTH
+    return Device("cpu", bandwidth, rates, others * 1e12, 0.0, converts=converts, link=_HOST_MEMORY)
 
 
 def _cpu_at_hand() -> Device:
@@ -158,22 +205,26 @@ def _by_data_sheet(
     half: float,
     float64: float,
     float32: float,
+    link: Link = _PCIE,
 ) -> Device:
     """A GPU that was not measured, from the vendor's peaks without sparsity: 10**12 bytes and operations per second."""
     rates = _rates(_PRODUCTS * tf32, _PRODUCTS * half, _PRODUCTS * float64, narrow=2.0 if capability >= FIRST else 0.0)
     copy, others = _COPY * bandwidth * 1e12, _OTHERS * float32 * 1e12
-    return Device(name, copy, rates, others, 4e-6, capability, multiprocessors, _BY_DATA_SHEET)
+    return Device(name, copy, rates, others, 4e-6, capability, multiprocessors, _BY_DATA_SHEET, link=link)
 
 
+_NVLINK_3, _NVLINK_5 = _NVLINK_4.scaled(2 / 3, _BY_NVLINK), _NVLINK_4.scaled(2.0, _BY_NVLINK)
+_SAME_NVLINK = _NVLINK_4.scaled(1.0, _BY_NVLINK)
+_B200 = _rates(900, 1700, 37, narrow=2.0)
 _GPUS = (
-    Device("h200", 4.2e12, _rates(400, 790, 60, narrow=1.85), 30e12, 4e-6, (9, 0), 132),
-    Device("h100", 3.0e12, _rates(370, 700, 60, narrow=2.0), 30e12, 4e-6, (9, 0), 132),
-    Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0), 108, _BY_DATA_SHEET),
-    Device("b200", 6.8e12, _rates(900, 1700, 37, narrow=2.0), 45e12, 4e-6, (10, 0), 148, _BY_DATA_SHEET),
+    Device("h200", 4.2e12, _rates(400, 790, 60, narrow=1.85), 30e12, 4e-6, (9, 0), 132, link=_NVLINK_4),
+    Device("h100", 3.0e12, _rates(370, 700, 60, narrow=2.0), 30e12, 4e-6, (9, 0), 132, link=_SAME_NVLINK),
+    Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0), 108, _BY_DATA_SHEET, link=_NVLINK_3),
+    Device("b200", 6.8e12, _B200, 45e12, 4e-6, (10, 0), 148, _BY_DATA_SHEET, link=_NVLINK_5),
     _by_data_sheet("h200-nvl", (9, 0), 132, 4.8, tf32=418, half=835, float64=60, float32=60),
     _by_data_sheet("h100-nvl", (9, 0), 132, 3.9, tf32=418, half=835, float64=60, float32=60),
     _by_data_sheet("h100-pcie", (9, 0), 114, 2.0, tf32=378, half=756, float64=51, float32=51),
-    _by_data_sheet("a100-40gb", (8, 0), 108, 1.555, tf32=156, half=312, float64=19.5, float32=19.5),
+    _by_data_sheet("a100-40gb", (8, 0), 108, 1.555, tf32=156, half=312, float64=19.5, float32=19.5, link=_NVLINK_3),
     _by_data_sheet("a10", (8, 6), 72, 0.6, tf32=62.5, half=125, float64=0.49, float32=31.2),
     _by_data_sheet("l4", (8, 9), 58, 0.3, tf32=60, half=121, float64=0.47, float32=30.3),
     _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
@@ -238,6 +289,7 @@ def _estimated(name: str, properties: Any) -> Device:
         (major, minor),
         count,
         f"its properties and the rates of {nearest.name}",
+        link=nearest.link.scaled(1.0, f"those of {nearest.name}"),
     )
 
 

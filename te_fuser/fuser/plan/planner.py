@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
@@ -17,6 +18,7 @@ from te_fuser.fuser.plan.borders import borders
 from te_fuser.fuser.plan.covers import Covering
 from te_fuser.fuser.plan.finish import finish, segment_bytes, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
+from te_fuser.fuser.plan.overlap import retimed, with_overlap
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -84,11 +86,15 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
         found.append(
             f"gradients of {', '.join(names)} are added up over {group.size} ranks ({group.title}), once a segment"
         )
+    if plan.device.link.estimate and [s for s in plan.steps if s.cost.sent]:
+        found.append(
+            f"what ranks send was not measured on {plan.device.name}: it is priced by {plan.device.link.estimate}"
+        )
     found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 
 
-PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_notes)
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_overwriting, _with_notes)
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
@@ -130,13 +136,25 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
     if graph.is_on_grid:
         return plan
     with standing_in(graph.stand_ins):
-        return plan.seen_by(prices.at_exact_sizes())
+        return retimed(plan.seen_by(prices.at_exact_sizes()))
+
+
+def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
+    """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
+    gathers = [n for n in graph.nodes if not n.is_row and n.op.gathers]  # type: ignore[attr-defined]
+    if not gathers or options.memory == "fast":
+        return covered(Problem(graph, options, ends))
+    if isinstance(options.memory, int):
+        found = covered(Problem(graph, options, ends))
+        if found[0].kept_bytes() <= options.memory:
+            return found
+    return covered(Problem(graph, replace(options, gathers_again=True), ends))
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
         ends = borders(graph, segment_bytes()) if options.summed_apart else frozenset[int]()
-        plan, prices = covered(Problem(graph, options, ends))
+        plan, prices = _kept_as_asked(graph, options, ends)
         plan = with_made(plan, prices)
         for change in PASSES:
             plan = change(plan, options)

@@ -170,3 +170,23 @@ def test_what_pytorch_knows_of_a_gpu_fits_the_table() -> None:
     estimate = _estimated(properties.name, properties)
     assert (estimate.capability, estimate.multiprocessors) == (found.capability, found.multiprocessors)
     assert estimate.bandwidth == pytest.approx(found.bandwidth, rel=0.1)
+
+
+@pytest.mark.parametrize("ranks, seconds", [(2, 164.5e-6), (3, 219.3e-6), (4, 190.7e-6), (8, 222.4e-6)])
+def test_collectives_take_what_a_link_takes(ranks: int, seconds: float) -> None:
+    """Of 8192 x 4096 in bfloat16 each rank sends all parts but one; few bytes take the latency."""
+    h200, size = DEVICES["h200"], 8192 * 4096 * 2
+    cost = Cost(size, size, launches=0, sent=size * (ranks - 1) / ranks, ranks=ranks, beside=1.0)
+    assert h200.seconds(cost, "bfloat16") == pytest.approx(seconds, rel=1e-3)
+    assert h200.limits(cost, "bfloat16")["link"] == h200.seconds(cost, "bfloat16")
+    assert h200.seconds(Cost(launches=0, sent=16, ranks=ranks), "bfloat16") == h200.link.latency
+
+
+def test_what_is_sent_beside_products_counts_for_the_rest() -> None:
+    h200 = DEVICES["h200"]
+    product = Cost(flops=790e9, launches=0)  # 1 ms
+    sent = Cost(launches=0, sent=204e6, ranks=2)  # 1 ms
+    assert h200.seconds(product + sent, "bfloat16") == pytest.approx(2e-3)
+    half = Cost(flops=790e9, launches=0, sent=204e6, ranks=2, beside=0.5)
+    assert h200.seconds(half, "bfloat16") == pytest.approx(1.5e-3)
+    assert (half + sent).beside == 0.25
