@@ -224,13 +224,14 @@ class BackwardCandidates:
         """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
         fusion = fit.fusion
         needed, outputs = self._fusion_gradients(fit.nodes)
-        targets = dict(outputs)
+        inner = self.problem.inner_gradients(fusion, fit.nodes)
+        targets = {**dict(outputs), **inner}
         steps: list[Step] = []
         for k, gradient in enumerate(fusion.gradients):
             wanted = needed & set(gradient.produces)
             if not wanted:
                 continue
-            idle = ", ".join(sorted(set(gradient.produces) - wanted))
+            idle = ", ".join(sorted(set(gradient.produces) - wanted - inner.keys()))
             if idle:
                 made = ", ".join(sorted(wanted))
                 return f"nobody needs the gradient of {idle}, which it makes with {made}"
@@ -241,6 +242,10 @@ class BackwardCandidates:
         missing = needed - {p for g in fusion.gradients for p in g.produces}
         if missing or not steps:
             return f"it gives no gradient of {', '.join(sorted(missing))}"
+        written = {r for s in steps for r in s.writes()}
+        unmade = [name for s in steps for name, r in s.inputs if name in inner and r not in written]
+        if unmade:
+            return f"nobody needs the gradients that it makes {unmade[0]} with"
         if fit.saved and not {r for _, r in fit.saved} & {r for s in steps for r in s.reads()}:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
@@ -291,14 +296,15 @@ class BackwardCandidates:
         if absent is not None:
             return absent
         read = [self.problem.in_match(fusion, covered, name) for name in named if name not in fusion.saves]
-        taken = {ref.index for ref in read if ref.kind is GRADIENT}
+        inner = {ref.index for ref in self.problem.inner_gradients(fusion, covered).values()}
+        taken = {ref.index for ref in read if ref.kind is GRADIENT} - inner
         made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
         untaken = [v for v in leaving if self.graph.needs_grad(v) and v not in taken]
         if untaken:
-            inner = ", ".join(plain(self.graph.values[v].name) for v in untaken)
-            return f"{inner} is also read outside the pattern"
-        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken])
+            names = ", ".join(plain(self.graph.values[v].name) for v in untaken)
+            return f"{names} is also read outside the pattern"
+        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken, *inner])
 
     def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
         """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""
