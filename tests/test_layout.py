@@ -167,6 +167,7 @@ ASPECTS = {
         "dtensor_parameters",
         "fully_shard",
         "lockstep",
+        "pipelines",
         "presets",
         "random_cuts",
         "ranks",
@@ -352,7 +353,8 @@ ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
     for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "registry") and p not in ROW_FILES
+    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "pipeline", "registry")
+    and p not in ROW_FILES
 ]
 
 
