@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed._functional_collectives as collectives
 import torch.distributed._symmetric_memory  # noqa: F401 - it declares the operators
 
 from te_fuser import fusions
 from te_fuser.fusions import Cost, Fusion
 from te_fuser.kernels import symmetric
+from te_fuser.ops.collective import Exchange
+from te_fuser.ops.group import Group
 
 NAMES = (
     "all_gather_matmul",
@@ -32,7 +33,7 @@ def _all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     called.append("fused_all_gather_matmul")
     assert a.is_contiguous() and gather_dim == 0 and return_A
-    gathered = collectives.wait_tensor(collectives.all_gather_tensor(a, gather_dim, group_name))
+    gathered = Exchange(join=gather_dim).run(a, _group(group_name))
     return gathered, [gathered @ b for b in bs]
 
 
@@ -41,7 +42,11 @@ def _matmul_reduce_scatter(
 ) -> torch.Tensor:
     called.append("fused_matmul_reduce_scatter")
     assert reduce_op == "sum" and scatter_dim == 0
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(a @ b, reduce_op, scatter_dim, group_name))
+    return Exchange(cut=scatter_dim).run(a @ b, _group(group_name))
+
+
+def _group(name: str) -> Group:
+    return Group(name, torch.distributed.distributed_c10d._resolve_process_group(name).size())  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
