@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan.order import waiting_late
+from te_fuser.fuser.plan.overlap import waiting_late
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 

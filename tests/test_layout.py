@@ -169,6 +169,7 @@ ASPECTS = {
         "lockstep",
         "pipelines",
         "presets",
+        "overlap",
         "random_cuts",
         "ranks",
         "spread",

@@ -37,6 +37,7 @@ class Cost:
         sent: bytes that this rank sends to others.
         ranks: how many share what is sent.
         beside: the share of the time of sending in which the rest of it runs.
+        hidden: the share of it that other steps are expected to hide.
     """
 
     read: float = 0.0
@@ -52,6 +53,7 @@ class Cost:
     sent: float = 0.0
     ranks: int = 1
     beside: float = 0.0
+    hidden: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -68,8 +70,14 @@ class Cost:
             self.dtype or other.dtype,
             self.sent + other.sent,
             max(self.ranks, other.ranks),
-            (self.sent * self.beside + other.sent * other.beside) / (self.sent + other.sent or 1.0),
+            self._of_sent(other, "beside"),
+            self._of_sent(other, "hidden"),
         )
+
+    def _of_sent(self, other: Cost, name: str) -> float:
+        """The mean of a share of the sending."""
+        shares = self.sent * getattr(self, name) + other.sent * getattr(other, name)
+        return shares / (self.sent + other.sent or 1.0)  # type: ignore[no-any-return]
 
 
 def costs_in(found: Any) -> Iterator[Any]:

@@ -165,6 +165,11 @@ class Collective(OfRanks, UnfusedOperation):
     def views(self) -> bool:  # type: ignore[override]
         return self._way(self.forth) is None
 
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        forth = self._way(self.forth)
+        return forth is not None and forth.cut is None and forth.join is not None
+
     def _way(self, exchange: Exchange | None) -> Exchange | None:
         return None if self.group.size == 1 else exchange
 

@@ -27,6 +27,9 @@ class UnfusedOperation(FusableOperation):
     takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
     non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
 
+    # Whether its output is parts of several ranks, joined: a plan may keep this rank's, and run it again in backward.
+    gathers: ClassVar[bool] = False
+
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
         return {}

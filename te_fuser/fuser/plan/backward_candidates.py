@@ -13,7 +13,7 @@ import torch
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
@@ -104,9 +104,23 @@ class BackwardCandidates:
             what = ("backward", node.index, gradient)
             step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
             steps += step.task.phases(step)
+        again = self.graph.ref(node.output)
+        gathered = (again,) if again in self.problem.gathered_again else ()
+        if gathered:
+            step = self.prices.once(("again", node.index), functools.partial(self._again_step, node, again))
+            steps = [*step.task.phases(step), *steps]
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
-        kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
-        return Edge(node.index, node.index + 1, node.role, tuple(steps), self.prices.kept_bytes(kept))
+        kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.priced_elsewhere(r)]
+        bytes_kept = self.prices.kept_bytes(kept)
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), bytes_kept, recomputes=gathered)
+
+    def _again_step(self, node: Node, output: Ref) -> Step:
+        """An op that gathers once more, for hanging nodes."""
+        inputs = [("input", self.graph.ref(node.input))]
+        outputs = [("output", output._replace(kind=RECOMPUTED))]
+        price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
+        covers, task = (node.index, node.index + 1), OpTask(node, again=True)
+        return self.prices.step(f"{node.role}.again", covers, inputs, outputs, task, price, chain=False)
 
     def _is_silent(self, node: Node, ref: Ref) -> bool:
         """Whether forward withholds what an op's gradient reads."""
@@ -262,7 +276,7 @@ class BackwardCandidates:
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
         producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
-        return producer is not None and self.problem.made_by_row_op(ref) and not start <= producer < stop
+        return producer is not None and self.problem.priced_elsewhere(ref) and not start <= producer < stop
 
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""

@@ -210,7 +210,7 @@ def _moved_step(
         task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
     elif not isinstance(task, TransposeTask):
         assert isinstance(task, OpTask)
-        task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase)
+        task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase, task.again)
     inputs = tuple([(name, there_is[r]) for name, r in step.inputs])
     outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
     taken = step.cost, step.seconds, step.host

@@ -44,8 +44,8 @@ class Link:
         return replace(self, rates=tuple((ranks, by * rate) for ranks, rate in self.rates), estimate=estimate)
 
 
-# NCCL on two and on four H200 that NVLink connects, 8192 x 4096 in bfloat16; 34 to 40% of the time of sending was hidden
-# beside products (2026-11-22). What a small one takes is an assumption.
+# NCCL on two and on four H200 that NVLink connects, 8192 x 4096 in bfloat16; beside products 34 to 40% of the time was
+# hidden (2026-11-22). What a small one takes is an assumption.
 _NVLINK_4 = Link(((2, 204e9), (4, 264e9)), 15e-6)
 _BY_NVLINK = "those of two and four H200 and the rate of its NVLink"
 _PCIE = Link(((2, 20e9),), 25e-6, "the rate of PCIe 4.0")
@@ -109,7 +109,7 @@ class Device:
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart.
 
-        What is sent counts as far as it is not beside the rest.
+        What is sent counts as far as it is not beside the rest, or hidden by other steps.
         """
         if cost.seconds is not None:
             return cost.seconds
@@ -119,7 +119,8 @@ class Device:
         limits["memory"] -= apart
         sending = limits.pop("link", 0.0)
         limits["link"] = cost.beside * sending
-        return limits.pop("launch") + apart + max(limits.values()) + (1.0 - cost.beside) * sending
+        felt = 1.0 - cost.beside - cost.hidden
+        return limits.pop("launch") + apart + max(limits.values()) + felt * sending
 
     def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
         """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch".

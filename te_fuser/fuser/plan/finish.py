@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums
 from te_fuser.fuser.plan.keeping import kept_by
-from te_fuser.fuser.plan.order import in_running_order, waiting_late
+from te_fuser.fuser.plan.order import in_running_order, without_idle
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[Segment
     """The segments of these covers."""
     forward = [s for p in covers.forward for e in p.moved(problem, prices) for s in e.steps]
     backward = in_running_order([e for p in covers.backward for e in p.moved(problem, prices)])
+    if problem.gathered_again:
+        backward = without_idle(backward)
     return tuple(
         _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
         for part in segments(problem, prices, covers)
@@ -79,10 +81,10 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
-    forward = waiting_late(with_forms(problem, prices, steps[0], set()))
+    forward = with_forms(problem, prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = waiting_late(with_forms(problem, prices, summed, cast))
+    backward = with_forms(problem, prices, summed, cast)
     reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
@@ -155,8 +157,10 @@ def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[in
 def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
 
-    An end of the list with next to none, as the bias behind the last product, is part of the segment before it. So is
-    what takes so little time that the autograd node of a segment would count.
+    Where ranks exchange what a product gives, the cut is before that: so in backward the exchange of its gradient is in
+    a segment with products whose gradients run beside it. An end of the list with next to none, as the bias behind the
+    last product, is part of the segment before it. So is what takes so little time that the autograd node of a segment
+    would count.
     """
     graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
     seconds = [0.0] * (len(problem.nodes) + 1)
@@ -166,6 +170,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             seconds[step.start + by] += step.seconds
     taken = [0.0, *itertools.accumulate(seconds)]
     ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
+    ends = _beside_exchanges(graph, ends)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
@@ -184,6 +189,20 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     if short and len(cuts) > 1:
         cuts.pop()
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
+
+
+def _beside_exchanges(graph: Graph, ends: set[int]) -> set[int]:
+    """Those behind a product and before what exchanges its output and its gradient; where there are none, any others.
+
+    Between a product and what exchanges the gradient of its input there is never one.
+    """
+    exchanged = {n.index for n in graph.nodes for g in n.gradients if g.wait}
+    if not exchanged:
+        return ends
+    products = {n.index for n in graph.nodes if not n.is_row and n.parameters}
+    both = {k for k in exchanged if graph.nodes[k].op.op_wait is not None}  # type: ignore[attr-defined]
+    found = {k for k in ends & both if k - 1 in products}
+    return found or {k for k in ends if k - 1 not in exchanged}
 
 
 def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:

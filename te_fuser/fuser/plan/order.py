@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
+from te_fuser.fuser.graph.refs import RECOMPUTED, STARTED, Ref
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.candidates import Edge
@@ -31,11 +31,17 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
                 made.update([r for _, r in step.outputs])
             else:
                 waiting.append(step)
-        ready = [s for s in waiting if made.issuperset([r for _, r in s.inputs if r.kind is RECOMPUTED])]
-        waiting = [s for s in waiting if s not in ready]
-        order += ready
+        while waiting and (ready := [s for s in waiting if made.issuperset(_again(s))]):
+            waiting = [s for s in waiting if s not in ready]
+            order += ready
+            made.update([r for s in ready for r in s.writes()])
     assert not waiting, [s.name for s in waiting]
     return order
+
+
+def _again(step: Step) -> list[Ref]:
+    """What a step reads that is computed again."""
+    return [r for _, r in step.inputs if r.kind is RECOMPUTED]
 
 
 def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
@@ -49,11 +55,12 @@ def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
     return replace(step, inputs=inputs)
 
 
-def waiting_late(steps: list[Step]) -> list[Step]:
-    """The steps with each that waits for something under way just before the first that reads what it gives."""
-    found = list(steps)
-    for step in [s for s in steps if s.task.waits]:
-        at, made = found.index(step), set(step.writes())
-        readers = (k for k in range(at + 1, len(found)) if made & set(found[k].reads()))
-        found.insert(next(readers, len(found)) - 1, found.pop(at))
-    return found
+def without_idle(backward: list[Step]) -> list[Step]:
+    """The steps without those that gather for hanging nodes what none of them reads."""
+    found: list[Step] = []
+    read: set[Ref] = set()
+    for step in reversed(backward):
+        if step.chain or any(r in read or r.kind not in (RECOMPUTED, STARTED) for r in step.writes()):
+            found.append(step)
+            read.update(step.reads())
+    return found[::-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
@@ -16,6 +17,7 @@ from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.covers import Covering
 from te_fuser.fuser.plan.finish import finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
+from te_fuser.fuser.plan.overlap import retimed, with_overlap
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -87,7 +89,7 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
     return plan.noted(*found, *options.notes)
 
 
-PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_notes)
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_overwriting, _with_notes)
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
@@ -129,12 +131,24 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
     if graph.is_on_grid:
         return plan
     with standing_in(graph.stand_ins):
-        return plan.seen_by(prices.at_exact_sizes())
+        return retimed(plan.seen_by(prices.at_exact_sizes()))
+
+
+def _kept_as_asked(graph: Graph, options: Options) -> tuple[Plan, Prices]:
+    """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
+    gathers = [n for n in graph.nodes if not n.is_row and n.op.gathers]  # type: ignore[attr-defined]
+    if not gathers or options.memory == "fast":
+        return covered(Problem(graph, options))
+    if isinstance(options.memory, int):
+        found = covered(Problem(graph, options))
+        if found[0].kept_bytes() <= options.memory:
+            return found
+    return covered(Problem(graph, replace(options, gathers_again=True)))
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
-        plan, prices = covered(Problem(graph, options))
+        plan, prices = _kept_as_asked(graph, options)
         plan = with_made(plan, prices)
         for change in PASSES:
             plan = change(plan, options)

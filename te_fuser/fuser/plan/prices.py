@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from te_fuser import dtypes
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.rows import batch_layout
@@ -192,12 +192,13 @@ class Prices:
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
         """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
         assert isinstance(node.op, UnfusedOperation)
-        if node.op.views:
+        group = node.op.runs_with()
+        sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs)) if group else 0.0
+        if node.op.views and not sent:
             return Cost(launches=0)
         c = self.of_launch(inputs, outputs, flops_of(self.graph, [node]) * work)
-        if group := node.op.runs_with():
-            sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
-            c = replace(c, sent=sent, ranks=group.size, beside=1.0)
+        if group and sent:
+            c = replace(c, sent=sent, ranks=group.size, beside=1.0, hidden=self._hidden(outputs))
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
         if not extra:
             return c
@@ -206,6 +207,11 @@ class Prices:
         calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.draws else 0)) * scratch
         c = replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES)
         return replace(c, seconds=seconds, calls=calls)
+
+    def _hidden(self, outputs: Named) -> float:
+        """The share of sending that is expected to be hidden: in backward, beside gradients of parameters."""
+        backward = any(r.kind in (GRADIENT, RECOMPUTED) for _, r in outputs)
+        return self.problem.options.device.link.hidden if backward and any(self.graph.parameter_needs) else 0.0
 
     def of_fusion(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named

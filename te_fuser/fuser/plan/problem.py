@@ -58,6 +58,7 @@ class Options:
     tuned: Choices = field(default_factory=dict)  # measured choices, whatever the prices say
     records: bool = False  # whether segments may be PyTorch's functions, which autograd records
     notes: tuple[str, ...] = ()  # what is to be said of every plan made with them
+    gathers_again: bool = False  # whether backward gathers again what is kept as this rank's part
 
 
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
@@ -200,6 +201,7 @@ class Problem:
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
         self.transposed = self._transposed()
+        self.gathered_again = self._gathered_again() if options.gathers_again else frozenset()
         self.sections = sections_of(self)
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -287,6 +289,17 @@ class Problem:
                         first = self.graph.first(value)
                         found[first] = found.get(first, True) and self.is_hanging(node, gradient)
         return found
+
+    def _gathered_again(self) -> frozenset[Ref]:
+        """What ranks gather and only hanging nodes read, by rows: from then on these read what is gathered, too."""
+        found: set[Ref] = set()
+        for node in reversed(self.nodes):
+            ref, taken = self.graph.ref(node.output), self.graph.first(node.input)
+            only = self.hanging_reads.get(self.graph.first(node.output)) and ref.transposed not in self.transposed
+            if not node.is_row and node.op.gathers and only and not self.graph.leaves(node.output):
+                found.add(ref)
+                self.hanging_reads[taken] = self.hanging_reads.get(taken, True)
+        return frozenset(found)
 
     def recomputable(self, start: int, stop: int) -> tuple[Ref, ...]:
         """Values of a range of row ops that only hanging nodes read, in the form in which these do."""
@@ -449,6 +462,10 @@ class Problem:
         """Whether the caller, or an op outside start..stop-1, reads a value."""
         outside = any(not start <= c < stop for c in self.graph.consumers(value))
         return outside or self.graph.leaves(value)
+
+    def priced_elsewhere(self, ref: Ref) -> bool:
+        """Whether keeping what hanging nodes read is the price of another candidate, which may make it again."""
+        return ref in self.gathered_again or self.made_by_row_op(ref)
 
     def made_by_row_op(self, ref: Ref) -> bool:
         """Whether a ref is a value that a row op makes."""

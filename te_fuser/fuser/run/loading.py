@@ -226,6 +226,8 @@ def _execute(
     for segment in prepared.segments:
         tensors = [values[v] for v in segment.values_in]
         tensors += [parameters[p] for p in segment.parameters]
+        for v in segment.last_read:
+            del values[v]
         values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
     if not prepared.extras:
         return values[prepared.result]

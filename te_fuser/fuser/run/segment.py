@@ -54,6 +54,7 @@ class Segment:
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
+        last_read: of `values_in` those that no later segment reads and the call does not give.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -82,6 +83,7 @@ class Segment:
     sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
     distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
+    last_read: tuple[int, ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """Places of parameters whose gradients ranks would add up, and leave to the engine that trains.
@@ -255,7 +257,12 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
     joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.in_parts}
     made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
-    return tuple(_among_ranks(m, s, plan.graph) for m, s in zip(made, plan.segments, strict=True))
+    graph = plan.graph
+    inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
+    last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
+    there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
+    found = zip(made, plan.segments, there, strict=True)
+    return tuple(_among_ranks(replace(m, last_read=ends), s, plan.graph) for m, s, ends in found)
 
 
 def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:

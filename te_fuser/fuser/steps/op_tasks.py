@@ -31,6 +31,7 @@ class OpTask(Task):
         needed: the gradients that somebody needs.
         casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
         phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
+        again: whether it is a forward that runs in backward, where its output was not kept.
     """
 
     node: Node
@@ -38,10 +39,11 @@ class OpTask(Task):
     needed: frozenset[str] = frozenset()
     casts: tuple[tuple[str, torch.dtype], ...] = ()
     phase: str = "whole"
+    again: bool = False
 
     @property
     def identity(self) -> Any:
-        return self.gradient, self.needed, self.casts, self.phase
+        return self.gradient, self.needed, self.casts, self.phase, self.again
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
@@ -49,7 +51,7 @@ class OpTask(Task):
 
     @property
     def hangs(self) -> bool:  # type: ignore[override]
-        return self.gradient is not None
+        return self.gradient is not None or self.again
 
     @property
     def notes(self) -> Ref | None:  # type: ignore[override]

@@ -1,0 +1,143 @@
+"""Steps beside what ranks send: values and gradients in float64, in all orders, and what is under way is held."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.plan import finish, overlap
+from te_fuser.fuser.plan.overlap import awaited, started
+from te_fuser.fuser.run import lockstep
+from te_fuser.fuser.steps.op_tasks import OpRunner
+from te_fuser.fuser.steps.step import Step
+from te_fuser.parallel import parallelize
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.test_parallelize import assert_as_whole
+from tests.twins import sequential, tensor
+
+F, INNER, HEADS = 8, 12, 2
+
+
+def layers(memory: str = "balanced") -> te_fuser.Sequential:
+    """Two GPT layers."""
+    made = []
+    for _ in range(2):
+        core = ops.DotProductAttention(HEADS, F // HEADS, mask="causal")
+        made.append(te_fuser.Residual(ops.LayerNorm(F), ops.Linear(F, 3 * F), core, ops.Linear(F, F)))
+        made.append(te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F)))
+    return sequential(*made, memory=memory)
+
+
+def shared(twin: te_fuser.Sequential, sequence_parallel: bool = True) -> te_fuser.Sequential:
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    return parallelize(copy.deepcopy(twin), mesh["tp"], sequence_parallel)
+
+
+def in_segments() -> Any:
+    """Plans have a segment wherever one can be."""
+    return mock.patch.multiple(finish, SEGMENT_BYTES=1, _SHORT_END=0, WORTH_A_NODE=0)
+
+
+def gaps(steps: Sequence[Step]) -> list[list[Step]]:
+    """What runs beside each thing that is under way."""
+    found = []
+    for k, step in enumerate(steps):
+        if ref := started(step):
+            wait = next(n for n, s in enumerate(steps) if awaited(s) == ref)
+            found.append([s for s in steps[k + 1 : wait] if not started(s) and not awaited(s)])
+    return found
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@on_ranks
+def test_training(memory: str, sequence_parallel: bool, cut: bool) -> None:
+    """Against the whole model, in one segment and in several; gradients of weights run beside what is sent."""
+    twin = layers(memory)
+    with in_segments() if cut else mock.patch.object(finish, "SEGMENT_BYTES", finish.SEGMENT_BYTES):
+        model = shared(twin, sequence_parallel)
+        for step in range(2):
+            assert_as_whole(model, twin, step, 0 if sequence_parallel else None)
+        x = tensor(6, 2, F)
+        plan = model.plan(x.chunk(WORLD)[dist.get_rank()] if sequence_parallel else x)
+    assert (len(plan.segments) > 2) == cut
+    beside = [g for s in plan.segments for g in gaps(s.backward)]
+    assert sum(any(not s.chain for s in g) for g in beside) >= 4
+    again = [s for s in plan.backward if s.name == "all_gather.again.wait"]
+    assert len(again) == (4 if sequence_parallel and memory != "fast" else 0)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@on_ranks
+def test_what_is_under_way_is_held(late: int) -> None:
+    """One rank comes late; what the others sent is as it was when they wait for it, and lies where it lay."""
+    sent: dict[Any, tuple[int, torch.Tensor, int]] = {}
+    call, waits = OpRunner.__call__, []
+
+    def watched(self: OpRunner, slots: list[Any]) -> None:
+        task = self._task
+        if task.phase == "wait":
+            waits.append(task.node.label)
+            slot, before, place = sent.pop(task.started)
+            assert slots[slot].data_ptr() == place and torch.equal(slots[slot], before)
+        if task.phase == "start":
+            what = slots[self._first]
+            sent[task.started] = self._first, what.clone(), what.data_ptr()
+            if dist.get_rank() == late:
+                time.sleep(0.01)
+        call(self, slots)
+
+    twin = layers("lean")
+    model = shared(twin)
+    with mock.patch.object(OpRunner, "__call__", watched):
+        assert_as_whole(model, twin, 0, 0)
+    assert not sent and len(waits) == 4 * 5
+
+
+@on_ranks
+def test_every_order_gives_the_same() -> None:
+    """Bit for bit: filled gaps, late waits alone, and all in the order of the covers."""
+    twin, found = layers("fast"), []
+    x = tensor(6, 2, F).chunk(WORLD)[dist.get_rank()]
+
+    def run() -> list[torch.Tensor]:
+        model = shared(twin)
+        leaf = x.detach().clone().requires_grad_()
+        y = model(leaf)
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad, *(p.grad.to_local() for p in model.parameters())]  # type: ignore[list-item,union-attr]
+
+    def as_covered(self: overlap._Order, fill: bool) -> list[Step]:
+        return list(self.segment.backward)
+
+    late = overlap._Order.backward
+    orders: list[Callable[..., Any]] = [late, lambda self, fill: late(self, False), as_covered]
+    for order in orders:
+        with mock.patch.object(overlap._Order, "backward", order):
+            found.append(run())
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@on_ranks
+def test_ranks_that_order_otherwise_are_told() -> None:
+    """Steps are compared before a first run, in their order."""
+    twin, late = layers("fast"), overlap._Order.backward
+    model, x = shared(twin), tensor(6, 2, F).chunk(WORLD)[dist.get_rank()]
+
+    def order(self: overlap._Order, fill: bool) -> list[Step]:
+        return late(self, fill and dist.get_rank() == 0)
+
+    with mock.patch.object(overlap._Order, "backward", order), pytest.raises(lockstep.Disagreement, match="step"):
+        model(x)
