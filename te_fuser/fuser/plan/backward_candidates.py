@@ -104,15 +104,21 @@ class BackwardCandidates:
             what = ("backward", node.index, gradient)
             step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
             steps += step.task.phases(step)
-        again = self.graph.ref(node.output)
-        gathered = (again,) if again in self.problem.gathered_again else ()
-        if gathered:
-            step = self.prices.once(("again", node.index), functools.partial(self._again_step, node, again))
-            steps = [*step.task.phases(step), *steps]
+        first, gathered = self._gathered_again((node,))
+        steps = [*first, *steps]
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.priced_elsewhere(r)]
         bytes_kept = self.prices.kept_bytes(kept)
         return Edge(node.index, node.index + 1, node.role, tuple(steps), bytes_kept, recomputes=gathered)
+
+    def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
+        """The steps that gather once more what some ops have gathered, where it is not kept, and what they give."""
+        steps: list[Step] = []
+        again = [(n, ref) for n in nodes if (ref := self.graph.ref(n.output)) in self.problem.gathered_again]
+        for node, ref in again:
+            step = self.prices.once(("again", node.index), functools.partial(self._again_step, node, ref))
+            steps += step.task.phases(step)
+        return steps, tuple([ref for _, ref in again])
 
     def _again_step(self, node: Node, output: Ref) -> Step:
         """An op that gathers once more, for hanging nodes."""
@@ -262,11 +268,15 @@ class BackwardCandidates:
             return f"nobody needs the gradients that it makes {unmade[0]} with"
         if fit.saved and not {r for _, r in fit.saved} & {r for s in steps for r in s.reads()}:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
+        again, gathered = self._gathered_again(fit.nodes)
+        steps = [*again, *steps]
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
-        bytes_kept = self.prices.kept_bytes([*kept, *self._left_for_hanging(fit.nodes)])
+        bytes_kept = self.prices.kept_bytes(
+            [*(r for r in kept if r not in gathered), *self._left_for_hanging(fit.nodes)]
+        )
         all_steps = with_turned(self.problem, self.prices, steps, (fit.start, fit.stop))
-        return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole)
+        return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole, gathered)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
