@@ -11,6 +11,7 @@ from te_fuser.ops.collective import Exchange
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import parts_of
 
+UnderWay = list[tuple[list[int], torch.Tensor]]  # which of some tensors, and what was started of them, flat
 LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine that trains adds up over the ranks
 
 
@@ -29,13 +30,21 @@ def is_left(parameter: torch.Tensor) -> bool:
     return marks.pop()
 
 
-def added_up(gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """The sums over the ranks of tensors that each of them has, by one collective for each dtype among them."""
-    found = list(gradients)
+def started(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
+    """Sums over the ranks of tensors that each of them has, on their way: one collective for each dtype among them."""
+    found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         places = [k for k, g in enumerate(gradients) if g.dtype == dtype]
         flat = torch.cat([gradients[k].reshape(-1) for k in places]) if len(places) > 1 else gradients[places[0]]
-        made = Exchange().run(flat, group)
+        found.append((places, Exchange().start(flat, group)))
+    return found
+
+
+def arrived(under_way: UnderWay, gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """The sums of these tensors, which were started."""
+    found = list(gradients)
+    for places, flat in under_way:
+        made = Exchange().arrived(flat, group)
         if len(places) == 1:
             found[places[0]] = made
             continue
@@ -59,4 +68,4 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
-        return added_up([dy], ctx.group)[0], None
+        return arrived(started([dy], ctx.group), [dy], ctx.group)[0], None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.run import segment
+from te_fuser.fuser.steps import sum_task
 from te_fuser.parallel import leave_sums_to_engine
 from tests.parallel.cutting import EXACT, assert_as_whole, own, part, run
 from tests.parallel.ranks import WORLD, on_ranks
@@ -68,11 +68,11 @@ def test_one_collective_for_all_of_a_segment() -> None:
 
     def counted(gradients: Any, group: Any) -> Any:
         calls.append(len(gradients))
-        return added_up(gradients, group)
+        return started(gradients, group)
 
-    added_up = segment.added_up
+    started = sum_task.started
     cut, whole = pair(CASES[LAYER], True)
-    with mock.patch.object(segment, "added_up", counted):
+    with mock.patch.object(sum_task, "started", counted):
         assert_as_whole(cut, whole, inputs(CASES[LAYER]), {}, ends(CASES[LAYER], 0))
     assert calls == [len(TERMS)]
     shown = str(cut.explain(part(inputs(CASES[LAYER])["x"], 0)))

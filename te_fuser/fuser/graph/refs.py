@@ -185,11 +185,13 @@ EMITTED = RefKind("emission", "nodes", "activation", bytes=_bytes_of_emission)
 SAVED = RefKind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
 NOTES = RefKind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
 STARTED = RefKind("started", "nodes", "")  # what a step left under way for the one that waits for it
+LEFTS = RefKind("left", "", "")  # the parameters whose gradients a call leaves to the engine that trains, to add up
 SEEDS = RefKind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")
 # One tensor that enters a program twice: nobody reads the second.
 DOUBLED = RefKind("doubled", "inputs", "")
 
 SEED = Ref(SEEDS)
+LEFT = Ref(LEFTS)
 
 
 def parameter_ref(index: int, dtype: torch.dtype | None = None) -> Ref:
@@ -205,6 +207,11 @@ def gradient_ref(value: int) -> Ref:
 def parameter_gradient_ref(index: int) -> Ref:
     """The gradient of a parameter."""
     return Ref(PARAMETER_GRADIENT, index)
+
+
+def own_term_ref(index: int) -> Ref:
+    """What a rank has of the gradient of a parameter, where that is a sum over ranks."""
+    return Ref(PARAMETER_GRADIENT, index, name="of this rank")
 
 
 def statistic_ref(stretch: int, digest: str) -> Ref:

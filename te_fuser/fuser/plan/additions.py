@@ -6,9 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, Ref, parameter_ref
+from te_fuser.fuser.graph.refs import (
+    AS_MADE,
+    LEFT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    STARTED,
+    Ref,
+    own_term_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+)
 from te_fuser.fuser.plan.transposing import turning_step
 from te_fuser.fuser.steps.step import Price
+from te_fuser.fuser.steps.sum_task import SumTask
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
 if TYPE_CHECKING:
@@ -16,6 +27,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
+    from te_fuser.ops.group import Group
 
 
 def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
@@ -75,18 +87,47 @@ def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Ste
     return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(absent), price)
 
 
+def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
+    """Where ranks have terms of parameters' gradients, two steps more for each group, that add them up."""
+    sums = problem.graph.sums
+    made = [r for s in steps for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term and r.index in sums]
+    if not made:
+        return steps
+    renames = {r: own_term_ref(r.index) for r in made}
+    result = [_renamed(s, {r: renames[r] for r in s.writes() if r in renames}) for s in steps]
+    for group in dict.fromkeys(sums[r.index] for r in made):
+        result += _over_ranks(problem, prices, group, [r.index for r in made if sums[r.index] == group])
+    return result
+
+
+def _over_ranks(problem: Problem, prices: Prices, group: Group, parameters: list[int]) -> Iterable[Step]:
+    ops = tuple([n.index for n in problem.nodes if not set(parameters).isdisjoint(n.parameters.values())])
+    covers = ops[0], ops[-1] + 1
+    terms = [(f"term {p}", own_term_ref(p)) for p in parameters]
+    whole = [(f"sum {p}", parameter_gradient_ref(p)) for p in parameters]
+    way = [("started", Ref(STARTED, ops[0], name=f"sums over {group.title}"))]
+    for phase, inputs, outputs in (("start", terms, way), ("wait", [*way, *terms], whole)):
+        task = SumTask(group, tuple(parameters), phase, ops)
+        price = Price("of_sums_over_ranks", ([r for _, r in terms] if phase == "start" else [], group.size))
+        yield prices.step(f"sum_gradients.{phase}", covers, [*inputs, ("left", LEFT)], outputs, task, price)
+
+
+def _renamed(step: Step, renames: dict[Ref, Ref]) -> Step:
+    """The step with other names for what it makes."""
+    if not renames:
+        return step
+    outputs = tuple([(name, renames.get(ref, ref)) for name, ref in step.outputs])
+    return replace(step, outputs=outputs, task=step.task.renamed(renames))
+
+
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
     """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
     renames: dict[Ref, Ref] = {}
-    outputs = []
-    for name, ref in step.outputs:
+    for ref in step.writes():
         if ref in seen:
             renames[ref] = ref._replace(term=len(seen[ref]) + 1)
             seen[ref].append(renames[ref])
-        outputs.append((name, renames.get(ref, ref)))
-    if not renames:
-        return step
-    return replace(step, outputs=tuple(outputs), task=step.task.renamed(renames))
+    return _renamed(step, renames)
 
 
 def marked_refs(nodes: Iterable[Node]) -> set[Ref]:

@@ -19,7 +19,7 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums
+from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums, with_sums_over_ranks
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.order import in_running_order, without_idle
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -84,7 +84,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     forward = with_forms(problem, prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = with_forms(problem, prices, summed, cast)
+    backward = with_forms(problem, prices, with_sums_over_ranks(problem, prices, summed), cast)
     reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, STARTED, Ref
 from te_fuser.fuser.plan.keeping import LAMBDA
+from te_fuser.fuser.plan.plan import size_text
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.device import Device
@@ -71,6 +72,16 @@ def started(step: Step) -> Ref | None:
 def awaited(step: Step) -> Ref | None:
     """What a step waits for."""
     return next((r for r in step.reads() if r.kind is STARTED), None)
+
+
+def said_of(plan: Plan, step: Step) -> str:
+    """What there is to say of a step that sends something, or waits for it; empty for all others."""
+    if started(step) and step.cost.sent:
+        return f"sends {size_text(step.cost.sent)}, under way for {way_of(step, plan.device) * 1e6:.1f} us"
+    if ref := awaited(step):
+        takes = max(way_of(s, plan.device) for s in plan.steps if started(s) == ref)
+        return f"{(takes - step.seconds) * 1e6:.1f} us of {takes * 1e6:.1f} hidden"
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------ times
@@ -264,12 +275,13 @@ class _Parts:
 
 
 def _free(steps: Sequence[Step]) -> Steps:
-    """Gradients of parameters for which no step waits, but for sums of these alone."""
+    """Gradients of parameters for which no step waits, but others of them."""
     found: Steps = []
     waited_for: set[Ref] = set()  # by steps that are not among them
     for step in reversed(steps):
         made = step.writes()
-        if made and all(r.kind is PARAMETER_GRADIENT and r not in waited_for for r in made):
+        alone = all(r.kind is PARAMETER_GRADIENT and r not in waited_for for r in made)
+        if made and alone and not awaited(step):
             found.append(step)
         else:
             waited_for.update(step.reads())

@@ -85,6 +85,10 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
         found.append(
             f"gradients of {', '.join(names)} are added up over {group.size} ranks ({group.title}), once a segment"
         )
+    if plan.device.link.estimate and [s for s in plan.steps if s.cost.sent]:
+        found.append(
+            f"what ranks send was not measured on {plan.device.name}: it is priced by {plan.device.link.estimate}"
+        )
     found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 

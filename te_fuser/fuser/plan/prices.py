@@ -176,6 +176,13 @@ class Prices:
         size = self.size(ref)
         return Cost(2 * size * additions, size * additions, 0.0, additions)
 
+    def of_sums_over_ranks(self, refs: Iterable[Ref], ranks: int) -> Cost:
+        """Tensors laid together, added up over ranks and laid apart; nothing for none, as to wait for that."""
+        size = sum(map(self.size, refs))
+        if not size:
+            return Cost(launches=0)
+        return Cost(2 * size, 2 * size, launches=2, sent=2 * size * (ranks - 1) / ranks, ranks=ranks, beside=1.0)
+
     def of_kernel(self, kernel: KernelTask, node: Node) -> Cost:
         """A row kernel for what an op gets."""
         if not kernel.computes:

@@ -11,11 +11,11 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.graph.gradients import stops_gradients
-from te_fuser.fuser.graph.refs import PARAMETER, SEED, Ref, parameter_ref
+from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 from te_fuser.ops.dtensor import as_gradient, own_part
-from te_fuser.ops.gradient_sums import added_up, is_left
+from te_fuser.ops.gradient_sums import is_left
 from te_fuser.ops.joined import kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
 
@@ -50,7 +50,9 @@ class Segment:
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
         joined: the places among the kept of parameters that may be kept as the parts that they are made of.
-        sums: groups, and the places among the tensors handed in of parameters of whose gradient each rank has a term.
+        sums: groups, and the parameters of whose gradient each rank has a term: their places among the tensors handed
+            in, and their numbers in the graph.
+        left_at: the slot in backward of those that a call leaves to the engine.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
@@ -80,36 +82,27 @@ class Segment:
     promised: Graph | None = None
     joined: tuple[int, ...] = ()
     unrecorded: bool = False
-    sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
+    sums: tuple[tuple[Group, tuple[tuple[int, int], ...]], ...] = ()
+    left_at: int = -1
     distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
     last_read: tuple[int, ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Places of parameters whose gradients ranks would add up, and leave to the engine that trains.
+        """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
 
         Raises:
             RuntimeError: for one whose gradient goes to main_grad, where terms of earlier calls are.
         """
-        found = frozenset(k for _, places in self.sums for k in places if is_left(tensors[k]))
+        found = frozenset(p for _, places in self.sums for k, p in places if is_left(tensors[k]))
         marked = {k for _, k in self.marked}
         for group, places in self.sums:
-            if not marked.isdisjoint(set(places) - found):
+            if not marked.isdisjoint([k for k, p in places if p not in found]):
                 raise RuntimeError(
                     f"a weight that each rank of {group.title} has whole is read beside rows that they cut, and its "
                     "gradient goes to main_grad: call te_fuser.parallel.leave_sums_to_engine(model), and add up "
                     "main_grad over the ranks before a step"
                 )
-        return found
-
-    def added_up(self, given: Sequence[Gradient], left: frozenset[int]) -> Sequence[Gradient]:
-        """The gradients of what was handed in, those of which ranks have terms added up."""
-        found = list(given)
-        for group, all_places in self.sums:
-            places = [k for k in all_places if k not in left]
-            terms = [g for k in places if (g := given[k]) is not None]
-            for k, gradient in zip(places, added_up(terms, group), strict=True):
-                found[k] = gradient
         return found
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -127,8 +120,6 @@ class Segment:
     def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
         """The gradients of what was handed in; those of DTensors as these lie."""
         given: Sequence[Gradient] = self.take_gradients(slots)
-        if self.sums:
-            given = self.added_up(given, ctx.left)
         if not self.distributed:
             return given
         found = list(given)
@@ -208,6 +199,8 @@ class SegmentFunction(torch.autograd.Function):
         del saved, grads
         for k, (_, slot) in enumerate(segment.notes):
             slots[slot] = ctx.notes[k]
+        if segment.sums:
+            slots[segment.left_at] = ctx.left
         kind = segment.device
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
@@ -279,13 +272,13 @@ def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
     return replace(made, distributed=distributed, parts=parts)
 
 
-def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[int, ...]], ...]:
+def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[tuple[int, int], ...]], ...]:
     """Whose gradients ranks add up, by the groups of these."""
-    places: dict[Group, list[int]] = {}
+    places: dict[Group, list[tuple[int, int]]] = {}
     for place, (ref, gradient) in enumerate(zip(segment.takes, segment.returned, strict=True)):
         group = graph.sums.get(ref.index) if ref.kind is PARAMETER and gradient is not None else None
         if group is not None:
-            places.setdefault(group, []).append(place)
+            places.setdefault(group, []).append((place, ref.index))
     return tuple((group, tuple(found)) for group, found in places.items())
 
 
@@ -298,6 +291,7 @@ class _Backward:
     notes: tuple[tuple[int, int], ...] = ()
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
+    left_at: int = -1
 
 
 def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded) -> _Backward:
@@ -312,6 +306,7 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
         tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
         tuple(None if r is None else slots[r] for r in segment.arriving),
         tuple(backward.size if r is None else slots[r] for r in segment.returned),
+        slots.numbers.get(LEFT, -1),
     )
 
 
@@ -345,6 +340,7 @@ def _build(
         _picker(back.gradients_out),
         joined=tuple(place for place, k in enumerate(segment.kept) if back.kept and k.ref in joined),
         unrecorded=stops and not segment.backward and not segment.recorded,
+        left_at=back.left_at,
     )
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fuser.graph.refs import RECOMPUTED, SEED, VALUE, Ref
+from te_fuser.fuser.plan.overlap import awaited, said_of
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ class StepRow:
             a sum of gradients), "no kernel:" (an alias).
         read, written: predicted bytes.
         seconds: predicted time; `measured` is None where nothing was measured.
-        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch", on a CPU also the "host";
-            "stated" by a fusion.
+        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch", on a CPU also the "host", for
+            what ranks send the "link"; "stated" by a fusion.
         share: least time for that resource over the time it takes (measured, else predicted); None if stated.
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
         over: which outputs may be stored over which inputs, in the names of the kernel.
         transposed: what else it stores transposed.
         algorithm: what the body of a fusion says that it runs by; empty where that is not known.
+        sends: what it sends to other ranks, or what of the wait for that is hidden.
     """
 
     ops: tuple[int, int]
@@ -65,6 +67,7 @@ class StepRow:
     transposed: tuple[str, ...]
     algorithm: str = ""
     over: tuple[str, ...] = ()
+    sends: str = ""
 
 
 def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> list[StepRow]:
@@ -90,12 +93,13 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         step.seconds,
         measured,
         limit,
-        least / taken if limit != "stated" and taken > 0 else None,
+        least / taken if limit != "stated" and taken > 0 and not awaited(step) else None,
         _keeps([kept[r] for r in step.writes() if r in kept]),
         tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
         tuple(r.label(plan.graph) for r in step.writes() if _is_said(r, kept)),
         step.task.runs_by(),
         _over(step),
+        said_of(plan, step),
     )
 
 
@@ -125,6 +129,8 @@ def _what(plan: Plan, step: Step) -> str:
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
+    if awaited(step):
+        return "link", 0.0
     if step.cost.seconds is not None:
         return "stated", step.cost.seconds
     dtype = name_of(plan.graph.arithmetic(first))
@@ -301,10 +307,11 @@ def _step_text(row: StepRow) -> Group:
         ("keeps", row.keeps),
         ("may store", row.over),
         ("algorithm:", algorithm),
+        ("", (row.sends,) if row.sends else ()),
     )
     for verb, names in lists:
         if names:
-            lines.append(Padding(Text(f"{verb} {', '.join(names)}"), (0, 0, 0, 2)))
+            lines.append(Padding(Text(f"{verb} {', '.join(names)}".lstrip()), (0, 0, 0, 2)))
     return Group(*lines)
 
 
