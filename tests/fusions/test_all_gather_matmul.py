@@ -11,6 +11,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.show.explain import step_rows
 from te_fuser.kernels import symmetric
 from te_fuser.ops.group import Group
 from tests.symmetric import NAMES
@@ -109,6 +110,8 @@ def test_prices_say_what_is_sent() -> None:
     product = cost.flops / device.matrix_rate["bfloat16"]
     rest = cost.launches * device.launch + cost.apart / device.bandwidth
     assert step.seconds == pytest.approx(product + rest + 0.63 * whole / 2 / 204e9)
+    rows = {row.name: row.sends for row in step_rows(planned(), "forward")}
+    assert rows["all_gather_matmul"] == "sends 32.00 MiB, 37% of that time hidden beside its product"
 
 
 def test_gradients_of_weights_go_to_main_grad() -> None:
