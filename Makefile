@@ -3,6 +3,7 @@
 #   make gpu-test  [PART=name]                       the tests that need a GPU; PART=list says what the parts are,
 #                                                    and about how many seconds each takes
 #   make gpu-bench [PART=name] [QUICK=1] [TUNE=1]    the GPU benchmark, likewise
+#   make gpu-test RANKS=n, make gpu-bench RANKS=n    those of several GPUs of one machine, on n of them
 #   make gpu-docs                                    the records in benchmarks/results into docs/performance.md, and plots
 #
 # COMMIT=name says what is measured where the tree is no git repository; RECORD=file where to write.
@@ -21,10 +22,10 @@ lint:
 	./dev lint
 
 gpu-test:
-	$(PYTHON) -m benchmarks.gpu.tests $(CHOSEN)
+	$(PYTHON) -m benchmarks.gpu.tests $(CHOSEN) $(if $(RANKS),--ranks $(RANKS))
 
 gpu-bench:
-	$(PYTHON) -m benchmarks.gpu $(CHOSEN) $(if $(QUICK),--quick) $(if $(TUNE),--tune)
+	$(PYTHON) -m benchmarks.gpu$(if $(RANKS),.ranks --ranks $(RANKS)) $(CHOSEN) $(if $(QUICK),--quick) $(if $(TUNE),--tune)
 
 gpu-docs:
 	$(PYTHON) -m benchmarks.gpu --only-docs

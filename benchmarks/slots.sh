@@ -75,17 +75,19 @@ lane() { # number, parts...: tests beside other lanes, since most of their time 
 }
 
 tests() {
-  # The longest alone; what is new, or needs an optional package, goes into the last lane.
-  local first="cuda-kernels-in-plans" second="packed-heads attention-in-plans generated-kernels"
-  local third="matmul matmul-fusions elsewhere capture tune" fourth="attention-structure" others="" name begin=$SECONDS most
+  # The longest first; what is new, or needs an optional package, is dealt out to the lanes behind them.
+  local lanes=("cuda-kernels-in-plans" "packed-heads attention-in-plans generated-kernels" \
+    "matmul matmul-fusions elsewhere capture tune" "attention-structure attention-apart" "own-scales convert" "transformer-layer")
+  local name others=0 begin=$SECONDS most
   for name in $($PYTHON -m benchmarks.gpu.tests --part list | awk '{print $1}'); do
-    case " $first $second $third $fourth memcheck racecheck " in *" $name "*) ;; *) others="$others $name" ;; esac
+    case " ${lanes[*]} memcheck racecheck " in *" $name "*) continue ;; esac
+    lanes[3 + others % 3]+=" $name"
+    others=$((others + 1))
   done
   most=$((BUDGET - SECONDS))
   export -f lane
   export PYTHON COMMIT LOGS
-  # shellcheck disable=SC2086
-  timeout -k 10 "$most" bash -c "lane 1 $first & lane 2 $second & lane 3 $third & lane 4 $fourth & lane 5 $others & wait"
+  timeout -k 10 "$most" bash -c "$(for name in "${!lanes[@]}"; do echo "lane $((name + 1)) ${lanes[name]} &"; done; echo wait)"
   $PYTHON - "$FOLDER/tests.json" "$LOGS"/tests-?.json <<'PYTHON'
 import json, os, sys
 target, *lanes = sys.argv[1:]
@@ -95,7 +97,7 @@ for lane in filter(os.path.exists, lanes):
     whole = {**found, "parts": {**whole["parts"], **found["parts"]}}
 json.dump(whole, open(target, "w"), indent=1)
 PYTHON
-  for name in 1 2 3 4 5; do
+  for name in 1 2 3 4 5 6; do
     [[ -f $LOGS/tests-$name.log ]] || continue
     keep "tests-$name"
     grep -E '^(FAILED|ERROR)|passed|failed|part  ' "$LOGS/tests-$name.log" | tail -n 40

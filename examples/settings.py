@@ -45,10 +45,11 @@ class Settings:
     seed: int = 0
     dtype: str = "float32"
     precision: str = "dtype"
+    validations: int = 8
     text: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "steps"):
+        for name in ("batch", "steps", "validations"):
             if getattr(self, name) < 1:
                 raise BadArguments(f"--{name} must be 1 or more, got {getattr(self, name)}")
         if not self.lr > 0:
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     setting("seed", "of weights, batches and dropout; a run repeats exactly")
     setting("dtype", "of matrix products", choices=tuple(DTYPES), default="float32 on the CPU, bfloat16 on a GPU")
     setting("precision", "of what products multiply: that dtype, or fp8, 8 bits with scales", choices=("dtype", "fp8"))
+    setting("validations", "how often the loss on the other files is taken, at equal distances")
     setting("text", "folder of .py files to read", default="the standard library's", metavar="FOLDER")
 
     place = parser.add_argument_group("where")

@@ -31,7 +31,6 @@ from twin import build_twin, nudge
 from te_fuser.recipe import DelayedScaling
 
 OURS, TWIN, NUDGED, COMPILED = "te_fuser", "torch.nn", "torch.nn, nudged", "torch.compile"
-VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
 STEPS_AT_ONCE = 10  # between two updates of the bar
 SAMPLE_BYTES = 600
@@ -295,7 +294,7 @@ def train(run: Run) -> None:
 
 def validation_interval(run: Run) -> int:
     """Steps from one validation to the next."""
-    return max(1, run.settings.steps // VALIDATIONS)
+    return max(1, run.settings.steps // run.settings.validations)
 
 
 def steps_at_once(run: Run) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from te_fuser.ops.collective import Exchange
+from te_fuser.ops.dtensor import is_dtensor
+from te_fuser.ops.group import Group
 from te_fuser.quantization.checkpointing import checkpoint_contexts
 
 States = dict[str, torch.Tensor]
@@ -26,14 +29,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: what to call; called again in backward, it must do the same.
-        distribute_saved_activations: whether ranks would share what is kept; in a group of one rank they do not.
+        distribute_saved_activations: whether of the first argument, which all ranks of a group have alike, each keeps
+            its part alone; backward gathers it.
         get_rng_state_tracker, get_cuda_rng_tracker: gives an object with `get_states()` and `set_states(states)`.
-        tp_group: the group of ranks.
+        tp_group: the group of ranks; None: the default group, where there is one.
         use_reentrant, preserve_rng_state: taken for the sake of scripts; it is never re-entrant, and always preserved.
 
     Raises:
-        TypeError: when `function` is no function.
-        NotImplementedError: where several ranks are to share what is kept.
+        TypeError: when `function` is no function, and where ranks are to share what is no plain tensor.
+        ValueError: where ranks are to share what they do not have alike, by `sequence_parallel` of the function.
     """
     if not callable(function):
         raise TypeError(f"checkpoint takes a function first, got {function!r}")
@@ -42,7 +46,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = args[3:], {**kwargs, **named}
     for name in ("use_reentrant", "preserve_rng_state"):
         kwargs.pop(name, None)
-    _check_not_distributed(kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None))
+    group = _sharing(kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None))
+    if group.size > 1 and torch.is_grad_enabled():
+        function, args = _keeping_a_part(function, args, group)
     tracker = kwargs.pop("get_rng_state_tracker", None) or kwargs.pop("get_cuda_rng_tracker", None)
     states = {} if tracker is None else dict(tracker().get_states())
 
@@ -59,12 +65,45 @@ def _both(one: Any, other: Any) -> Iterator[None]:
         yield
 
 
-def _check_not_distributed(share: Any, tp_group: Any) -> None:
-    if share and tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
-        raise NotImplementedError(
-            "checkpoint: distribute_saved_activations=True asks ranks to share what is kept, which te_fuser does not "
-            "do: leave it out"
+def _sharing(share: Any, tp_group: Any) -> Group:
+    """The ranks that share what is kept."""
+    if not share or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return Group()
+    return Group.of("checkpoint", torch.distributed.group.WORLD if tp_group is None else tp_group)
+
+
+def _keeping_a_part(
+    function: Callable[..., Any], args: tuple[Any, ...], group: Group
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function that takes this rank's part of the first argument, which it gathers when it runs again."""
+    x, *others = args or (None,)
+    if not isinstance(x, torch.Tensor) or is_dtensor(x):
+        raise TypeError(
+            f"checkpoint: distribute_saved_activations=True shares the first argument, got {type(x).__name__}: give a "
+            "plain tensor first, or leave it out"
         )
+    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
+    if any(getattr(module, "sequence_parallel", False) for module in modules):
+        raise ValueError(
+            "checkpoint: distribute_saved_activations=True takes what all ranks have alike, and by sequence_parallel "
+            "each has its own part already: leave it out"
+        )
+    shape, needs_grad, given = x.shape, x.requires_grad, [x]
+
+    def run(part: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        if given:
+            return function(given.pop(), *others, **kwargs)
+        whole = Exchange(join=0).run(part, group)[: shape.numel()].view(shape)
+        return function(whole.requires_grad_(needs_grad), *others, **kwargs)
+
+    return run, (_part(x, group), *others)
+
+
+def _part(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of the elements, in memory of its own; parts are equal, the last ones filled up with zeros."""
+    size = -(-x.numel() // group.size)
+    own = x.detach().reshape(-1)[group.rank * size : (group.rank + 1) * size]
+    return torch.nn.functional.pad(own, (0, size - own.numel())) if own.numel() < size else own.clone()
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ def judge(
     exactly: bool = True,
     coarsest: float = 0.0,
     turned: Callable[[Tensors], Tensors] | None = None,
+    settled: Callable[[bool], bool] = bool,
 ) -> list[Row]:
     """One row for each result of a fused run on `data`.
 
@@ -137,6 +138,7 @@ def judge(
         turned: float64 data -> exact results with what is rounded on the way, and lies next to a tie, rounded the other
             way. How far these are off is allowed as if plain PyTorch had erred by it: so few numbers lie so that it
             may have met others.
+        settled: whether it is settled -> whether to stop: ranks of which each has its own results do so together.
     """
     exact = evaluate(doubled(data), True)
     scales = _sizes(exact)
@@ -154,13 +156,18 @@ def judge(
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
         room = {name: plain[name] * _TIMES_PLAIN + scales[name] * _of_sums(data, found[name].dtype) for name in exact}
         rows = [_row(case, name, found[name], exact[name], shown[name], room[name], scales[name]) for name in exact]
-        if _settled(rows, number):
+        if settled(_settled(rows, number)):
             break
     return rows
 
 
 def judge_alike(
-    case: str, found: Tensors, wanted: Tensors, neighbouring: Callable[[int], Tensors], whose: str
+    case: str,
+    found: Tensors,
+    wanted: Tensors,
+    neighbouring: Callable[[int], Tensors],
+    whose: str,
+    settled: Callable[[bool], bool] = bool,
 ) -> list[Row]:
     """One row for each result that is to be as good as another one's, in the same dtypes and of the same data.
 
@@ -170,6 +177,7 @@ def judge_alike(
     Args:
         neighbouring: number -> the other one's results on the data as `neighbour` moves them.
         whose: what the other one is called.
+        settled: as of `judge`.
     """
     scales = _sizes(wanted)
     moved: dict[str, Distance] = dict.fromkeys(wanted, Distance())
@@ -184,7 +192,7 @@ def judge_alike(
             }
         both = {name: (d + d) * _TIMES_PLAIN for name, d in moved.items()}  # either may err by so much
         rows = [_row(case, name, found[name], t, t, both[name], scales[name], whose) for name, t in wanted.items()]
-        if _settled(rows, number):
+        if settled(_settled(rows, number)):
             break
     return rows
 

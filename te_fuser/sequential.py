@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from te_fuser.flatten import Border, Group, GroupRun, OpList, Options, Part, fla
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
-from te_fuser.fuser.graph.surroundings import around, listed_within
+from te_fuser.fuser.graph.surroundings import around, listed_within, only_reading
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
@@ -409,8 +410,9 @@ def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
 def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
     values = dict(inputs)
     keys = around(x.dtype)
-    listed = listed_within(group.listed, keys)
-    parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
+    with only_reading() if keys else contextlib.nullcontext():
+        listed = listed_within(group.listed, keys)
+        parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
     # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
     seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
     y = reference_run(listed, x, values, parameters, seed, keys)

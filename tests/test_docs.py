@@ -47,8 +47,9 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
     program = blocks(path)
     if not program.strip():
         pytest.skip("no python block")
-    if "from transformers import" in program:
-        pytest.importorskip("transformers")
+    for package in ("transformers", "accelerate", "pytorch_lightning"):
+        if f"from {package} import" in program or f"import {package} as" in program:
+            pytest.importorskip(package)
     script = tmp_path / "blocks.py"
     script.write_text(program)
     # A process of its own: fusions that a document registers must not reach other tests. Of one thread, as all tests.

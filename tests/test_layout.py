@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"ops", "fuser", "quantization"},
-    "checkpointing": {"quantization"},
+    "checkpointing": {"ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
@@ -115,6 +115,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {
     "__init__",
+    "attention_context",
     "attention_heads",
     "attention_mask",
     "attention_math",
@@ -123,6 +124,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "context",
     "cut",
     "dtensor",
     "facts",
@@ -160,14 +162,19 @@ ASPECTS = {
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
     "parallel": {
+        "arriving",
+        "checkpointing",
         "collectives",
         "cut_products",
         "data_parallel",
         "draws",
         "dtensor_parameters",
+        "engines",
         "fully_shard",
+        "gpu_bodies",
         "lockstep",
         "pipelines",
+        "measuring",
         "presets",
         "overlap",
         "random_cuts",
@@ -297,7 +304,7 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
 
 
 def test_autograd_functions():
-    """Segments are the only nodes that plans make; references, and parameters that are joined, have one each."""
+    """Segments are the only nodes that plans make; references, joined parameters and late inputs have one each."""
     found = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
@@ -308,6 +315,7 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
+        ("te_fuser.ops.dtensor", "_Arrived"),
         ("te_fuser.ops.float8_products", "_Products"),
         ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),

@@ -278,6 +278,10 @@ ELSEWHERE = {
     "CUDA graphs": ("gpu/test_capture.py", "test_replays_equal_calls_bit_for_bit_and_see_the_optimizer"),
     "`DistributedDataParallel`": ("fuser/run/test_fuser_distributed.py", "test_ddp"),
     "tensor parallelism by `DTensor`": ("parallel/test_parallelize.py", "test_training"),
+    "accelerate, Lightning, DeepSpeed ZeRO-1, torchtitan's order of calls": (
+        "parallel/test_engines.py",
+        "test_losses_are_one_processs",
+    ),
     "FSDP (`fully_shard`)": ("fuser/run/test_fuser_distributed.py", "test_fsdp2"),
     "the meta device, `to_empty`, `reset_parameters`": ("fuser/run/test_fuser_parameters.py", "test_meta_device_first"),
     "Linux on x86-64": ("codegen/test_cpp.py", ""),

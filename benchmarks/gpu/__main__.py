@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 
 import te_fuser
+from benchmarks import scaling
 from benchmarks.common import command_parser
 from benchmarks.gpu.contest.bench import TOY, Bench, Scale
 from benchmarks.gpu.contest.measure import FULL, QUICK, TRIAL, Card, Effort
@@ -173,13 +174,14 @@ def in_turn(names: Iterable[str], bench: Bench) -> Iterator[str]:
 
 
 def document(console: Console) -> None:
-    """Put the records into the document, and make the plots of the first one."""
+    """Put the records into the documents, and make the plots of the first one."""
     found = records.of_benchmarks()
     if not found:
         console.print(f"no record of a GPU in {records.RESULTS}: nothing to write")
         return
     docs.write_docs(found)
     float8.write_docs()
+    scaling.write_docs()
     plots.write_plots(found[0])
 
 

@@ -3,6 +3,7 @@
 python -m benchmarks.gpu.tests                    # every part, the sanitizers last
 python -m benchmarks.gpu.tests --part capture     # one part; the record keeps the others as they were
 python -m benchmarks.gpu.tests --part list        # what the parts are, and about how long each takes
+python -m benchmarks.gpu.tests --ranks 2          # those that 2 GPUs run together, in tests/gpu/ranks
 
 Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers:
 memcheck and racecheck on every schedule of the generator, memcheck on a block too. Where an optional package is not
@@ -115,8 +116,11 @@ class Counts:
         return bool(self.left_out) and not (self.passed or self.failed or self.problems)
 
 
-def parts() -> dict[str, Part]:
-    """Name -> what it runs."""
+def parts(ranks: int = 1) -> dict[str, Part]:
+    """Name -> what it runs; of several ranks what they run together."""
+    if ranks > 1:
+        together = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu/ranks").glob("test_*.py"))
+        return {_name(path): Part((path,)) for path in together}
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
     found = {_name(path): Part((path,)) for path in files}
     elsewhere = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _has_gpu_tests(path)]
@@ -129,7 +133,10 @@ def _name(path: str) -> str:
 
 
 def _has_gpu_tests(path: Path) -> bool:
-    return path.parent.name != "gpu" and re.search(r"^@pytest\.mark\.gpu$", path.read_text(), re.MULTILINE) is not None
+    return (
+        ROOT / "tests/gpu" not in path.parents
+        and re.search(r"^@pytest\.mark\.gpu$", path.read_text(), re.MULTILINE) is not None
+    )
 
 
 def estimates() -> dict[str, float]:
@@ -247,13 +254,14 @@ def problems(part: Part, status: int, counts: Counts) -> list[str]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    known = parts()
     parser = command_parser("benchmarks.gpu.tests", __doc__)
-    parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(known)}; or list")
+    parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(parts())}; or list")
+    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs run tests together (usual: 1)")
     parser.add_argument("--commit", help="what is tested, where the tree is no git repository")
     parser.add_argument("--limit", type=int, default=LIMIT, help=f"seconds of a part (usual: {LIMIT})")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-tests-<name>.json)")
     found = parser.parse_args(arguments)
+    known = parts(found.ranks)
     unknown = sorted(set(found.part or ()) - set(known) - {"list"})
     if unknown:
         parser.error(f"there is no part {', '.join(unknown)}; parts: {', '.join(known)}")
@@ -293,20 +301,27 @@ def run_part(name: str, part: Part, limit: int = LIMIT) -> Counts:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; the exit status is 0 if everything passed that needs no package that is missing."""
-    chosen, known = parse(arguments), parts()
+    chosen = parse(arguments)
+    known = parts(chosen.ranks)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if chosen.part == ["list"]:
         seconds = estimates()
         for name, part in known.items():
             tests = " ".join(part.tests)
-            console.print(f"{name:<24} about {seconds[name]:3.0f} s  {tests}", soft_wrap=True, markup=False)
+            console.print(f"{name:<24} about {seconds.get(name, USUAL):3.0f} s  {tests}", soft_wrap=True, markup=False)
         return 0
     if not torch.cuda.is_available():
         console.print("the GPU tests need a CUDA device, and PyTorch sees none here; ./dev test runs the others")
         return 2
     card, found = Card(torch.device("cuda")), {}
-    path = chosen.record or records.record_path(card.name, "gpu-tests")
+    kind = "gpu-tests" if chosen.ranks == 1 else f"ranks-{chosen.ranks}-tests"
+    path = chosen.record or records.record_path(card.name, kind)
     about = records.circumstances(card, chosen.commit)
+    if chosen.ranks > 1:
+        os.environ["RANKS"] = str(chosen.ranks)
+        shared = torch.cuda.device_count() < chosen.ranks
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        about |= {"ranks": chosen.ranks, "nccl": "none: ranks share GPUs by gloo" if shared else nccl}
     for name in chosen.part or known:
         found[name] = run_part(name, known[name], chosen.limit)
         records.merge(path, name, {**about, **asdict(found[name])})

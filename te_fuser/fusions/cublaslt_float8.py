@@ -19,7 +19,7 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
 from te_fuser.fusions.makers import Maker, Wanted, register_maker
-from te_fuser.fusions.match import Body, Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
@@ -33,10 +33,12 @@ from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
-_OF_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_INPUT_BY_ROWS = ("0.weight_data", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_WEIGHT_BY_ROWS = ("input", "0.input_inverse", "0.output_gradient_inverse")
-_OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
+# In the order in which a native product takes them: both factors, the scales of both; a bias.
+_OF_OUTPUT = ("input", "0.weight_data", "0.input_inverse", "0.weight_inverse")
+_OF_INPUT = ("0.weight_turned", "0.output_gradient_inverse", "0.weight_inverse")
+_OF_INPUT_BY_ROWS = ("0.weight_data", "0.output_gradient_inverse", "0.weight_inverse")
+_OF_WEIGHT_BY_ROWS = ("input", "0.output_gradient_inverse", "0.input_inverse")
+_OF_WEIGHT = ("dy.transposed", "input.transposed", "0.output_gradient_inverse", "0.input_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
@@ -71,37 +73,11 @@ class Product:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: Product, bias: bool) -> torch.Tensor:
-    """y = x W^T + b."""
-    op = m[0]
-    given = x, op.weight_data, op.input_inverse, op.weight_inverse
-    made = product.configured("bias").make(*given, m[len(m) - 1].bias) if bias else product.configured().make(*given)
-    return cast(torch.Tensor, made)
-
-
-def _input_gradient(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    inverse: torch.Tensor,
-    gradient_inverse: torch.Tensor,
-    product: Product,
-) -> torch.Tensor:
-    """dx = dy W, of W^T, or of W where it is read by rows."""
-    return cast(torch.Tensor, product.configured().make(dy, weight, gradient_inverse, inverse))
-
-
-def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: Product
-) -> torch.Tensor:
-    """dW = dy^T x, both given as the product takes them."""
-    return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
-
-
 def _main_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
-    inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
+    inverse: torch.Tensor,
     weight: torch.Tensor,
     product: Product,
     over: bool,
@@ -125,14 +101,16 @@ def _is_by_rows(m: Match) -> bool:
 
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
-        run = functools.partial(_output, product=Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias)
-        return Body(run, plain=True)
-    if method == "input_gradient":
-        return Body(functools.partial(_input_gradient, product=Product.of(m, "dx")), plain=True)
-    product = Product.of(m, "dW")
-    if m[0].accumulate_into_main_grad:
+        return _native(Product.of(m, "y"), "bias" if m[len(m) - 1].kind is Bias else "plain")
+    product = Product.of(m, "dx" if method == "input_gradient" else "dW")
+    if method == "weight_gradient" and m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
-    return Body(functools.partial(_weight_gradient, product=product), plain=True)
+    return _native(product)
+
+
+def _native(product: Product, kind: str = "plain") -> Body:
+    """A product that runs in the native loop."""
+    return Body(product.configured(kind).make, plain=True)
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -225,6 +203,8 @@ def _declare(
             when=when,
             cost=_backward_costs if gradients else _forward_cost,
             doc=doc,
+            takes=() if gradients else (*_OF_OUTPUT, *(["-1.bias"] if Bias in pattern else [])),
+            gives=() if gradients else ("output",),
             gradients=gradients,
             choose=_choose,
             takes_gradients_in=_GRADIENTS if gradients else (),

@@ -1,6 +1,7 @@
 """OwnScalesMatMul by cuBLASLt: what it multiplies is quantized beside it, by rows and turned, from one reading.
 
-Forward keeps x in 8 bits, turned as dW reads it. Backward quantizes dy once for both of its products, and W again.
+Forward keeps x and W in 8 bits, turned as dW and dx read them. Backward quantizes dy once for both of its products; and
+W again, where `fully_shard` takes it away in between.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from te_fuser.ops.sizes import asked
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
-_SAVED = ("turned", "inverse", "weight_amax")
+_SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
     "dx": (2, 1),
@@ -78,13 +79,19 @@ def _lie(form: Form, role: int) -> str:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool
+    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = x W^T + b; and what backward reads, where there is one."""
-    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
-    weights = sides_of(weight, form.formats[1], _scaling(form, 1), "rows")
+    """y = x W^T + b; and what backward reads, where there is one: of W the turned side, or what makes it again."""
+    room = (None, None) if _scaling(form, 0).block else own_scales.room_for(x.device, 2)
+    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows", room=room[0])
+    wanted = "both" if keeps_weight else "rows"
+    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room[1])
     y = _rows_of(x, _multiply(form, "y", mine.rows, weights.rows, *bias))
-    return (y, *mine.turned, weights.amax) if keeps else y
+    if not keeps:
+        return y
+    nothing = weights.amax.new_empty(0)
+    of_weight = (*weights.turned, nothing) if keeps_weight else (weights.turned.data, nothing, weights.amax)
+    return y, *mine.turned, *of_weight
 
 
 def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
@@ -93,8 +100,10 @@ def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor
     wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
     mine, op, dx = sides_of(dy, form.formats[2], _scaling(form, 2), wanted), m[0], None
     if for_input:
-        weights = sides_of(op.weight, form.formats[1], _scaling(form, 1), "turned", m["weight_amax"])
-        dx = _rows_of(dy, _multiply(form, "dx", mine.rows, weights.turned))
+        weight = Factor(m["weight_turned"], m["weight_inverse"])
+        if not op.keeps_weight:
+            weight = sides_of(op.weight, form.formats[1], _scaling(form, 1), "turned", m["weight_amax"]).turned
+        dx = _rows_of(dy, _multiply(form, "dx", mine.rows, weight))
     if not for_weight:
         return dx, {}
     x = Factor(m["turned"], m["inverse"])
@@ -124,10 +133,14 @@ def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(m: Match, method: str) -> Body:
-    form = cast(OwnScalesMatMul, m[0]).form
+    form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
     if method == "forward":
-        return Body(functools.partial(_forward, form=form, keeps=m.needs_grad), plain=True)
+        return Body(functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m)), plain=True)
     return Body(functools.partial(_backward, form=form))
+
+
+def _keeps_weight(m: Match) -> bool:
+    return m.needs_grad and cast(OwnScalesMatMul, m[0]).keeps_weight
 
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
@@ -137,12 +150,13 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
         yield from own_scales.kernels_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
-        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), "rows")
+        sides = "both" if _keeps_weight(m) else "rows"
+        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), sides)
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
     yield from own_scales.kernels_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
-    if "input" in needed:
+    if "input" in needed and not op.keeps_weight:
         yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), "turned", measured=True)
 
 
@@ -199,7 +213,7 @@ def _forward_cost(m: Match) -> Cost:
     op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
     read = readings * (x * m.dtype.itemsize + w * weight.itemsize)
-    written = (2 if m.needs_grad else 1) * x + w
+    written = (2 if m.needs_grad else 1) * x + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
     return _cost(op, m.x.rows, 1, read, written, x + w, made, 3 * readings - 1)
 
@@ -207,10 +221,11 @@ def _forward_cost(m: Match) -> Cost:
 def _backward_cost(m: Match) -> Cost:
     op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
     rows, inner, out = m.x.rows, op.in_features, op.out_features
-    read = readings * rows * out * op.form.dtype.itemsize + inner * out * weight.itemsize
+    again = 0 if op.keeps_weight else inner * out
+    read = readings * rows * out * op.form.dtype.itemsize + again * weight.itemsize
     made = rows * inner * op.form.dtype.itemsize + inner * out * op.form.weight_dtype.itemsize
-    written = 2 * rows * out + inner * out
-    return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, 2 + 2 * readings)
+    written, launches = 2 * rows * out + again, 2 + 2 * readings - op.keeps_weight
+    return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, launches)
 
 
 def _readings(m: Match) -> int:
@@ -229,7 +244,10 @@ def _cost(
 
 
 def _saved_bytes(m: Match) -> Mapping[str, int]:
-    return {"turned": cast(OwnScalesMatMul, m[0]).in_features * padded(m.x.rows), "inverse": 4, "weight_amax": 4}
+    op = cast(OwnScalesMatMul, m[0])
+    weight = op.in_features * op.out_features if op.keeps_weight else 0
+    numbers = dict.fromkeys(("inverse", "weight_inverse", "weight_amax"), 4)
+    return {"turned": op.in_features * padded(m.x.rows), "weight_turned": weight, **numbers}
 
 
 # ---------------------------------------------------------------------------------------------- the fusions

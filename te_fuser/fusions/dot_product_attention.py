@@ -19,20 +19,23 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
-from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, Fusion, fusion
-from te_fuser.kernels import packed_heads
+from te_fuser.kernels import packed_heads, packed_tiles
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded
+from te_fuser.ops.attention_context import own_sinks, whole_sinks
 from te_fuser.ops.attention_heads import ApartHeads, inputs_of
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.group import Group
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 _MADE = 5  # times that the bytes of a dense bias are moved to make it
 _MOVING = (8.0, 14.0)  # calls of PyTorch that finding and moving tokens takes the host as long as, each way
 _FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
+_TURNED = "input.transposed"
 
 
 def _op(m: Match) -> DotProductAttention:
@@ -109,6 +112,7 @@ class _Attention:
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
         self._packing = packed_heads.Packing(settings.packed, rotation)
+        self._tiles = packed_tiles.TilePacking(settings.packed)
         mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
@@ -131,9 +135,14 @@ class _Attention:
             return provider.backward(settings, tensors, dy)
         sums = m[self._bias].dtype if m.needs(self._bias) else None
         parts, grouped = provider.gradients_apart(settings, tensors, dy)
-        scaled = rotary_embedding.scaled_by(m)
-        dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
-        return dx if sums is None else (dx, {self._bias: dbias})
+        scaled, others = rotary_embedding.scaled_by(m), {}
+        if scaled is not None and m.needs(_TURNED):
+            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, sums=sums, later=m.later)
+        else:
+            dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
+        if dbias is not None:
+            others[self._bias] = dbias
+        return (dx, others) if others else dx
 
 
 class _SeparateAttention:
@@ -141,9 +150,18 @@ class _SeparateAttention:
 
     Args:
         compiled: whether rows are blanked and moved by the kernels for that, which the plan has compiled.
+        heads_of: the ranks of which this one runs its part of the heads, and has the sinks of all.
     """
 
-    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...], compiled: bool) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        settings: AttentionSettings,
+        names: tuple[str, ...],
+        compiled: bool,
+        heads_of: Group,
+    ) -> None:
+        self._heads_of = heads_of
         padded = Padded(provider, moved_rows.ByKernel if compiled else moved_rows.ByTorch)
         self._provider, self._names = provider, names
         self._way = padded if provider.by_structure and settings.mask.padded else provider
@@ -153,6 +171,7 @@ class _SeparateAttention:
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """The output."""
         tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
+        self._take_own_sinks(tensors)
         draws = m.draws(0)
         with _state(m, x.device) if draws and not self._provider.draws else contextlib.nullcontext():
             y, saved = self._way.forward_separate(self._settings[draws], tensors, self._blank)
@@ -165,11 +184,17 @@ class _SeparateAttention:
         tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
+        self._take_own_sinks(tensors)
         made = self._way.backward_separate(self._settings[m.draws(0)], tensors, dy, self._blank)
         if "sink" in self._names:
             sink = m["0.sink"]
-            made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
+            own = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(tensors["sink"])
+            made["sink"] = whole_sinks(own, self._heads_of)
         return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
+
+    def _take_own_sinks(self, tensors: dict[str, torch.Tensor]) -> None:
+        if "sink" in self._names:
+            tensors["sink"] = own_sinks(tensors["sink"], self._heads_of)
 
 
 # One for all matches that are alike, so that plans of several lengths that run the same are seen to.
@@ -177,15 +202,22 @@ _attention = functools.lru_cache(maxsize=512)(_Attention)
 _separate_attention = functools.lru_cache(maxsize=512)(_SeparateAttention)
 
 
-def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
+def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] | Body:
     op = _op(m)
     settings = replace(op.settings(), dropout=op.dropout)
     if settings.beyond:
         names = (*op.named_inputs(), *op.parameter_shapes())
         blanks = _blanks(provider, m)
-        return getattr(_separate_attention(provider, settings, names, blanks), direction)  # type: ignore[no-any-return]
+        separate = _separate_attention(provider, settings, names, blanks, op._heads_of)
+        return getattr(separate, direction)  # type: ignore[no-any-return]
     made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
-    return getattr(made, direction)  # type: ignore[no-any-return]
+    return Body(getattr(made, direction), transposed=("input",) if direction == "backward" and _packs_tiles(m) else ())
+
+
+def _packs_tiles(m: Match) -> bool:
+    """Whether the packed gradient can be given in both layouts."""
+    in_8_bits = rotary_embedding.quantizes(m) is not None and _rotary(m) is None
+    return in_8_bits and not packed_tiles.why_not(_op(m).settings().packed, m.dtype)
 
 
 def _blanks(provider: Provider, m: Match) -> bool:
@@ -241,12 +273,13 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
             yield from (moved_rows.FindTokens(), moved_rows.MoveRows(m.dtype))
     if direction == "forward" or len(m) == 1:
         return
-    bias = rotary_embedding.bias_of(m)
-    given = {
-        "sums": m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None,
-        "stored": rotary_embedding.quantizes(m),
-    }
-    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, **given)
+    bias, stored, heads = rotary_embedding.bias_of(m), rotary_embedding.quantizes(m), _op(m).settings().packed
+    sums = m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None
+    if stored is not None and _TURNED in needed:
+        yield packed_tiles.PackedTiles(heads, m.dtype, stored, sums)
+    else:
+        given = {"sums": sums, "stored": stored}
+        yield packed_heads.PackedPass.of(heads, m.dtype, _rotation(m), parts=True, back=True, **given)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.trials import Contest, ModelCall, ReasonNot, Trial
+from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Library:
         note_without: the same as a plan notes it.
         obstacle: why it cannot be used for a plan on a device at hand, in words; None if it can, or no such plan
             wants it.
-        tune: (call, contest, margin, reason_not) -> what came of other algorithms of what a call of the model runs of
-            it; what is taken gains that share of the model's time, runs from now on, and is kept.
+        tune: (call, contest, margin, reason_not, deciding) -> what came of other algorithms of what a call of the
+            model runs of it; what is taken gains that share of the model's time, runs from now on, and is kept.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Library:
     note_without: str
     version: Callable[[], int | None]
     obstacle: Callable[[torch.device], str | None]
-    tune: Callable[[ModelCall, Contest, float, ReasonNot], list[Trial]]
+    tune: Callable[[ModelCall, Contest, float, ReasonNot, Deciding], list[Trial]]
 
 
 _registered: list[Library] = []

@@ -241,7 +241,8 @@ class Details:
 
     Attributes:
         takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
-            "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
+            "0.weight", ..., "-1.bias" of the last op). The body is then called with these tensors instead of (m, x):
+            the shortest way to it.
         gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
             one saves) or "input" (dx) alone by default.
         gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can

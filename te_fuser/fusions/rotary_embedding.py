@@ -27,7 +27,7 @@ SUMS = ("0.bias", "1.bias")
 
 def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
     """How an op turns heads."""
-    return packed_heads.Rotation(op.rotary_dim, op.base, op.style, op.position_offset)
+    return packed_heads.Rotation(op.rotary_dim, op.base, op.style, op.position_offset, op._context)
 
 
 def why_no_kernel(m: Match) -> str | None:

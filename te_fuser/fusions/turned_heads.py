@@ -21,7 +21,9 @@ from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import turned_heads as kernel
 from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
+from te_fuser.ops.attention_heads import LAYOUTS
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.context import Context
 from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 
@@ -40,6 +42,7 @@ class _Covered:
         norm_names: the norm's parameters.
         bias, bias_at: the dtype of the bias before them and its place, if there is one.
         stored: the dtype of 8 bits in which the gradient of the input is wanted, if it is.
+        context: how ranks cut the sequence.
     """
 
     heads: Groups
@@ -55,6 +58,7 @@ class _Covered:
     bias: torch.dtype | None
     bias_at: int | None = None
     stored: torch.dtype | None = None
+    context: Context = Context()
 
     def forward_pass(self) -> TurnedPass:
         """What forward launches."""
@@ -67,13 +71,17 @@ class _Covered:
         columns = self.bias if f"{self.bias_at}.bias" in wanted else None
         return TurnedPass(self.heads, self.dtype, self.turning, self.norming, True, columns, names, self.stored)
 
-    def given(self, m: FusionCall, p: TurnedPass) -> Given:
-        """The tensors that a pass reads of a call."""
+    def given(self, m: FusionCall, p: TurnedPass, x: torch.Tensor) -> Given:
+        """The tensors that a pass over x, or its gradient, reads of a call."""
         turning, at = self.turning, self.rotation
         starts = m[f"{at}.starts"] if turning is not None and turning.starts else None
         offsets = m[f"{at}.offsets"] if turning is not None and turning.offsets else None
         weights = {name: m[f"{self.norm}.{name}"] for name in p.weights}
-        return Given([m[f"{at}.{name}"] for name in self.tables], starts, offsets, weights)
+        tables = [m[f"{at}.{name}"] for name in self.tables]
+        if self.context.group.size > 1:
+            positions = x.shape[LAYOUTS[self.layout][0]]
+            tables = [self.context.own(table, positions) for table in tables]
+        return Given(tables, starts, offsets, weights)
 
 
 class _Turned:
@@ -93,7 +101,7 @@ class _Turned:
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """One pass that norms and turns."""
         p, run = self._forward
-        return run(x, self._covered.given(m, p))[0]
+        return run(x, self._covered.given(m, p, x))[0]
 
     def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
         """The same back, with the gradients of parameters."""
@@ -102,7 +110,7 @@ class _Turned:
             self._backward[wanted] = self._called(c.backward_pass(wanted))
         p, run = self._backward[wanted]
         read = None if c.norm is None else m[self._read]
-        dx, sums = run(dy, c.given(m, p), read=read, scaled=rotary_embedding.scaled_by(m), later=m.later)
+        dx, sums = run(dy, c.given(m, p, dy), read=read, scaled=rotary_embedding.scaled_by(m), later=m.later)
         names = [*([f"{c.bias_at}.bias"] if p.columns else []), *(f"{c.norm}.{n}" for n in p.gradients)]
         return (dx, dict(zip(names, sums, strict=True))) if names else dx
 
@@ -129,9 +137,10 @@ def _covered(m: Match) -> _Covered:
     op = m[len(m) - 1].op
     tables: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
-    turning, norming, layout, eps = None, None, "tokens", 0.0
+    turning, norming, layout, eps, context = None, None, "tokens", 0.0, Context()
     if rotation is not None:
         rotary, inputs = cast(RotaryByAngles, m[rotation].op), m[rotation].inputs
+        context = rotary._context
         tables = _tables(inputs)
         turning, layout = _turning(rotary, inputs, tables), rotary.layout
     if norm is not None:
@@ -142,7 +151,7 @@ def _covered(m: Match) -> _Covered:
     at, stored = places.get(Bias), rotary_embedding.quantizes(m)
     bias = None if at is None else m[at].dtype_of("bias")
     ops = rotation, norm, tables, turning, norming, names, eps, bias, at
-    return _Covered(_groups(op), m.dtype, layout, *ops, stored)
+    return _Covered(_groups(op), m.dtype, layout, *ops, stored, context)
 
 
 def _tables(inputs: Any) -> tuple[str, ...]:
@@ -171,6 +180,8 @@ def _why_not(m: Match) -> str | None:
     if len(groups) > 1:
         return f"heads are normed and turned as they lie differently: {', '.join(map(str, groups))}"
     rotation = places.get(RotaryByAngles)
+    if rotation is not None and m[rotation].op.offsets and m[rotation].op.context.size > 1:
+        return "ranks cut sequences that lie one behind the other, and it counts positions from the first row"
     if rotation is not None and len(m) > 1 and len(m.x.shape) != (2 if m[rotation].op.offsets else 3):
         return f"it turns rows of positions and samples, the input is {len(m.x.shape)}-dimensional"
     norm, dtypes = places.get(HeadNorm), [m.dtype]

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
 _ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile and ends
-_AT_ONCE = 3  # of those that raise one number: each does many tiles
+_AT_ONCE = 5  # of those that raise one number: each does many tiles
 FOUR = 4  # products by blocks take rows in multiples of so many
-_APART = 4  # numbers: cuBLASLt reads scales at multiples of 16 bytes
 _MOST = 2**31 - _SIDE
 _FOLDER = Path(__file__).parent
 
@@ -53,23 +52,33 @@ class Sides(NamedTuple):
 
 
 def sides_of(
-    x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wanted: str, amax: torch.Tensor | None = None
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    wanted: str,
+    amax: torch.Tensor | None = None,
+    room: torch.Tensor | None = None,
 ) -> Sides:
     """x [.., features] in 8 bits by its own scales; plans compile the kernels, `kernels_of`.
 
     Args:
         wanted: "rows", "turned" or "both"; the other one is then empty.
         amax: its largest magnitude, where that is known.
+        room: where that is to go, a zero as `room_for` makes them; None: it gets one of its own.
     """
     if scaling.block is not None:
         return Sides(*quantize_blocks(x, dtype, scaling, wanted), x.new_empty(0, dtype=torch.float32))
-    numbers = torch.zeros(2 * _APART, dtype=torch.float32, device=x.device)
-    inverse = numbers[_APART]
+    inverse = x.new_empty((), dtype=torch.float32)
     if amax is None:
-        amax = numbers[0]
+        amax = room_for(x.device)[0] if room is None else room
         measure(x, amax)
     data, turned = quantize_by_amax(x, amax, inverse, dtype, scaling, wanted)
     return Sides(Factor(data, inverse), Factor(turned, inverse), amax)
+
+
+def room_for(device: torch.device, matrices: int = 1) -> torch.Tensor:
+    """Zeros for the largest magnitudes of so many, by one launch."""
+    return torch.zeros(matrices, dtype=torch.float32, device=device)
 
 
 def kernels_of(
@@ -98,7 +107,7 @@ def quantize_by_amax(
 
     Args:
         amax: float32 [], as `measure` left it.
-        inverse: float32 []: becomes what the 8 bits are multiplied by to be x again, where there are any.
+        inverse: float32 []: becomes what the 8 bits are multiplied by to be x again; 0 where there are none.
         wanted: "rows", "turned" or "both"; the other one is then empty.
 
     Returns:
@@ -111,6 +120,8 @@ def quantize_by_amax(
     if tiles := _tiles(rows):
         kernel = QuantizeByAmax(x.dtype, dtype, wanted, scaling.power_of_two, scaling.epsilon)
         kernel.ready(x.device)((rows, amax, data, turned, inverse), tiles, 1, 1, (tokens, features))
+    else:
+        inverse.zero_()
     return data, turned
 
 

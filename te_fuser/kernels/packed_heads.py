@@ -26,6 +26,7 @@ from te_fuser.dtypes import name_of
 from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
+from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class Rotation:
     base: float
     style: str
     position_offset: int = 0
+    context: Context = Context()
+
+    def spans(self, positions: int) -> Spans:
+        """The positions of so many rows: (first, how many) of each block."""
+        return tuple([(self.position_offset + first, count) for first, count in self.context.spans(positions)])
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ def turn(
     x = readable(x, ready.vector)
     sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
-    rows = _Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
+    rows = Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
     return _run(ready, rows, [x], bias, scaled, later)
 
 
@@ -183,7 +189,7 @@ class Packing:
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation
-        self._known: dict[Hashable, tuple[_Ready, _Rows]] = {}
+        self._known: dict[Hashable, tuple[_Ready, Rows]] = {}
 
     def __call__(
         self,
@@ -213,7 +219,7 @@ class Packing:
         q, k, v = parts if grouped is None else grouped(*parts)
         ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, stored, q.device)
         sources = [readable(part, ready.vector) for part in (q, k, v)]
-        rows = _rows_of_parts(self._heads, sources, ready.vector)
+        rows = rows_of_parts(self._heads, sources, ready.vector)
         if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
@@ -221,11 +227,11 @@ class Packing:
         return _run(ready, rows, sources, None, scaled, later)
 
 
-def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> _Rows:
+def rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> Rows:
     q, k, v = parts
     (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
     strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
-    return _Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
+    return Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
@@ -234,7 +240,7 @@ def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """What a launch is told of the sizes and strides of its tensors.
 
     Attributes:
@@ -261,7 +267,7 @@ class _Rows:
         *,
         samples: int,
         positions: int,
-    ) -> _Rows:
+    ) -> Rows:
         """Of a result in the layout of `heads`.
 
         Raises:
@@ -280,7 +286,7 @@ class _Rows:
 
 def _run(
     ready: _Ready,
-    rows: _Rows,
+    rows: Rows,
     sources: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     scaled: Scaled | None,
@@ -295,7 +301,9 @@ def _run(
     # The native runtime takes contiguous tensors alone.
     tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
     if ready.rotation is not None:
-        tensors += _angles(ready.rotation, rows.positions, first.device)
+        turned = ready.rotation
+        spans = turned.spans(rows.positions)
+        tensors += rotation_table(spans, turned.rotary_dim, turned.base, torch.float32, first.device)
     if bias is not None:
         tensors.append(bias.contiguous())
     if scaled is not None:
@@ -304,13 +312,6 @@ def _run(
     launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
     launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
     return out, sums
-
-
-@functools.lru_cache(maxsize=256)
-def _angles(rotation: Rotation, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotation_table(
-        rotation.position_offset, positions, rotation.rotary_dim, rotation.base, torch.float32, device
-    )
 
 
 # ------------------------------------------------------------------------------------------------- making it

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,23 @@ Contest = Callable[[ModelCall, ModelCall], float]  # seconds of the second over 
 # reason_not(within) -> why the model cannot run by what is in force inside of `within`; empty when it can. Outside of
 # it nothing that is tried is in force: what the model is compared with runs so.
 ReasonNot = Callable[[AbstractContextManager[None]], str]
+
+
+def _own(what: str, value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """Who decides where several processes tune one model: without arguments this one.
+
+    Attributes:
+        first: (what, value) -> the value of the one that decides, as json has it; all give theirs, in the same order.
+        writes: whether this one keeps on disk what was chosen.
+    """
+
+    first: Callable[[str, Any], Any] = _own
+    writes: bool = True
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from te_fuser.ops.all_gather import AllGather
 from te_fuser.ops.all_reduce import AllReduce
 from te_fuser.ops.all_reduce_gradient import AllReduceGradient
 from te_fuser.ops.all_to_all import AllToAll
+from te_fuser.ops.attention_context import SharedAttention
 from te_fuser.ops.attention_heads import Apart
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.attention_scores import AttentionScores
@@ -35,7 +36,7 @@ from te_fuser.ops.linear import Linear
 from te_fuser.ops.log_softmax import LogSoftmax
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norm import Norm
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.of_heads import OfHeads, OfPositions
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
@@ -101,6 +102,7 @@ __all__ = [
     "NamedInput",
     "Norm",
     "OfHeads",
+    "OfPositions",
     "Output",
     "OwnScalesMatMul",
     "PartlyFloat8MatMul",
@@ -118,6 +120,7 @@ __all__ = [
     "SReGLU",
     "SReLU",
     "Scale",
+    "SharedAttention",
     "SiLU",
     "Sigmoid",
     "Softmax",

@@ -285,7 +285,10 @@ class FusableOperation(HoldsScales):
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
 
     def each_rank(self) -> tuple[FusableOperation, ...]:
-        """What each of the ranks that share this op runs in its place, one of its kind among collectives."""
+        """What each of the ranks that share this op runs in its place: one of its kind, and collectives around it.
+
+        These may read its named inputs, and hand each other values by other names, which nobody else hears of.
+        """
         return (self,)
 
     def shared_by(self) -> Group | None:
@@ -320,6 +323,10 @@ class FusableOperation(HoldsScales):
                 f"{told.group.title}: define its spread(x, told), or put it where values are whole"
             )
         return WHOLE
+
+    def draws_for(self, x: Spread, told: Told) -> Spread:
+        """What each rank has of what it draws for, where it has this of the input; by default the same."""
+        return x
 
     def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
         """Those of its parameters of whose gradient each rank has a term: whole ones, read beside what is not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +23,20 @@ class Exchange:
     Attributes:
         cut: the dimension along which each rank cuts its own into a block for every rank; None: all get the whole.
         join: the dimension along which what arrives is joined, in the order of ranks; None: it is added up.
+        parts: sizes of what lies side by side along the last dimension, as far as they matter, each of which is cut
+            and joined by itself.
+        balanced: whether along the other dimension the ranks have their blocks as `Context` says of balanced ones.
     """
 
     cut: int | None = None
     join: int | None = None
+    parts: tuple[int, ...] = (1,)
+    balanced: bool = False
 
     @property
     def back(self) -> Exchange:
         """That of the gradient, of the sum of all ranks' losses: where it cuts, what comes back is joined."""
-        return Exchange(self.join, self.cut)
+        return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """The shape of what a rank has in the end.
@@ -43,13 +49,20 @@ class Exchange:
             if dim is not None and not -len(sizes) <= dim < len(sizes):
                 raise ValueError(f"an input of shape {list(shape)} has no dimension {dim} {what}: give another one")
         if self.cut is not None:
-            if sizes[self.cut] % ranks != 0:
+            least = ranks * self._blocks_of_a_rank(self.cut)
+            if sizes[self.cut] % least != 0:
                 raise ValueError(
-                    f"dimension {self.cut} of an input of shape {list(shape)} cannot be cut into {ranks} equal parts: "
-                    f"pad it to a multiple of {ranks}, or cut another one"
+                    f"dimension {self.cut} of an input of shape {list(shape)} cannot be cut into {least} equal parts: "
+                    f"pad it to a multiple of {least}, or cut another one"
                 )
             sizes[self.cut] //= ranks
         if self.join is not None:
+            own = self._blocks_of_a_rank(self.join)
+            if sizes[self.join] % own != 0:
+                raise ValueError(
+                    f"dimension {self.join} of an input of shape {list(shape)} are no {own} equal blocks, which each "
+                    f"rank has: pad what ranks cut to a multiple of {own * ranks}"
+                )
             sizes[self.join] *= ranks
         return tuple(sizes)
 
@@ -57,12 +70,17 @@ class Exchange:
         """The bytes that a rank sends of its own, of `size`; where all get the sum, in two rounds."""
         if self.cut is None and self.join is not None:
             return size * (ranks - 1)
-        return size * (ranks - 1) / ranks * (2 if self == Exchange() else 1)
+        return size * (ranks - 1) / ranks * (2 if self.cut is None else 1)
+
+    def _blocks_of_a_rank(self, dim: int) -> int:
+        if dim == -1:
+            return sum(self.parts) // math.gcd(*self.parts)
+        return 2 if self.balanced else 1
 
     def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Send x; what comes back is there when `arrived` has waited for it."""
         ops, n = torch.ops._c10d_functional, group.size
-        sent = (x if self.cut is None else _blocks(x, self.cut, n)).contiguous()
+        sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
             return ops.all_reduce(sent, "sum", group.name)  # type: ignore[no-any-return]
         if self.cut is None:
@@ -75,7 +93,18 @@ class Exchange:
     def arrived(self, started: torch.Tensor, group: Group) -> torch.Tensor:
         """Wait for what `start` gave, and join it."""
         y = torch.ops._c10d_functional.wait_tensor(started)
-        return y if self.join is None else _joined(y, self.join, group.size)
+        return y if self.join is None else self._join(y, self.join, group.size)
+
+    def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        if dim == -1 and len(self.parts) > 1:
+            return _blocks_of_parts(x, self.parts, n)
+        return _blocks(_in_turns(x, dim, n) if dim != -1 and self.balanced else x, dim, n)
+
+    def _join(self, blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        if dim == -1 and len(self.parts) > 1:
+            return _joined_parts(blocks, self.parts, n)
+        y = _joined(blocks, dim, n)
+        return _in_order(y, dim, n) if dim != -1 and self.balanced else y
 
     def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Both at once."""
@@ -95,6 +124,43 @@ def _joined(blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     if at == 0:
         return blocks
     return blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1)
+
+
+def _in_turns(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """Of 2 n blocks along a dimension the first and the last, the second and the last but one, and so on."""
+    blocks = x.chunk(2 * n, dim)
+    return torch.cat([blocks[k] for rank in range(n) for k in (rank, 2 * n - 1 - rank)], dim)
+
+
+def _in_order(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """The same the other way round."""
+    blocks = x.chunk(2 * n, dim)
+    return torch.cat((*blocks[::2], *blocks[::-2]), dim)
+
+
+def _sizes(parts: tuple[int, ...], features: int) -> list[int]:
+    return [features * part // sum(parts) for part in parts]
+
+
+def _blocks_of_parts(x: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
+    """[.., F] -> [n .., F / n]: a block for each rank, of each of the parts of the features its block."""
+    *rows, features = x.shape
+    made = x.new_empty(n, *rows, features // n)
+    targets = made.split(_sizes(parts, features // n), -1)
+    for target, part in zip(targets, x.split(_sizes(parts, features), -1), strict=True):
+        target.copy_(part.unflatten(-1, (n, part.shape[-1] // n)).movedim(-2, 0))
+    return made.flatten(0, 1)
+
+
+def _joined_parts(blocks: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
+    """[n .., F / n] -> [.., F]: the same the other way round."""
+    apart = blocks.unflatten(0, (n, blocks.shape[0] // n))
+    features = n * blocks.shape[-1]
+    made = blocks.new_empty(*apart.shape[1:-1], features)
+    sources = apart.split(_sizes(parts, blocks.shape[-1]), -1)
+    for part, source in zip(made.split(_sizes(parts, features), -1), sources, strict=True):
+        part.unflatten(-1, (n, part.shape[-1] // n)).copy_(source.movedim(0, -2))
+    return made
 
 
 def _along(dim: int) -> Spread:

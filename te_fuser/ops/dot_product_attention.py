@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops import attention_math
+from te_fuser.ops.attention_context import SharedAttention, own_sinks, whole_sinks
 from te_fuser.ops.attention_heads import (
     LAYOUTS,
     PACKINGS,
@@ -37,9 +38,7 @@ from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number
-from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike, empty, fill
-from te_fuser.ops.spread import FEATURES, Spread, Told
 
 TOKENS, APART = "tokens", "apart"
 # What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.
@@ -132,7 +131,7 @@ def switches() -> tuple[bool, ...]:
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
-class DotProductAttention(OfHeads):
+class DotProductAttention(SharedAttention):
     """Attention of queries, keys and values, packed or apart: softmax(q k^T * scale) v for each head.
 
     Packed, the input is [S, B, F] or [B, S, F] with F = (heads + 2 * kv_heads) * head_dim as a projection gives it, and
@@ -152,6 +151,9 @@ class DotProductAttention(OfHeads):
             other, which the mask's `offsets` tell apart.
         packing: "interleaved" or "blocked", see `PackedHeads`; "apart", or an `Apart`.
         scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
+
+    Attributes:
+        context: ranks that cut the sequence, of which x and the output are this rank's part; see `InContext`.
     """
 
     # f() -> a context in which a library that draws by itself does so; None: PyTorch's generator as it is.
@@ -252,7 +254,7 @@ class DotProductAttention(OfHeads):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """That of the sinks."""
-        return {} if self.sink is None else {"sink": (self.heads,)}
+        return {} if self.sink is None else {"sink": (self.heads * self._heads_of.size,)}
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """One node, from x, the named inputs, the parameters and the rows' logsumexp."""
@@ -268,18 +270,6 @@ class DotProductAttention(OfHeads):
     def draws(self) -> bool:
         """Whether probabilities are dropped."""
         return self.training and self.dropout > 0.0
-
-    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        if x == FEATURES and self.scores.alibi is True:
-            raise ValueError(
-                f"{type(self).__name__}: its slopes are those of all heads, and each rank of {told.group.title} has "
-                "some of these: give the slopes of this rank's heads, alibi_slopes"
-            )
-        return super().of_rank(x, told)
-
-    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
-        """The sinks are cut as the heads are."""
-        return () if x == FEATURES else super().summed(x, told)
 
     def infer(self, x: Spec) -> Spec:
         """[.., heads * value_dim]."""
@@ -389,7 +379,7 @@ class DotProductAttention(OfHeads):
         if bias is not None and made.added is not None:
             found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
         if sink is not None and made.sink is not None:
-            found["sink"] = made.sink.to(sink.dtype)
+            found["sink"] = whole_sinks(made.sink.to(sink.dtype), self._heads_of)
         dx = found.pop("input")
         return (dx, found) if found else dx
 
@@ -433,7 +423,8 @@ class DotProductAttention(OfHeads):
         hidden = band.with_given(given)
         sink = None
         if scores.sink != "none":
-            sink = call["sink"].to(q.dtype) if scores.sink == "learned" else q.new_zeros(self.heads)
+            learned = scores.sink == "learned"
+            sink = own_sinks(call["sink"], self._heads_of).to(q.dtype) if learned else q.new_zeros(self.heads)
         return Terms(self.scale, hidden, self._added(call, band, q), scores.soft_cap, sink, shows_all=False)
 
     def _added(self, call: OpCall, band: Band, q: torch.Tensor) -> torch.Tensor | None:

@@ -1,14 +1,16 @@
 """Parameters that are DTensors: a rank runs on its own part of each, and gives gradients that are DTensors as they are.
 
-A weight of several parts along its features (a gate and what it gates) that is cut lies as [parts, features, in], so
-that ranks cut each part. Its owner knows which parameters lie so; ops see [parts * features, in].
+A weight of several parts along its features that is cut lies so that ranks cut each part: of equal ones (a gate and
+what it gates) as [parts, features, in], of others (queries, and fewer keys and values) rank by rank. Its owner knows
+which parameters lie so; ops see [features of all parts, in].
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from te_fuser.ops.group import Group
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_IN_PARTS = "_in_parts"  # attribute of a module: parameter -> the number of its parts
+Piece = tuple[torch.Tensor, tuple[int, ...]]
+_LAID = "_laid"  # attribute of a module: parameter -> how its parts lie
 
 
 class Lies(NamedTuple):
@@ -75,19 +78,113 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
     return known is not None and isinstance(t, known.DTensor)
 
 
+class InParts(NamedTuple):
+    """Parts of one size, as [parts, features, ..]."""
+
+    parts: int
+
+    def shape(self, laid: Sequence[int]) -> tuple[int, ...]:
+        """That of the whole, of what lies so."""
+        return (laid[0] * laid[1], *laid[2:])
+
+    def laid(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole as it lies."""
+        return whole.view(self.parts, whole.shape[0] // self.parts, *whole.shape[1:])
+
+    def whole(self, laid: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return laid.flatten(0, 1)
+
+    def pieces(self, local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Piece]:
+        """Views of a rank's own tensor, which begins at `offsets` of one that lies as `shape`, and their offsets."""
+        for part, piece in enumerate(local.unbind(0), offsets[0]):
+            yield piece, (part * shape[1] + offsets[1], *offsets[2:])
+
+
+class InTurns(NamedTuple):
+    """Parts of other sizes, as they are for the ranks in turn: of each part a rank's share, then the next rank's.
+
+    Attributes:
+        sizes: the features of each part.
+        ranks: how many ranks cut them.
+    """
+
+    sizes: tuple[int, ...]
+    ranks: int
+
+    @property
+    def parts(self) -> int:
+        """Those that lie along a dimension of their own."""
+        return 1
+
+    def shape(self, laid: Sequence[int]) -> tuple[int, ...]:
+        """That of the whole, of what lies so."""
+        return tuple(laid)
+
+    def laid(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole as it lies, in new memory."""
+        return torch.cat([whole[first : first + count] for first, count in self._shares()])
+
+    def whole(self, laid: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        made = torch.empty_like(laid)
+        shares = [*self._shares()]
+        for (first, count), share in zip(shares, laid.split([count for _, count in shares]), strict=True):
+            made[first : first + count] = share
+        return made
+
+    def pieces(self, local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Piece]:
+        """Views of a rank's own tensor, which begins at `offsets` of one that lies as `shape`, and their offsets."""
+        (start, *others), before = offsets, 0
+        for first, count in self._shares():
+            begin, end = max(before, start), min(before + count, start + local.shape[0])
+            if begin < end:
+                yield local[begin - start : end - start], (first + begin - before, *others)
+            before += count
+
+    def _shares(self) -> Iterator[tuple[int, int]]:
+        """Where in the whole what lies one behind the other begins, and how much it is."""
+        starts = [0, *itertools.accumulate(self.sizes)]
+        for rank in range(self.ranks):
+            for start, size in zip(starts, self.sizes, strict=False):
+                yield start + rank * size // self.ranks, size // self.ranks
+
+
+Laid = InParts | InTurns
+
+
+def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
+    """The parameters of a module whose parts are cut each by itself."""
+    return owner.__dict__.get(_LAID, {})  # type: ignore[no-any-return]
+
+
+def arrived(t: Any) -> Any:
+    """What a collective of PyTorch sends, once it is there (AsyncCollectiveTensor); anything else as it is."""
+    known = sys.modules.get("torch.distributed._functional_collectives")
+    return _Arrived.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
+
+
+class _Arrived(torch.autograd.Function):
+    """The plain tensor, whose gradient is that of what waited for it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> torch.Tensor:
+        return t.trigger_wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
 def in_parts(owner: torch.nn.Module, name: str) -> int:
-    """How many parts a parameter has that are cut each by itself."""
-    return int(owner.__dict__.get(_IN_PARTS, {}).get(name, 1))
+    """How many parts a parameter has that ops see side by side and that lie apart."""
+    laid = how_laid(owner).get(name)
+    return 1 if laid is None else laid.parts
 
 
-def set_parts(owner: torch.nn.Module, name: str, parts: int) -> None:
-    """Say that a parameter lies as [parts, features, ..]."""
-    owner.__dict__[_IN_PARTS] = {**owner.__dict__.get(_IN_PARTS, {}), name: parts}
-
-
-def names_in_parts(owner: torch.nn.Module) -> Mapping[str, int]:
-    """The parameters of a module that lie so, and how many parts each has."""
-    return owner.__dict__.get(_IN_PARTS, {})  # type: ignore[no-any-return]
+def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
+    """Say how the parts of a parameter lie."""
+    owner.__dict__[_LAID] = {**how_laid(owner), name: laid}
 
 
 def own_part(t: torch.Tensor, seen: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -134,10 +231,9 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
     if not is_dtensor(parameter):
         fill(parameter)
         return
-    (first, *others), parts = parameter.shape, in_parts(owner, name)
-    shape = (first, *others) if parts == 1 else (first * others[0], *others[1:])
-    local = parameter._local_tensor
+    laid, local = how_laid(owner).get(name), parameter._local_tensor
+    shape = parameter.shape if laid is None else laid.shape(parameter.shape)
     whole = torch.empty(shape, dtype=local.dtype, device=local.device)
     fill(whole)
     with torch.no_grad():
-        local.copy_(own_chunk(whole.view(parameter.shape), parameter))
+        local.copy_(own_chunk(whole if laid is None else laid.laid(whole), parameter))

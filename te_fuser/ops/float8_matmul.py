@@ -209,11 +209,15 @@ class OwnScalesMatMul(PartlyFloat8MatMul):
 
     Args:
         scalings: how x, W and dy get their scales.
+        keeps_weight: whether forward may keep W^T in 8 bits for backward, which else makes it again of W.
     """
 
-    def __init__(self, matmul: MatMul, *, scalings: tuple[Scaling, Scaling, Scaling], **given: Any) -> None:
+    def __init__(
+        self, matmul: MatMul, *, scalings: tuple[Scaling, Scaling, Scaling], keeps_weight: bool = True, **given: Any
+    ) -> None:
         super().__init__(matmul, kept=(False, False, False), **given)
         self.form = replace(self.form, scalings=scalings)
+        self.keeps_weight = keeps_weight
 
     def scratch_bytes(self, x: Spec) -> int:
         return 8 * self.in_features * (x.rows + self.out_features)  # float32: scaled, and what 8 bits stand for

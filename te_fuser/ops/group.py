@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+_FEW = 8  # ranks that a title names
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ class Group:
                 "torch.distributed.new_group(ranks) made"
             )
         label = mesh.mesh_dim_names[0] if mesh and mesh.mesh_dim_names else ""
-        return cls(given.group_name, given.size(), label)
+        made = cls(given.group_name, given.size(), label)
+        if made.size > 1:
+            _given.setdefault(made.name, made)
+        return made
 
     @property
     def rank(self) -> int:
@@ -97,8 +103,25 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What messages and plans call it."""
-        return self.label or self.name or "this process"
+        """What messages and plans call it: by its dimension of a mesh, else by its ranks."""
+        if self.label or not self.name:
+            return self.label or "this process"
+        found = self._known()
+        if found is None:
+            return self.name
+        if found is torch.distributed.group.WORLD:
+            return "world"
+        ranks = torch.distributed.get_process_group_ranks(found)
+        listed = [*ranks[:_FEW], "..", ranks[-1]] if len(ranks) > _FEW + 1 else ranks
+        return f"[{', '.join(map(str, listed))}]"
+
+
+_given: dict[str, Group] = {}  # by name, those of several ranks
+
+
+def groups_given() -> tuple[Group, ...]:
+    """The groups of several ranks that ops of this process were given, and that torch.distributed knows still."""
+    return tuple(group for group in _given.values() if group.is_here())
 
 
 class OfRanks:
@@ -113,3 +136,8 @@ class OfRanks:
     @group.setter
     def group(self, group: Any) -> None:
         self._group = Group.of(type(self).__name__, group)
+
+
+def has_ranks() -> bool:
+    """Whether other processes run with this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1

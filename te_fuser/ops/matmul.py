@@ -21,7 +21,7 @@ from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.reduce_scatter import ReduceScatter
-from te_fuser.ops.spread import FEATURES, PARTIAL, WHOLE, Spread, Told
+from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -86,6 +86,7 @@ class MatMul(Cut, UnfusedOperation):
 
     autocast = "lower"
     weight: torch.nn.Parameter | None
+    _gathered: bool = False  # whether what a column gathers has been gathered before it
 
     def __init__(
         self,
@@ -138,6 +139,8 @@ class MatMul(Cut, UnfusedOperation):
             return (self,)
         inner, outer = self.own_features
         own, group, rows = self.part(in_features=inner, out_features=outer), self.group, self.sequence_dim
+        if self._gathered:
+            return (own,)
         if self.parallel_mode == COLUMN:
             return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
         return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
@@ -145,10 +148,17 @@ class MatMul(Cut, UnfusedOperation):
     def takes_spread(self) -> Spread:
         return FEATURES if self.parallel_mode == ROW else self.between
 
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        return self.with_attributes(_gathered=True) if self._takes_gathered(x, told) else self
+
+    def _takes_gathered(self, x: Spread, told: Told) -> bool:
+        return x == GATHERED and self.is_cut and self.parallel_mode == COLUMN and self.group == told.group
+
     def spread(self, x: Spread, told: Told) -> Spread:
         """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
         if self.is_cut and self.group == told.group:
-            self.check_spread(x)
+            if not self._takes_gathered(x, told):
+                self.check_spread(x)
             return FEATURES if self.parallel_mode == COLUMN else self.between
         if x == FEATURES:
             return PARTIAL

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.formula.float8 import rounded
@@ -19,6 +20,8 @@ NARROW = "_fp8_only"  # attribute of a module: prefix of the scale -> names of t
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(torch.float32).max
 _OF_WEIGHT = 1  # in a buffer of scales
+# Parameter -> its version when it had the numbers that a scale is of, and among which parameters that module has it.
+_scaled = WeakTensorKeyDictionary()
 
 
 def is_narrow(t: torch.Tensor) -> bool:
@@ -59,6 +62,37 @@ def narrow(owner: torch.nn.Module, names: tuple[str, ...], prefix: str) -> None:
     if not scale.is_meta:  # of what has no values yet, the checkpoint brings it
         owner._buffers[prefix + SCALE], owner._buffers[prefix + HISTORY] = scale, scale.new_zeros(1, 3)
     owner.__dict__.setdefault(NARROW, {})[prefix] = names
+    note_scaled(owner)
+
+
+def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
+    """Note that weights of a module are now what its scales are of.
+
+    Args:
+        moved: they were so before, of whichever module's scale.
+    """
+    there = module._parameters
+    for name in [name for names in module.__dict__.get(NARROW, {}).values() for name in names]:
+        p = there[name]
+        if p is not None:
+            of = _scaled[p][1] if moved and p in _scaled else id(there)
+            _scaled[p] = _version(p), of
+
+
+def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
+    """Why the scale of a module with these parameters is not that of its weight in 8 bits, in words; None: it is."""
+    if p not in _scaled:  # a copy's, which has the numbers and scales of what it is a copy of
+        _scaled[p] = _version(p), id(there)
+    version, of = _scaled[p]
+    if of != id(there):
+        return "is another product's, too, which has a scale of its own: use one module in both places"
+    if version != _version(p):
+        return "was written in place, which its scale knows nothing of: use load_state_dict, which brings both"
+    return None
+
+
+def _version(p: torch.Tensor) -> int:
+    return 0 if p.is_inference() else p._version
 
 
 def staying_narrow(module: torch.nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:

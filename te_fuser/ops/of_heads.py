@@ -1,10 +1,12 @@
-"""OfHeads: an op on heads, of which ranks that cut features have their part each."""
+"""OfHeads: an op on heads, of which ranks that cut features have their part each; OfPositions: one by positions."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.context import InContext
+from te_fuser.ops.group import Group
 from te_fuser.ops.spread import FEATURES, PARTIAL, Spread, Told
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -49,8 +51,41 @@ class OfHeads(UnfusedOperation):
                     "both alike"
                 )
         if x.by_rows or x == PARTIAL:
-            raise ValueError(
-                f"{type(self).__name__} takes whole sequences, and x is {x} in the ranks of {told.group.title}: a "
-                "product before it with parallel_mode='column' and sequence_parallel=True gathers them"
+            do = (
+                "give it that group as its context, as parallelize(model, context=mesh['cp']) does"
+                if x.outer
+                else "a product before it with parallel_mode='column' and sequence_parallel=True gathers them"
             )
+            raise ValueError(
+                f"{type(self).__name__} takes whole sequences, and x is {x} in the ranks of {told.group.title}: {do}"
+            )
+        return x
+
+
+class OfPositions(OfHeads, InContext):
+    """An op on heads to which it matters where in the sequence its rows stand."""
+
+    family = True
+
+    @property
+    def sequence_dim(self) -> int:
+        """The dimension of the positions."""
+        raise NotImplementedError(f"{type(self).__name__} must say along which dimension positions lie")
+
+    def shared_by(self) -> Group | None:
+        return self.context if self.context.size > 1 else None
+
+    def takes_spread(self) -> Spread:
+        return self._context.rows(self.sequence_dim)
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x: of its context's ranks each has a part of the sequence."""
+        if told.group != self.shared_by():
+            return super().spread(x, told)
+        for name, given in {"x": x, **told.named}.items():
+            if given != self.takes_spread():
+                raise ValueError(
+                    f"{type(self).__name__} with the ranks of {told.group.title} as its context takes what is "
+                    f"{self.takes_spread()}, and {name} is {given}: let these ranks cut sequences alone"
+                )
         return x

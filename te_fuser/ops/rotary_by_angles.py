@@ -10,15 +10,17 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
+from te_fuser.ops.context import Context
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
+from te_fuser.ops.spread import Spread, Told
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
-class RotaryByAngles(OfHeads):
+class RotaryByAngles(OfPositions):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Angles are [L, 1 or B, 1, D] in every layout, with L positions, as many as x has or more, and an even D, the
@@ -37,6 +39,10 @@ class RotaryByAngles(OfHeads):
         padded: whether rows whose positions have no angles are padding, which turns as the last angles say. Else they
             are a ValueError on a CPU, and NaN on a GPU, where nobody waits for the device to raise.
         layout, packing, style: see `RotaryEmbedding`.
+
+    Attributes:
+        context: ranks that cut the sequence, which a list with an attention on such a part says by itself. Angles are
+            those of whole sequences then, too.
 
     Raises:
         ValueError, TypeError: in a call, for tensors of other shapes or kinds.
@@ -94,6 +100,24 @@ class RotaryByAngles(OfHeads):
         names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
 
+    @property
+    def sequence_dim(self) -> int:
+        return LAYOUTS[self._order][0]
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        if not (x.outer and x.dim == self.sequence_dim):
+            return super().of_rank(x, told)
+        if self.starts is not None:
+            raise ValueError(
+                f"{type(self).__name__} turns by starts={self.starts!r}, and the ranks of {told.group.title} cut the "
+                "sequence: leave one out"
+            )
+        return self.with_attributes(_context=Context(told.group, x.balanced))
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x: rows turn by where they stand in the whole."""
+        return x if x.outer and self.shared_by() is None else super().spread(x, told)
+
     def infer(self, x: Spec) -> Spec:
         """As x."""
         if self.kv_heads is not None:
@@ -128,7 +152,7 @@ class RotaryByAngles(OfHeads):
                 raise ValueError(f"RotaryByAngles: {self.offsets} are whole numbers [sequences + 1], got {got}")
             sequence, starting = 0, offsets.shape[0] - 1
         else:
-            starting = batch
+            starting, sequence = batch, sequence * self.context.size
         if ("cos" in inputs) != ("sin" in inputs):
             raise ValueError("RotaryByAngles takes cosines and sines together, got one of them alone")
         for name in (n for n in _TABLES if n in inputs):
@@ -245,7 +269,7 @@ class RotaryByAngles(OfHeads):
         if self.offsets is not None:
             rows = self._rows(given, self._places(call, length))
         elif starts is None:
-            rows = given if given.shape[0] == length else given[:length]
+            rows = given if given.shape[0] == length else self._context.own(given, length)
         else:
             places = starts.to(x.device) + torch.arange(length, device=x.device)[:, None]
             rows = self._rows(given, places, torch.arange(x.shape[batch], device=x.device))
@@ -277,7 +301,8 @@ class RotaryByAngles(OfHeads):
     def _places(self, call: OpCall, tokens: int) -> torch.Tensor:
         """The position of each token in its sequence; those behind the last one are at 0."""
         offsets, starts = call["offsets"].long(), call.get("starts")
-        at = torch.arange(tokens, device=offsets.device)
+        ((first, _),) = self._context.spans(tokens)
+        at = torch.arange(first, first + tokens, device=offsets.device)
         sequence = torch.bucketize(at, offsets[1:], right=True)
         places = at - offsets[sequence]
         if starts is not None:

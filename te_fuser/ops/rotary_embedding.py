@@ -19,8 +19,10 @@ import torch
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention_math import raised
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
-from te_fuser.ops.of_heads import OfHeads
+from te_fuser.ops.context import Context, Spans, blocks_of
+from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
+from te_fuser.ops.spread import Spread, Told
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 
@@ -68,20 +70,22 @@ def _table(
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+@functools.lru_cache(maxsize=256)
 def rotation_table(
-    first: int, length: int, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
+    spans: Spans, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [length, rotary_dim / 2], for the positions from `first` on.
+    """cos and sin, each [positions, rotary_dim / 2], for the positions in `spans`: (first, how many) of each block.
 
     Angles are float64, rounded once. Tables are kept by length (the next power of two), shared by all layers.
     """
-    last = first + length
+    last = max(first + count for first, count in spans)
     tables = _table(1 << max(last - 1, 0).bit_length(), rotary_dim, base, dtype, device)
-    cos, sin = (table[first:last] for table in tables)
+    with torch.inference_mode(False), torch.no_grad():
+        cos, sin = (blocks_of(table, spans) for table in tables)
     return cos, sin
 
 
-class RotaryEmbedding(OfHeads):
+class RotaryEmbedding(OfPositions):
     """Turns the query and key heads of packed queries, keys and values by their position; values stay.
 
     Args:
@@ -94,6 +98,9 @@ class RotaryEmbedding(OfHeads):
         style: "half" or "interleaved": which features are a pair.
         rotary_dim: how many of a head's features turn, the first ones; None: all.
         position_offset: the position of the first row.
+
+    Attributes:
+        context: ranks that cut the sequence, which a list with an attention on such a part says by itself.
     """
 
     reads = ()
@@ -138,6 +145,23 @@ class RotaryEmbedding(OfHeads):
     def packed(self) -> PackedHeads:
         """Where the heads lie."""
         return PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing)
+
+    @property
+    def sequence_dim(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        if x.outer and x.dim == self.sequence_dim:
+            return self.with_attributes(_context=Context(told.group, x.balanced))
+        return super().of_rank(x, told)
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x: rows turn by where they stand in the whole."""
+        return x if x.outer and self.shared_by() is None else super().spread(x, told)
+
+    def spans(self, positions: int) -> Spans:
+        """The positions of so many rows: (first, how many) of each block."""
+        return tuple([(self.position_offset + first, count) for first, count in self._context.spans(positions)])
 
     def infer(self, x: Spec) -> Spec:
         """As x."""
@@ -189,7 +213,7 @@ class RotaryEmbedding(OfHeads):
         """cos and sin, broadcastable to pairs of heads as `_split` gives them."""
         sequence, _ = LAYOUTS[self.layout]
         length, wide = heads.shape[sequence], torch.float64 if heads.dtype == torch.float64 else torch.float32
-        tables = rotation_table(self.position_offset, length, self.rotary_dim, self.base, wide, heads.device)
+        tables = rotation_table(self.spans(length), self.rotary_dim, self.base, wide, heads.device)
         shape = [1, 1, 1, 1, self.rotary_dim // 2]
         shape[sequence] = length
         cos, sin = (table.view(shape) for table in tables)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, staying_narrow
+from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
 
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 
@@ -19,6 +19,7 @@ class HoldsScales(torch.nn.Module):
         fit_checkpoint(self, state_dict, prefix, self.__dict__.get("_kept_together", ()))
         before_loading(self, state_dict, prefix, *rest)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        note_scaled(self)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         before = {name: t for name, t in self._buffers.items() if t is not None and name.endswith((SCALE, HISTORY))}
@@ -27,6 +28,7 @@ class HoldsScales(torch.nn.Module):
             now = self._buffers[name]
             if now is not None and now.dtype != kept.dtype:
                 self._buffers[name] = kept.to(now.device)
+        note_scaled(self, moved=True)
         return made
 
     def reset_scales(self) -> None:

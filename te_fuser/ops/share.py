@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -20,21 +21,21 @@ class Share:
     """What this rank has of a value that ranks share.
 
     Attributes:
-        rows: the ranks that share the rows; None: the rows are whole.
+        rows: the groups whose ranks share the rows, each what the one before it leaves a rank; none: they are whole.
         dim: the dimension of the value that is cut for it; a negative one counts from the end.
-        columns: the ranks that share the features; None: they are whole.
+        columns: the same of the features.
         parts: the features are so many tensors side by side (a gate and what it gates, say), each of them cut.
     """
 
-    rows: Group | None = None
+    rows: tuple[Group, ...] = ()
     dim: int = 0
-    columns: Group | None = None
+    columns: tuple[Group, ...] = ()
     parts: int = 1
 
     def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
         """The same without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
         dim = self.dim % dimensions
-        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == dim
+        samples = batch_dim is not None and bool(self.rows) and batch_dim % dimensions == dim
         return Shared(_size(self.rows), dim > 0, samples, _size(self.columns), self.parts)
 
     @property
@@ -53,12 +54,13 @@ class Share:
         return Placed(self.shared(batch_dim, len(shape)), *self.ranks, block)
 
 
-def _size(group: Group | None) -> int:
-    return 1 if group is None else group.size
+def _size(groups: tuple[Group, ...]) -> int:
+    return math.prod(group.size for group in groups)
 
 
-def _rank(group: Group | None) -> int:
-    return 0 if group is None else group.rank
+def _rank(groups: tuple[Group, ...]) -> int:
+    """The place among the ranks of all these."""
+    return functools.reduce(lambda place, group: place * group.size + group.rank, groups, 0)
 
 
 def stream_of(

@@ -15,10 +15,14 @@ class Spread:
     Attributes:
         words: how messages say it; it tells the kinds apart.
         dim: of rows, the dimension along which they are cut.
+        outer: whether they are cut for the whole list, before other ranks cut what is left of them.
+        balanced: see `Context`.
     """
 
     words: str
     dim: int | None = None
+    outer: bool = False
+    balanced: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -38,6 +42,12 @@ GATHERED = Spread("whole, and gone on with in each rank's own way")  # whose gra
 def rows(dim: int) -> Spread:
     """Each rank has its part of the rows, along a dimension."""
     return Spread(f"cut by rows along dimension {dim}", dim)
+
+
+def context_rows(dim: int, balanced: bool) -> Spread:
+    """Each rank has its part of the sequences, which attention alone sees whole."""
+    blocks = "in two blocks for each rank" if balanced else "in a block for each rank"
+    return Spread(f"cut by sequences along dimension {dim}, {blocks}", dim, True, balanced)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,18 @@
 """Models cut for the ranks of a group: tensor and sequence parallelism, on PyTorch's DeviceMesh and DTensor."""
 
+from te_fuser.parallel.context import cut_sequence
 from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
-from te_fuser.parallel.styles import Column, Row, shard_placement
+from te_fuser.parallel.styles import Column, Heads, Row, shard_placement
 from te_fuser.parallel.sums import leave_sums_to_engine
 
-__all__ = ["Column", "Row", "derived_plan", "leave_sums_to_engine", "parallelize", "shard_placement"]
+__all__ = [
+    "Column",
+    "Heads",
+    "Row",
+    "cut_sequence",
+    "derived_plan",
+    "leave_sums_to_engine",
+    "parallelize",
+    "shard_placement",
+]

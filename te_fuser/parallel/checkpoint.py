@@ -1,6 +1,6 @@
 """What checkpoints see of weights that lie in parts: the shapes of the whole model.
 
-A weight [parts * features, in] that ranks cut lies as [parts, features, in]. In `state_dict` of its module, and of an
+A weight of several parts that ranks cut lies as `ops.dtensor.Laid` says. In `state_dict` of its module, and of an
 optimizer that has stepped, it stands as `WholeShape`: a DTensor of the whole's shape of which each rank has several
 pieces, views of the parameter's memory, which `torch.distributed.checkpoint` saves and loads one by one.
 """
@@ -17,36 +17,37 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fuser.ops.dtensor import in_parts, names_in_parts, own_chunk
+from te_fuser.ops.dtensor import Laid, how_laid, own_chunk
 
 _STATE, _GROUPS = "state", "param_groups"  # keys of an optimizer's state_dict
 
 
 class WholeShape(DTensor):
-    """A DTensor [parts, features, ..] as [parts * features, ..], for checkpoints: nothing else is computed on it."""
+    """A DTensor whose parts lie apart, in the shape of the whole, for checkpoints: nothing else is computed on it."""
 
     cut: DTensor
+    laid: Laid
 
     @classmethod
-    def of(cls, cut: DTensor) -> WholeShape:
+    def of(cls, cut: DTensor, laid: Laid) -> WholeShape:
         """That of a DTensor, over its memory."""
-        (first, *others), (chunk,) = cut.shape, cut.__create_chunk_list__()
-        whole = torch.empty(first * others[0], *others[1:], dtype=cut.dtype, device="meta")
+        (chunk,) = cut.__create_chunk_list__()
+        whole = torch.empty(laid.shape(cut.shape), dtype=cut.dtype, device="meta")
         local = cut._local_tensor.detach()
-        starts = [(part * others[0] + chunk.offsets[1], *chunk.offsets[2:]) for part in _parts(chunk)]
-        pieces = LocalShardsWrapper([*local.unbind(0)] if local.numel() else [], starts if local.numel() else [])
+        found = [*laid.pieces(local, chunk.offsets, cut.shape)] if local.numel() else []
+        pieces = LocalShardsWrapper([piece for piece, _ in found], [offsets for _, offsets in found])
         places = [Replicate()] * cut.device_mesh.ndim
         made = DTensor.from_local(
             pieces, cut.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
         )
         made.__class__ = cls
         assert isinstance(made, cls)
-        made.cut = cut
+        made.cut, made.laid = cut, laid
         return made
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole, in every rank."""
-        return self.cut.full_tensor().flatten(0, 1)
+        return self.laid.whole(self.cut.full_tensor())
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         """The whole, in every rank: the only way that it lies but this one."""
@@ -54,22 +55,17 @@ class WholeShape(DTensor):
         return DTensor.from_local(self.full_tensor(), self.cut.device_mesh, places, run_check=False)
 
 
-def _parts(chunk: Any) -> range:
-    return range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
-
-
-def _as_it_lies(value: Any, like: DTensor, parts: int) -> Any:
+def _as_it_lies(value: Any, like: DTensor, laid: Laid | None) -> Any:
     """What was loaded for a parameter, as this lies: of a whole tensor a rank's part; what does not fit as it is."""
     if isinstance(value, WholeShape):
         return value.cut
-    if isinstance(value, DTensor) and parts > 1:
+    if isinstance(value, DTensor) and laid is not None:
         value = value.full_tensor()
     if isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         return value
-    (first, *others) = like.shape
-    if value.shape != ((first, *others) if parts == 1 else (first * others[0], *others[1:])):
+    if value.shape != (like.shape if laid is None else laid.shape(like.shape)):
         return value
-    local = own_chunk(value.view(like.shape), like).to(like.device, copy=True)
+    local = own_chunk(value if laid is None else laid.laid(value), like).to(like.device, copy=True)
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
@@ -93,16 +89,16 @@ def keep_whole_shapes(owner: torch.nn.Module) -> None:
 
 
 def _give_whole(owner: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in names_in_parts(owner):
+    for name, laid in how_laid(owner).items():
         value = state.get(prefix + name)
         if isinstance(value, DTensor) and not isinstance(value, (torch.nn.Parameter, WholeShape)):
-            state[prefix + name] = WholeShape.of(value)
+            state[prefix + name] = WholeShape.of(value, laid)
 
 
 def _take_whole(owner: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     for name, own in owner._parameters.items():
         if prefix + name in state and isinstance(own, DTensor):
-            state[prefix + name] = _as_it_lies(state[prefix + name], own, in_parts(owner, name))
+            state[prefix + name] = _as_it_lies(state[prefix + name], own, how_laid(owner).get(name))
 
 
 # --------------------------------------------------------------------------------------------------------- optimizers
@@ -112,44 +108,45 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def _watch_optimizer(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Before each step of any optimizer: of one that has such parameters, `state_dict` has the shapes of the whole."""
-    if optimizer in _watched or not any(True for _ in _those_in_parts(optimizer)):
+    if optimizer in _watched or not any(True for _ in _those_laid(optimizer)):
         return
     _watched.add(optimizer)
     optimizer.register_state_dict_post_hook(_give_whole_state)
     optimizer.register_load_state_dict_pre_hook(_take_whole_state)
-    for _, p in _those_in_parts(optimizer):  # it was loaded before its first step
+    for _, p, _ in _those_laid(optimizer):  # it was loaded before its first step
         own = optimizer.state.get(p, {})
         own.update({key: value.cut for key, value in own.items() if isinstance(value, WholeShape)})
 
 
-def _those_in_parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, DTensor]]:
-    """The parameters of an optimizer that lie in parts, with their places."""
-    known = {id(owner._parameters[name]) for owner in _known for name in names_in_parts(owner)}
+def _those_laid(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, DTensor, Laid]]:
+    """The parameters of an optimizer whose parts lie apart, with their places, and how they lie."""
+    known = {id(owner._parameters[name]): laid for owner in _known for name, laid in how_laid(owner).items()}
     groups = (group["params"] for group in optimizer.param_groups)
-    return ((k, p) for k, p in enumerate(itertools.chain(*groups)) if id(p) in known)
+    return ((k, p, known[id(p)]) for k, p in enumerate(itertools.chain(*groups)) if id(p) in known)
 
 
 def _give_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    def whole(value: Any, p: DTensor) -> Any:
-        return WholeShape.of(value) if isinstance(value, DTensor) and value.shape == p.shape else value
+    def whole(value: Any, p: DTensor, laid: Laid) -> Any:
+        is_cut = isinstance(value, DTensor) and not isinstance(value, WholeShape) and value.shape == p.shape
+        return WholeShape.of(value, laid) if is_cut else value
 
     return _changed(optimizer, state, whole)
 
 
 def _take_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    def in_parts(value: Any, p: DTensor) -> Any:
-        return _as_it_lies(value, p, p.shape[0]) if isinstance(value, torch.Tensor) and value.dim() else value
+    def as_laid(value: Any, p: DTensor, laid: Laid) -> Any:
+        return _as_it_lies(value, p, laid) if isinstance(value, torch.Tensor) and value.dim() else value
 
-    return _changed(optimizer, state, in_parts)
+    return _changed(optimizer, state, as_laid)
 
 
 def _changed(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Any, DTensor], Any]
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Any, DTensor, Laid], Any]
 ) -> dict[str, Any]:
     keys = list(itertools.chain(*(group["params"] for group in state[_GROUPS])))
-    of = {keys[k]: p for k, p in _those_in_parts(optimizer)}
+    of = {keys[k]: (p, laid) for k, p, laid in _those_laid(optimizer)}
     made = {
-        key: {name: change(value, of[key]) for name, value in own.items()} if key in of else own
+        key: {name: change(value, *of[key]) for name, value in own.items()} if key in of else own
         for key, own in state[_STATE].items()
     }
     return {**state, _STATE: made}

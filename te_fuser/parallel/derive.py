@@ -25,15 +25,16 @@ from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.glu import GatedUnit
 from te_fuser.ops.group import Group
 from te_fuser.ops.row_op import RowOp
-from te_fuser.parallel.styles import Column, Row
+from te_fuser.parallel.styles import Column, Heads, Parts, Row
 from te_fuser.presets.base import Preset
 from te_fuser.sequential import Residual, Sequential
 
 Named = tuple[str, FusableOperation]
+Style = Column | Row | Heads
 _OF_HEADS = (DotProductAttention, HeadNorm, RotaryByAngles, RotaryEmbedding)
 
 
-def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Column | Row]:
+def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Style]:
     """Name of a module -> its style.
 
     In each branch (a Residual, or what stands between others) products are taken two by two where nothing but biases,
@@ -42,12 +43,13 @@ def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Column | Row
     Raises:
         ValueError: where attention's key/value heads, or the parts of a gated unit, cannot be cut into equal shares.
     """
-    plan: dict[str, Column | Row] = {}
+    plan: dict[str, Style] = {}
     for run in _branches(model, "") if not isinstance(model, Preset) else ():
         for first, between, last in _pairs(run):
             parts = _parts(first[1], between, group)
             plan[first[0]] = Column(parts=parts)
             plan.update({name: Column(parts=parts) for name, op in between if isinstance(_own(op), Bias)})
+            plan.update({name: Heads() for name, op in between if getattr(_own(op), "sink", None) is not None})
             plan[last[0]] = Row()
     return plan
 
@@ -118,7 +120,7 @@ def _takes_its_share(op: torch.nn.Module) -> bool:
     if isinstance(op, GatedUnit):
         return op.glu_interleave_size is None
     if isinstance(op, DotProductAttention):
-        return isinstance(op.packed, PackedHeads) and op.sink is None
+        return isinstance(op.packed, PackedHeads)
     if isinstance(op, (Bias, Dropout, *_OF_HEADS)):
         return True
     if not isinstance(op, RowOp) or op.arguments() or op.named_outputs():
@@ -127,8 +129,8 @@ def _takes_its_share(op: torch.nn.Module) -> bool:
     return expr.lift(op.compute(features)).depth == 0
 
 
-def _parts(product: FusableOperation, between: list[Named], group: Group) -> int:
-    """How many equal parts lie side by side in a weight, each of which is cut by itself."""
+def _parts(product: FusableOperation, between: list[Named], group: Group) -> Parts:
+    """What lies side by side in a weight, each of which is cut by itself."""
     joined = isinstance(product, Bound) and not isinstance(product.names["weight"], str)
     for name, module in between:
         op = _own(module)
@@ -139,17 +141,10 @@ def _parts(product: FusableOperation, between: list[Named], group: Group) -> int
     return 1
 
 
-def _parts_of_heads(name: str, op: DotProductAttention, group: Group, joined: bool) -> int:
+def _parts_of_heads(name: str, op: DotProductAttention, group: Group, joined: bool) -> Parts:
     if op.kv_heads % group.size:
         raise ValueError(
             f"{type(op).__name__} {name!r} on {group}: kv_heads={op.kv_heads} cannot be cut into {group.size} equal "
             "parts: take fewer ranks, or more key/value heads"
         )
-    if op.packing != "blocked" or joined:
-        return 1
-    if op.heads != op.kv_heads:
-        raise ValueError(
-            f"{type(op).__name__} {name!r} on {group}: packing='blocked' with kv_heads={op.kv_heads} of "
-            f"heads={op.heads} has parts of different sizes, which no weight can be cut by: take packing='interleaved'"
-        )
-    return 3
+    return 1 if op.packing != "blocked" or joined else (op.heads, op.kv_heads, op.kv_heads)

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from te_fuser.fuser.run import telling
+from te_fuser.fuser.run.telling import Line
 from te_fuser.ops import Bound, Cut, FusableOperation
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
+from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
-from te_fuser.parallel.styles import Column, Row, distribute, set_cut
+from te_fuser.parallel.styles import Column, Row, described, distribute, set_cut
+from te_fuser.sequential import Sequential
 
+_SHOWN = 5  # modules that a message names
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def parallelize(
     model: Model,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     plan: Mapping[str, ParallelStyle] | None = None,
+    context: DeviceMesh | None = None,
 ) -> Model:
     """Let the ranks of a mesh share a model's products, in place; its parameters become DTensors on the mesh.
+
+    Those of another one may cut the sequences that attention sees whole, see `context`.
 
     Tensors at the ends of its lists are plain and local: whole, or with `sequence_parallel` cut along the sequence,
     which attention's layout says (0 where there is none). Call it before `fully_shard` and before an optimizer is made;
@@ -36,25 +45,55 @@ def parallelize(
 
     Args:
         model: lists of ops, alone or in modules.
-        mesh: of one dimension: `mesh["tp"]`.
+        mesh: of one dimension: `mesh["tp"]`; None: each rank has all weights, and parameters stay as they are.
         sequence_parallel: whether ranks cut what is whole in its features along the sequence.
         plan: pattern of names -> style, as {"*.fc1": Column(), "*.fc2": Row()}; None: in each branch the first product
             by column, the last by row, attention by whole key/value heads.
+        context: of one dimension: `mesh["cp"]`, whose ranks have a block of the sequence each, as `cut_sequence` gives
+            it; around attention they exchange heads for positions. With `sequence_parallel` the ranks of `mesh` cut
+            that block further. Each rank has a term of all gradients, so what averages these over samples (DDP,
+            `fully_shard`) does so over the ranks of the context, too.
 
     Returns:
         The model.
 
     Raises:
         TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
-            into equal parts, and modules that a style does not take.
+            into equal parts, modules that a style does not take, one mesh as both, a context without an attention.
+        Disagreement: on all ranks, before anything is sent, where they give different models or arguments, or one of
+            them raised; or where one does not come.
     """
-    group = Group.of("parallelize", mesh)
-    dim = sequence_dim(model) if sequence_parallel else 0
-    styles = derived_plan(model, group) if plan is None else _matched(model, plan)
+    if context is not None:
+        _share_context(model, mesh, context)
+    return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
+
+
+def _share_context(model: torch.nn.Module, mesh: Any, context: DeviceMesh) -> None:
+    group = _group_of(context)
+    groups = [group] if group.size > 1 else []
+    with telling.telling_errors(groups):
+        if groups and mesh is not None and group == Group.of("parallelize", mesh):
+            raise ValueError(f"parallelize: {group.title!r} is mesh and context: give a dimension of a mesh to each")
+        share_context(model, group)
+    telling.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
+
+
+def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Model:
+    group = _group_of(mesh)
+    groups = [group] if group.size > 1 else []
+    with telling.telling_errors(groups):
+        dim = sequence_dim(model) if sequence_parallel else 0
+        styles = derived_plan(model, group) if plan is None else _matched(model, plan)
+        _say_what_is_plain(model, styles, sequence_parallel)
+    telling.compare(groups, [*_arguments(sequence_parallel, plan), *described(model)])
     if plan is None:
         share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
-        _as_asked(style, sequence_parallel, dim)._apply(model.get_submodule(name), mesh)
+        asked, module = _as_asked(style, sequence_parallel, dim), model.get_submodule(name)
+        if isinstance(asked, (Column, Row)):
+            asked.cut(module, mesh)
+        else:
+            asked._apply(module, mesh)
     for module in [*model.modules()]:
         op = module.op if isinstance(module, Bound) else module
         if isinstance(op, Cut) and op.parallel_mode is None and group.size > 1:
@@ -64,6 +103,46 @@ def parallelize(
                 if not is_dtensor(module._parameters[name]):
                     distribute(module, name, mesh, None)
     return model
+
+
+def _group_of(mesh: DeviceMesh) -> Group:
+    """The ranks of a mesh; what else has ranks is told to them, before it is refused."""
+    found = Group.of("parallelize", mesh)
+    if isinstance(mesh, DeviceMesh):
+        return found
+    with telling.telling_errors([found] if found.size > 1 else []):
+        raise TypeError(
+            f"parallelize takes a DeviceMesh, got a {type(mesh).__name__}: give a dimension of one, mesh['tp'], "
+            "or make one of the group: DeviceMesh.from_group(group, 'cuda')"
+        )
+
+
+def _arguments(sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Iterator[Line]:
+    """What it was asked for."""
+    yield "argument", f"parallelize(model, mesh, sequence_parallel={sequence_parallel})"
+    if plan is None:
+        yield "argument", "no plan: what the model gives by itself"
+    for pattern, style in (plan or {}).items():
+        yield "argument", f"a plan with {pattern!r}: {telling.shown(style)}"
+
+
+def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:
+    """Warn of modules in lists that are no ops and have no style: every rank runs them whole."""
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, Sequential)]
+    found: dict[str, str] = {}
+    for path, listed in lists:
+        for name, module in listed.named_modules(prefix=path):
+            knows = isinstance(module, (FusableOperation, Sequential, Together))
+            if not knows and name not in styles and any(True for _ in module.parameters(recurse=False)):
+                found[name] = type(module).__name__
+    if found:
+        first = ", ".join(f"{name} ({kind})" for name, kind in [*found.items()][:_SHOWN])
+        wrong = ", and gradients of their parameters, of which each has a term, are not added up" * sequence_parallel
+        warnings.warn(
+            f"parallelize leaves {first}{' and more' * (len(found) > _SHOWN)} as they are: no ops, but modules of "
+            f"their own in a list. Every rank runs them whole{wrong}; te_fuser.from_torch makes ops of PyTorch's",
+            stacklevel=4,
+        )
 
 
 def _matched(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from te_fuser.ops import Bound
 from te_fuser.ops.glu import GatedUnit
 from te_fuser.ops.group import Group
-from te_fuser.parallel.styles import distribute, owners
+from te_fuser.parallel.styles import Parts, distribute, owners
 from te_fuser.presets.affine import Affine
 from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import DotProductAttention
@@ -23,11 +23,12 @@ def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: b
 
     Raises:
         ValueError: for one that is shared already, and for heads and features that cannot be cut into equal parts.
-        NotImplementedError: for learned sinks.
     """
     group = Group.of("parallelize", mesh)
     presets = [m for m in model.modules() if isinstance(m, Preset)]
-    parts = {m: _parts_of(m) for m in presets}
+    parts: dict[torch.nn.Module, dict[str, Parts]] = {}
+    for preset in presets:
+        parts.update(_parts_of(preset))
     for preset in presets:
         _check(preset, group)
     for preset in presets:
@@ -39,26 +40,17 @@ def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: b
             continue
         for name, (dim, _) in module.op.cuts().items():
             for owner, of in owners(module, name):
-                given = parts.get(owner, {}) if isinstance(owner, Preset) else {}
-                distribute(owner, of, mesh, dim, given.get(of, 1))
+                distribute(owner, of, mesh, dim, parts.get(owner, {}).get(of, 1))
 
 
 def _check(preset: Preset, group: Group) -> None:
     who = type(preset).__name__
     if preset.tp_size != 1:
         raise ValueError(f"{who} is shared by tp_group already: make it without, or parallelize what is around it")
-    if isinstance(preset, DotProductAttention):
-        if preset.common.softmax_type == "learnable":
-            raise NotImplementedError(f"{who}: softmax_type='learnable' is to come in parallelize: take tp_group")
-        if preset.num_gqa_groups % group.size:
-            raise ValueError(
-                f"{who} on {group}: num_gqa_groups={preset.num_gqa_groups} cannot be cut into {group.size} equal "
-                "parts: take fewer ranks, or more key/value heads"
-            )
-    if isinstance(preset, MultiheadAttention) and preset.common.fuse_qkv_params and preset._packing == "blocked":
+    if isinstance(preset, DotProductAttention) and preset.num_gqa_groups % group.size:
         raise ValueError(
-            f"{who}: with fuse_qkv_params=True, qkv_weight_interleaved=False queries, keys and values lie one behind "
-            "the other in one weight, which parallelize does not cut: change one"
+            f"{who} on {group}: num_gqa_groups={preset.num_gqa_groups} cannot be cut into {group.size} equal "
+            "parts: take fewer ranks, or more key/value heads"
         )
     if isinstance(preset, LayerNormMLP) and preset.ffn_hidden_size % group.size:
         raise ValueError(
@@ -81,9 +73,15 @@ def _set(preset: Preset, group: Group, sequence_parallel: bool, sequence_dim: in
                 child.parallel_mode = "row" if child is preset.proj else "column"
 
 
-def _parts_of(preset: Preset) -> dict[str, int]:
-    """Parameter -> how many equal parts lie side by side in it, each of which is cut by itself."""
+def _parts_of(preset: Preset) -> dict[torch.nn.Module, dict[str, Parts]]:
+    """Parameters of a preset, and of those in it, in which several parts lie side by side, and which."""
     if isinstance(preset, LayerNormMLP):
         gates = [m for m in preset.children() if isinstance(m, GatedUnit)]
-        return dict.fromkeys(("fc1_weight", "fc1_bias"), 2) if gates else {}
+        return {preset: dict.fromkeys(("fc1_weight", "fc1_bias"), 2)} if gates else {}
+    if isinstance(preset, MultiheadAttention) and preset.common.fuse_qkv_params and not preset.qkv_weight_interleaved:
+        heads, groups = preset.num_attention_heads, preset.num_gqa_groups
+        joined, parts = (
+            (preset.key_value, (groups, groups)) if preset.crosses else (preset.first, (heads, groups, groups))
+        )
+        return {joined: dict.fromkeys(("weight", "bias"), parts)}
     return {}

@@ -1,7 +1,8 @@
-"""Column and Row: how the ranks of a mesh share a product, as styles of PyTorch's `parallelize_module`."""
+"""Column, Row and Heads: how the ranks of a mesh share an op, as styles of PyTorch's `parallelize_module`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.ops import Bias, Bound, Cut, Linear, MatMul
+from te_fuser.fuser.run import telling
+from te_fuser.fuser.run.telling import Line
+from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul
 from te_fuser.ops.binding import place_of
-from te_fuser.ops.dtensor import is_dtensor, own_part, set_parts
+from te_fuser.ops.dtensor import InParts, InTurns, Laid, is_dtensor, own_part, set_laid
 from te_fuser.ops.group import Group
 from te_fuser.parallel.checkpoint import keep_whole_shapes
 
+Parts = int | tuple[int, ...]  # that lie side by side: how many equal ones, or their sizes as far as they matter
 _TAKES = "a MatMul, a Bias, a Linear, or a Bound one of these"
 
 
@@ -35,6 +39,13 @@ class _Style(ParallelStyle):
     mode = ""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        group = Group.of(type(self).__name__, device_mesh)
+        if group.size > 1:
+            telling.compare([group], [("argument", telling.shown(self)), *described(module)])
+        return self.cut(module, device_mesh)
+
+    def cut(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        """The module, with what ranks share, where they are known to be alike."""
         op = module.op if isinstance(module, Bound) else module
         who = type(self).__name__
         if not isinstance(op, (MatMul, Bias, Linear)):
@@ -48,7 +59,7 @@ class _Style(ParallelStyle):
         return module
 
     @property
-    def _parts(self) -> int:
+    def _parts(self) -> Parts:
         return 1
 
     def _check(self, op: Cut, group: Group) -> None:
@@ -67,18 +78,20 @@ class Column(_Style):
         sequence_parallel, sequence_dim: whether the rows of the input are cut, and along which dimension: these are
             gathered first.
         parts: how many equal parts lie side by side in the output, each of which is cut by itself: 2 for what a gated
-            unit takes. The parameters are then [parts, features, in] and [parts, features]; `state_dict` has [out, in].
+            unit takes; or their sizes, as far as they matter: (4, 1, 1) of queries, keys and values. Equal ones make
+            the parameters [parts, features, in] and [parts, features], others lie rank by rank; `state_dict` has
+            [out, in] as the whole.
 
     Raises:
         TypeError: for a module that it does not take.
         ValueError: for features that the ranks cannot cut into equal parts.
     """
 
-    parts: int = 1
+    parts: Parts = 1
     mode = "column"
 
     @property
-    def _parts(self) -> int:
+    def _parts(self) -> Parts:
         return self.parts
 
     def _check(self, op: Cut, group: Group) -> None:
@@ -115,6 +128,26 @@ class Row(_Style):
         return {name: dim for name, dim in known.items() if name in op._parameters}
 
 
+@dataclass
+class Heads(ParallelStyle):
+    """Give each rank its part of an attention's learned sinks [heads], by heads, which the product before it cuts.
+
+    Raises:
+        TypeError: for a module that it does not take.
+        ValueError: for heads that the ranks cannot cut into equal parts.
+    """
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        op = module.op if isinstance(module, Bound) else module
+        if not isinstance(op, DotProductAttention):
+            raise TypeError(f"Heads takes a DotProductAttention, got {type(op).__name__}: leave it out of the plan")
+        check_share(type(op).__name__, "heads", op.heads, Group.of("Heads", device_mesh))
+        for owner, of in owners(module, "sink"):
+            distribute(owner, of, device_mesh, 0, source=self.src_data_rank)
+        op.sink_group = device_mesh
+        return module
+
+
 def set_cut(op: Cut, mode: str | None, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
     """Say how ranks share an op; the last two hold for an op that each has whole, too."""
     op.group = mesh  # type: ignore[assignment]  # its setter takes a mesh
@@ -122,14 +155,33 @@ def set_cut(op: Cut, mode: str | None, mesh: DeviceMesh, sequence_parallel: bool
     op.parallel_mode = mode
 
 
-def check_share(op: str, name: str, size: int, group: Group, parts: int = 1) -> None:
+def described(model: torch.nn.Module) -> Iterator[Line]:
+    """A model in lines: its modules, and the form of their parameters."""
+    for path, module in model.named_modules():
+        of = module.extra_repr() if isinstance(module, FusableOperation) else ""
+        forms = [
+            f"{name} {list(p.shape)} {p.dtype} {'with' if p.requires_grad else 'without'} a gradient on {p.device.type}"
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+        yield "module", f"{path or 'the model'}: {type(module).__name__}({of}) {', '.join(forms)}".rstrip()
+
+
+def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:
+    """How large each of the parts of something is; what does not divide it gives parts that make another whole."""
+    ratios = (1,) * parts if isinstance(parts, int) else parts
+    return tuple(whole // sum(ratios) * ratio for ratio in ratios)
+
+
+def check_share(op: str, name: str, size: int, group: Group, parts: Parts = 1) -> None:
     """Refuse a size that ranks cannot cut into equal parts.
 
     Raises:
         ValueError: naming op, rank, and what to do.
     """
-    if size % (parts * group.size):
-        each = f", each of {parts} parts by itself" * (parts > 1)
+    sizes = sizes_of(parts, size)
+    if sum(sizes) != size or any(own % group.size for own in sizes):
+        each = f", each of {len(sizes)} parts by itself" * (len(sizes) > 1)
         raise ValueError(
             f"{op} on {group}: {name}={size} cannot be cut into {group.size} equal parts{each}: change one, or leave "
             "the op out of the plan"
@@ -137,12 +189,12 @@ def check_share(op: str, name: str, size: int, group: Group, parts: int = 1) -> 
 
 
 def distribute(
-    owner: torch.nn.Module, name: str, mesh: DeviceMesh, dim: int | None, parts: int = 1, source: int | None = 0
+    owner: torch.nn.Module, name: str, mesh: DeviceMesh, dim: int | None, parts: Parts = 1, source: int | None = 0
 ) -> None:
     """Make a parameter a DTensor that is cut along a dimension, or whole in each rank (None).
 
     Args:
-        parts: how many equal parts lie along dimension 0, each of which is cut by itself.
+        parts: what lies along dimension 0, each of which is cut by itself.
         source: the rank in the mesh whose values all get; None: each has the same, and nothing is sent.
 
     Raises:
@@ -151,7 +203,8 @@ def distribute(
     old = owner._parameters.get(name)
     if old is None:
         return
-    wanted = [Replicate()] if dim is None else [Shard(dim + (parts > 1))]
+    laid = None if dim is None else _laid(sizes_of(parts, old.shape[0]), mesh.size())
+    wanted = [Replicate()] if dim is None else [Shard(dim + isinstance(laid, InParts))]
     if is_dtensor(old):
         if old.device_mesh == mesh and list(old.placements) == wanted:
             return
@@ -160,9 +213,9 @@ def distribute(
             "parallelize a model once, before fully_shard"
         )
     whole = old.detach()
-    if parts > 1 and dim is not None:
-        whole = whole.unflatten(0, (parts, whole.shape[0] // parts))
-        set_parts(owner, name, parts)
+    if laid is not None:
+        whole = laid.laid(whole)
+        set_laid(owner, name, laid)
     made: torch.Tensor = distribute_tensor(whole, mesh, wanted, src_data_rank=source)
     if own_part(made).storage_offset() or own_part(made) is whole:
         made = made.clone()
@@ -170,6 +223,13 @@ def distribute(
     parameter.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_is_param"})
     owner.register_parameter(name, parameter)
     keep_whole_shapes(owner)
+
+
+def _laid(sizes: tuple[int, ...], ranks: int) -> Laid | None:
+    """How parts of these sizes are to lie; None: there is one."""
+    if len(sizes) == 1:
+        return None
+    return InParts(len(sizes)) if len({*sizes}) == 1 else InTurns(sizes, ranks)
 
 
 def owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:

@@ -71,7 +71,7 @@ class Affine(Preset):
         for name, size in zip(self.parts["weight"], rows, strict=True):
             self.declare(name, [size, columns], self.common.fill(), **cut(dim, is_cut))
         if self.use_bias:
-            marks = cut(0, True) if self.parallel_mode == "column" else {**self.whole(), **cut(0, False)}
+            marks = cut(0, True) if self.parallel_mode == "column" else self.whole()
             for name, size in zip(self.parts["bias"], rows, strict=True):
                 self.declare(name, [size], 0.0, **marks)
         if len(sizes) > 1:
@@ -124,7 +124,7 @@ class Affine(Preset):
 
     def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
-            yield from self.norm.ops(self)
+            yield from self.norm.ops(self, before=self.parallel_mode)
         yield self._bound(self.product(self.in_features, self.out_features, self.parallel_mode), "weight")
         if self.use_bias and not self.return_bias:
             yield self._bound(self.bias_op(self.out_features, self.parallel_mode), "bias")

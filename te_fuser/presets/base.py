@@ -213,7 +213,7 @@ class Preset(Together, Variants):
 
         Its gradient is added up over the ranks where these have terms of it, and nobody has to do so once more.
         """
-        return {LEFT: False}
+        return {LEFT: False, **cut(0, False)}
 
     def mark(self, name: str, **marks: Any) -> None:
         """Give a parameter more attributes, which it carries as those that it was declared with."""
@@ -434,6 +434,8 @@ class Preset(Together, Variants):
                 module._made_from = []  # variants are made anew
             if isinstance(module, ops.Bound) and isinstance(module.op, ops.Cut) and isinstance(module.owner, Preset):
                 module.op.group = group
+            if isinstance(module, ops.Collective):
+                module.group = group
             if isinstance(module, FusableOperation):
                 module.revision += 1  # lists around look at the preset again
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
 from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Asked, Preset, cut, understands
+from te_fuser.presets.base import Asked, cut, understands
+from te_fuser.presets.context_parallel import ContextParallel, context_of
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -26,6 +27,7 @@ class DotProductAttentionArguments(Placed):
 
     Attributes:
         set_parallel_mode: whether each rank of the group has its part of the heads.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
     """
 
     num_gqa_groups: int | None = None
@@ -41,6 +43,10 @@ class DotProductAttentionArguments(Placed):
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
     set_parallel_mode: bool = True
+    cp_group: Any = None
+    cp_global_ranks: Any = None
+    cp_stream: Any = None
+    cp_comm_type: str | None = None
     packing: str = "apart"
     prefix: str = ""
 
@@ -61,7 +67,7 @@ class DotProductAttentionArguments(Placed):
         return AttentionCall.of(*masked, self.qkv_format, self.prefix)
 
 
-class DotProductAttention(Preset):
+class DotProductAttention(ContextParallel):
     """softmax(q k^T * scale, masked) v for each head; a row that sees nothing gives zeros.
 
     In a list it reads queries [S, B, heads * channels], and keys and values as `key_layer` and `value_layer`.
@@ -83,6 +89,8 @@ class DotProductAttention(Preset):
         softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
         layer_number: where it stands in a model, from 1 on.
         attention_type: "self" or "cross".
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: ranks that cut the sequences, see
+            `set_context_parallel_group`.
         **keywords: these, where parameters are, see `te_fuser.presets.arguments.Placed`, and options of lists.
     """
 
@@ -99,6 +107,8 @@ class DotProductAttention(Preset):
     ) -> None:
         super().__init__(num_gqa_groups=num_gqa_groups, **keywords)
         said = self.common
+        self._context = context_of(type(self).__name__, said.cp_group, said.cp_global_ranks, said.cp_comm_type)
+        self.common = said = replace(said, cp_group=None, cp_stream=None)  # which no pickle takes
         channels = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
         if len(channels) != 2:
             raise ValueError(f"kv_channels is a size, or (of keys, of values), got {kv_channels!r}")
@@ -111,7 +121,7 @@ class DotProductAttention(Preset):
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
-            self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, False))
+            self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, bool(said.set_parallel_mode)))
         self.reset_parameters()
         self.relist()
 
@@ -136,6 +146,8 @@ class DotProductAttention(Preset):
         )
         op.random_state = RandomState.of(self.common)
         self.with_own_heads(op)
+        if softmax == "learned" and op.heads_of_rank:
+            op.sink_group = self._group
         yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
 
     @property
@@ -147,8 +159,10 @@ class DotProductAttention(Preset):
         return heads, self.share(self.num_gqa_groups, "num_gqa_groups")
 
     def with_own_heads(self, op: ops.OfHeads) -> ops.OfHeads:
-        """An op that was made for `own_heads`."""
+        """An op that was made for `own_heads`, on sequences that ranks cut as this preset's."""
         op.heads_of_rank = self.tp_size > 1 and bool(self.common.set_parallel_mode)
+        if isinstance(op, ops.OfPositions):
+            op.context, op.balanced = self._context.group, self._context.balanced
         return op
 
     def _apart(self, packing: str) -> ops.Apart:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import check_epsilon, check_size
-from te_fuser.presets.attention_call import AttentionCall
 from te_fuser.presets.norm import Normed
 
 
@@ -60,32 +57,6 @@ class MultiheadAttentionArguments(HeadsArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose("attention_type", ("self", "cross"))
-
-
-def plans_ahead(said: HeadsArguments) -> bool:
-    """Whether a preset is to plan ahead for calls of sizes that were given."""
-    return said.seq_length is not None and said.micro_batch_size is not None
-
-
-def example(said: HeadsArguments, call: AttentionCall, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """The input of a call of these sizes, in the dtype and on the device of another tensor."""
-    positions, samples = said.seq_length or 1, said.micro_batch_size or 1
-    rows = {"sbhd": (positions, samples), "bshd": (samples, positions), "thd": (positions * samples,)}
-    return like.new_empty(*rows[call.qkv_format], hidden_size, requires_grad=True)
-
-
-def example_masks(
-    said: HeadsArguments, call: AttentionCall, device: torch.device, cross: bool = False
-) -> dict[str, Any]:
-    """What such a call gives for its mask, by its keywords: keys of the queries' length, and nothing is hidden."""
-    positions, samples = said.seq_length or 1, said.micro_batch_size or 1
-    if call.qkv_format == "thd":
-        return {"cu_seqlens_q": torch.arange(samples + 1, dtype=torch.int32, device=device) * positions}
-    if not call.reads_mask:
-        return {}
-    arbitrary = call.mask_type == "arbitrary"
-    mask = torch.zeros(samples, 1, positions if arbitrary else 1, positions, dtype=torch.bool, device=device)
-    return {call.mask: (mask, mask) if cross and not arbitrary else mask}
 
 
 def channels_of(hidden_size: int, heads: int) -> int:

@@ -15,6 +15,7 @@ from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Normed
+from te_fuser.presets.plan_ahead import own_rows, plans_ahead
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ class LayerNormMLP(Preset):
         self._declare(bool(said.set_parallel_mode))
         self.reset_parameters()
         self.relist()
-        if said.seq_length is not None and said.micro_batch_size is not None:
+        if plans_ahead(said):
             weight = self.get_parameter("fc1_weight")
-            self.plan_ahead(weight.new_empty(said.seq_length, said.micro_batch_size, hidden_size, requires_grad=True))
+            rows = own_rows(self, [said.seq_length, said.micro_batch_size])
+            self.plan_ahead(weight.new_empty(*rows, hidden_size, requires_grad=True))
 
     def _declare(self, is_cut: bool) -> None:
         self.norm.declare(self)
@@ -94,7 +96,7 @@ class LayerNormMLP(Preset):
             self._declare_fc1_bias()
         self.declare("fc2_weight", [self.hidden_size, ffn], self.common.fill(output_layer=True), **cut(1, is_cut))
         if self.use_bias:
-            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole(), **cut(0, False))
+            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole())
 
     def _declare_fc1_bias(self) -> None:
         self.declare("fc1_bias", [self._between[0]], 0.0, **cut(0, bool(self.common.set_parallel_mode)))
@@ -114,7 +116,7 @@ class LayerNormMLP(Preset):
         first, last = ("column", "row") if self.common.set_parallel_mode else (None, None)
         ffn = self.ffn_hidden_size
         wide = ffn * (2 if widens(self.common.activation) else 1)
-        yield from self.norm.ops(self)
+        yield from self.norm.ops(self, before=first)
         yield ops.Bound(self.product(self.hidden_size, wide, first), self, weight="fc1_weight")
         if self.use_fc1_bias:
             yield ops.Bound(self.bias_op(wide, first), self, bias="fc1_bias")

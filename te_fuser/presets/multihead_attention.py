@@ -14,8 +14,9 @@ from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
+from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
-from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
+from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of
 from te_fuser.presets.inference_params import Wanted, cached
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
@@ -23,13 +24,14 @@ from te_fuser.presets.linear import Linear
 from te_fuser.presets.linears import with_bias
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchAttention
+from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
 from te_fuser.presets.rms_norm import RMSNorm
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
 
 
-class MultiheadAttention(Preset):
+class MultiheadAttention(ContextParallel):
     """y = attention(q, k, v) W^T + b, with q, k and v projected from x, or k and v from `encoder_output`.
 
     Args:
@@ -91,7 +93,7 @@ class MultiheadAttention(Preset):
             share_norm(self.first, _OUTPUT)
         self.relist()
         if plans_ahead(said):
-            x = example(said, default, self.proj.get_parameter("weight"), hidden_size)
+            x = example(self, default, self.proj.get_parameter("weight"), hidden_size)
             others = {"encoder_output": x.detach().requires_grad_()} if self.crosses else {}
             self.plan_ahead(x, **others, **example_masks(said, default, x.device, self.crosses))
 
@@ -350,6 +352,12 @@ class MultiheadAttention(Preset):
         return how, tensors
 
     def _cached(self, params: Any, call: AttentionCall, x: torch.Tensor, angles: Any) -> dict[str, torch.Tensor]:
+        cutting = self._core._context.group
+        if cutting.size > 1:
+            raise ValueError(
+                f"{type(self).__name__}: inference_params hold whole sequences, and the ranks of "
+                f"{cutting.title} cut them: call set_context_parallel_group(None) before"
+            )
         groups, kind = self._core.own_heads[1], x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         who, key = type(self).__name__, self if self.layer_number is None else self.layer_number

@@ -33,7 +33,8 @@ class Normed(Common):
         normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.
         zero_centered_gamma: the norm's factor is 1 + its weight, which starts at 0.
         return_layernorm_output: calls return what the norm gives, too, behind everything else.
-        return_layernorm_output_gathered: changes nothing: it is this rank's, with `sequence_parallel` its rows.
+        return_layernorm_output_gathered: with `sequence_parallel` what is returned are the rows of all ranks, where the
+            product behind the norm gathers them; else this rank's. Of its gradient each rank has a term.
     """
 
     normalization: str = "LayerNorm"
@@ -48,7 +49,8 @@ class Normed(Common):
     def norm(self, features: int, eps: float) -> Norm:
         """The norm."""
         output = "layernorm_output" if self.return_layernorm_output else None
-        return Norm(features, eps, self.normalization, bool(self.zero_centered_gamma), output)
+        gathered = bool(self.return_layernorm_output_gathered)
+        return Norm(features, eps, self.normalization, bool(self.zero_centered_gamma), output, gathered=gathered)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Norm:
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         output: the name by which calls can ask for what it gives; None: they cannot.
         fork: the name by which later ops of the lists around may read it; None: none does.
+        gathered: whether calls get the rows of all ranks, where a product behind it gathers them.
 
     Raises:
         TypeError, ValueError: naming the argument, and what it takes.
@@ -73,6 +76,7 @@ class Norm:
     zero_centered_gamma: bool = False
     output: str | None = None
     fork: str | None = None
+    gathered: bool = False
 
     def __post_init__(self) -> None:
         check_epsilon("eps", self.eps)
@@ -84,16 +88,26 @@ class Norm:
         if self.normalization == "LayerNorm":
             preset.declare(f"{prefix}bias", shape, 0.0, **preset.whole())
 
-    def ops(self, preset: Preset, prefix: str = "layer_norm_") -> Iterator[ops.FusableOperation]:
-        """The ops, bound to these."""
+    def ops(
+        self, preset: Preset, prefix: str = "layer_norm_", before: str | None = None
+    ) -> Iterator[ops.FusableOperation]:
+        """The ops, bound to these.
+
+        Args:
+            before: how ranks share the product behind it.
+        """
         kind = _OPS[self.normalization]
         norm = kind(self.features, self.eps, zero_centered_gamma=self.zero_centered_gamma, device="meta")
         preset.shared(norm)
         yield ops.Bound(norm, preset, **{name: prefix + name for name in norm.parameter_names()})
-        if self.output is not None:
+        gathers = self.output is not None and self.gathered and preset.sequence_parallel and before == "column"
+        if self.output is not None and not gathers:
             yield ops.Output(self.output)
         if self.fork is not None:
             yield ops.Fork(self.fork, may_stay_unread=True)
+        if self.output is not None and gathers:
+            yield ops.AllGather(preset._group, preset.sequence_dim)
+            yield ops.Output(self.output)
 
     def to_torch(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of these parameters."""

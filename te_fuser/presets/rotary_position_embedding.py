@@ -8,8 +8,9 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import count
+from te_fuser.ops.context import blocks_of, spans
 from te_fuser.presets.arguments import check_choice, check_size, default_device
-from te_fuser.presets.attention_call import LAYOUTS
+from te_fuser.presets.attention_call import LAYOUTS, sequence_dim_of
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -91,21 +92,21 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [S, B, H, D], [B, S, H, D] or [T, H, D], as tensor_format says.
-        freqs: angles [S or more, 1, 1, D or fewer], as `RotaryPositionEmbedding` gives them.
+        freqs: angles [S or more, 1, 1, D or fewer], as `RotaryPositionEmbedding` gives them; those of whole sequences.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: [B], the position of each sample's first row; None: 0.
         interleaved: whether neighbours are pairs, else the halves of what turns.
         fused: changes nothing: there is one way.
         cu_seqlens: of "thd", where sequences begin, [sequences + 1].
-        cp_size, cp_rank: 1 and 0: te_fuser does not split sequences over ranks.
+        cp_size, cp_rank: how many ranks cut the sequence, and which of them has t: its blocks cp_rank and 2 cp_size - 1
+            - cp_rank of 2 cp_size equal ones.
 
     Raises:
-        TypeError, ValueError: for tensors of other shapes or kinds.
-        NotImplementedError: for cp_size > 1.
+        TypeError, ValueError: for tensors of other shapes or kinds, and for sequences that cannot be cut so.
     """
-    if cp_size != 1 or cp_rank != 0:
-        raise NotImplementedError(f"cp_size={cp_size}, cp_rank={cp_rank}: te_fuser splits no sequences; leave them out")
     tensor_format = check_choice("tensor_format", tensor_format, LAYOUTS)
+    if check_size("cp_size", cp_size) > 1:
+        freqs = _own_angles(freqs, t, tensor_format, start_positions, cp_size, cp_rank)
     packed = tensor_format == "thd"
     if t.dim() != 4 - packed:
         raise ValueError(f"t is {4 - packed}-dimensional for tensor_format={tensor_format!r}, got {list(t.shape)}")
@@ -115,6 +116,22 @@ def apply_rotary_pos_emb(
     op = _op(size, heads, LAYOUTS[tensor_format], "interleaved" if interleaved else "half")
     given = {"freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens if packed else None}
     return op(t.flatten(-2), **given).view(t.shape)  # type: ignore[no-any-return]
+
+
+def _own_angles(
+    freqs: torch.Tensor, t: torch.Tensor, tensor_format: str, starts: torch.Tensor | None, ranks: int, rank: int
+) -> torch.Tensor:
+    """The angles of a rank's part of the sequences."""
+    if tensor_format == "thd" or starts is not None:
+        given = "tensor_format='thd'" if starts is None else "start_positions"
+        raise ValueError(f"{given} with cp_size={ranks}: ranks cut sequences that begin together; leave one out")
+    positions = t.shape[sequence_dim_of(tensor_format)]
+    if not 0 <= rank < ranks or positions % 2 or len(freqs) < ranks * positions:
+        raise ValueError(
+            f"cp_size={ranks}, cp_rank={rank} with {positions} positions of t and {len(freqs)} of freqs: give a rank "
+            "from 0 to cp_size - 1, an even number of positions, and angles of cp_size times as many"
+        )
+    return blocks_of(freqs, spans(positions, ranks, rank, True))
 
 
 @functools.lru_cache(maxsize=64)  # an op keeps its plans

@@ -20,13 +20,15 @@ from te_fuser.presets.attention_call import (
     check_arguments,
     sequence_dim_of,
 )
-from te_fuser.presets.base import Asked, Preset, first_or_later, understands
-from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
+from te_fuser.presets.base import Asked, first_or_later, understands
+from te_fuser.presets.context_parallel import ContextParallel
+from te_fuser.presets.heads import HeadsArguments
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchBranch
+from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
 from te_fuser.presets.rms_norm import RMSNorm
 from te_fuser.sequential import Sequential
 
@@ -91,7 +93,7 @@ class TransformerLayerArguments(HeadsArguments):
         AttentionCall.of(*given, self.attn_input_format, CROSS)
 
 
-class TransformerLayer(Preset):
+class TransformerLayer(ContextParallel):
     """h = x + drop(attention(norm(x))), y = h + drop(mlp(norm(h))), in the order of GPT, BERT or T5.
 
     Its parts are presets: `self_attention`, `inter_attention` in a decoder, `layernorm_mlp`, and `layernorm` with
@@ -180,7 +182,7 @@ class TransformerLayer(Preset):
 
     def _plan_ahead(self) -> None:
         said, call = self.common, self.self_attention.asking.default
-        x = example(said, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
+        x = example(self, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
         others = example_masks(said, call, x.device)
         if self.decodes:
             others["encoder_output"] = x.detach().requires_grad_()

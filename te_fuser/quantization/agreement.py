@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from te_fuser.fuser.run import telling
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import latest
+from te_fuser.ops.group import Group, groups_given
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
 from te_fuser.quantization.state import ROLES, Block, State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
-from te_fuser.recipe.region import settings
+from te_fuser.recipe.region import Region, settings
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
@@ -80,7 +82,26 @@ class Agreement:
         self._looked: tuple[int, ...] = ()
         self._told: _Told | None = None
         self._begun = self._warned = False
+        self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
+
+    def enter(self, region: Region) -> None:
+        """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
+
+        They ask where they compare calls: one that goes on to a call is heard.
+
+        Raises:
+            Disagreement: on all ranks, where one enters another region or none.
+        """
+        key = region.recipe, region.calibrating
+        if key in self._entered:
+            return
+        own = Group.of("fp8_group", self._group())
+        groups = {group.name: group for group in (own, *groups_given())}
+        kind = " that calibrates" * region.calibrating
+        what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
+        telling.compare([*groups.values()], [("region", what)])
+        self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
         """Compare how many products there are, once.
@@ -127,7 +148,15 @@ class Agreement:
             seen[block][there] = found[here].to(block.device)
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group())
+        group = self._group()
+        try:
+            dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            raise telling.Disagreement(
+                f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} that agree on amaxes waited for the "
+                "others at the entry of a region of FP8: enter it on all of them, equally often, or give fp8_group "
+                f"those that do; {error}"
+            ) from error
         return bits
 
     def _grow(self) -> None:

@@ -11,8 +11,12 @@ import torch
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
-from te_fuser.quantization.state import ROLES, known_state_of, lock, state_of
+from te_fuser.quantization.state import ROLES, State, known_state_of, lock, state_of
+from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
+from te_fuser.recipe.recipes import Recipe
+
+_REMEDY = "what computes it again takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
 
 
 def checkpoint_contexts() -> tuple[Any, Any]:
@@ -75,9 +79,29 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
                 state.amaxes.update(slots)
 
 
-def ran_within(weight: Binding) -> None:
-    """Note that a product of which nothing is kept runs in a region now."""
-    state_of(weight).is_in_region = True
+def ran_within(weight: Binding, recipe: Recipe) -> None:
+    """Note that a product runs in a region now, by that recipe.
+
+    Raises:
+        RuntimeError: where that computes a forward again which ran in another region, or in none.
+    """
+    state = state_of(weight)
+    refuse_another(state, recipe)
+    if not region.recomputing():
+        state.ran_by, state.ran_in = recipe, region.entries()
+
+
+def refuse_another(state: State, recipe: Recipe) -> None:
+    """Refuse what computes a forward again in another region than it ran in.
+
+    By recipes that keep scales it is another one where it was entered anew, by others where the recipe is another one.
+
+    Raises:
+        RuntimeError: so.
+    """
+    is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.ran_in == region.entries())
+    if not is_same and region.runs_again():
+        raise RuntimeError(f"a forward runs inside of a backward, in another region than it ran in before: {_REMEDY}")
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:
@@ -87,9 +111,8 @@ def ran_outside(weights: Iterable[Binding]) -> None:
         RuntimeError: inside of a backward, where they ran in a region before: what runs again has lost its own.
     """
     for state in filter(None, map(known_state_of, weights)):
-        if state.is_in_region and region.in_backward() and not region.recomputing():
+        if state.ran_by is not None and region.runs_again():
             raise RuntimeError(
-                "a forward runs inside of a backward, without the region that it ran in before: what computes it again "
-                "takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+                f"a forward runs inside of a backward, without the region that it ran in before: {_REMEDY}"
             )
-        state.is_in_region = False
+        state.ran_by = None

@@ -316,9 +316,11 @@ def _begin(region: Region) -> None:
         if _recorded.is_new and _agreement(_recorded.region) is None:
             fold()
         return
+    agreement = _agreement(region)
+    if agreement is not None:
+        agreement.enter(region)
     if _recorded.region is not None:
         fold()
-    agreement = _agreement(region)
     if agreement is not None:
         agreement.begin(region.recipe)
     _recorded.region, _recorded.is_new = region, True

@@ -12,6 +12,7 @@ import torch
 from te_fuser.fuser.graph import surroundings
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.quantization.checkpointing import refuse_another
 from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
@@ -49,12 +50,12 @@ class GraphedRegion:
         copied, micro_batch = _copied(self._device), region.microbatch(said)
         with region.counted_alone() as entry, copied, micro_batch, region.noting_used() as used:
             yield
-        ran = [state for block in blocks() for state in block.states() if state.entry == entry]
+        ran = [state for block in blocks() for state in block.states() if state.ran_in == entry]
         for state in ran:
-            state.entry = region.entries()
+            state.ran_in = state.entry = region.entries()
         self._products = [(state, state.recipe) for state in ran if state.recipe is not None]
         recipes = tuple([(vars(state), "recipe", recipe) for state, recipe in self._products])
-        self._facts = Facts(items=recipes, calls=((AsPut(ran), True),))
+        self._facts = Facts(items=recipes, calls=((AsPut(ran, records=True), True),))
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -100,6 +101,7 @@ class GraphedRegion:
     def _renew(self) -> None:
         """Have scales where buffers are others, and recipes that were others since."""
         for state, recipe in self._products:
+            refuse_another(state, recipe)
             if not state.runs_by(recipe):
                 raise ValueError(
                     f"a product of this graph ran by a second recipe in this region, {state.recipe}, and its replay "
@@ -110,7 +112,7 @@ class GraphedRegion:
 
     def _keep(self) -> None:
         """Have weights of 8 bits where the graph reads them."""
-        keep([weight for _, weight in self._kept.values()])
+        keep([weight for _, weight in self._kept.values()], torch.is_grad_enabled())
         for state, (there, _) in self._kept.items():
             if self._copied.get(state) is not state.kept["weight_data"]:
                 with torch.no_grad():

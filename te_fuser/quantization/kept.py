@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
@@ -18,7 +19,7 @@ from te_fuser.look import is_looking
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
 from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.state import State, blocks, lock, not_in_capture, state_of
+from te_fuser.quantization.state import State, every_state, lock, not_in_capture, state_of
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -48,8 +49,12 @@ class KeptBinding(StateBinding):
         return self.__dict__["state"].kept  # type: ignore[no-any-return]
 
 
-def keep(weights: Sequence[Binding]) -> None:
-    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read."""
+def keep(weights: Sequence[Binding], records: bool) -> None:
+    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
+
+    Args:
+        records: whether their amaxes are recorded.
+    """
     if not weights:
         return
     states = {state_of(weight): weight for weight in weights}
@@ -60,7 +65,7 @@ def keep(weights: Sequence[Binding]) -> None:
         not_in_capture("weights are quantized to be kept")
     if missing and not (first or looks):
         _say_once()
-    amaxes = [state.amaxes["weight"] for state in missing] if torch.is_grad_enabled() else None
+    amaxes = [state.amaxes["weight"] for state in missing] if records else None
     with lock, torch.inference_mode(False), torch.no_grad():
         taken = [w if w.dtype in KINDS else w.float() for w in (states[s].taken().detach() for s in missing)]
         made = [_like(w) for w in taken] if looks else _quantized(taken, missing, amaxes)
@@ -95,10 +100,10 @@ def leave_blank(state: State, out_features: int, in_features: int) -> None:
     device = state.scales["weight"].device
     if state.blanks and state.blanks[KEPT[0]].device == device:
         return
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _disable_current_modes():  # of an export, which would make one of its own
         blank = torch.zeros((), dtype=torch.int8, device=device).sub_(1).view(DTYPE)  # all bits: NaN
-    sizes = out_features, in_features
-    state.blanks.update(zip(KEPT, (blank.expand(sizes), blank.expand(sizes[::-1])), strict=False))
+        layouts = [blank.expand(sizes) for sizes in ((out_features, in_features), (in_features, out_features))]
+    state.blanks.update(zip(KEPT, layouts, strict=False))
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:
@@ -148,7 +153,7 @@ def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> I
 @contextlib.contextmanager
 def kept_undisturbed() -> Iterator[None]:
     """Afterwards there is kept of each weight what was kept before."""
-    before = [(state, dict(state.kept), state.is_kept) for block in blocks() for state in block.states()]
+    before = [(state, dict(state.kept), state.is_kept) for state in every_state()]
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,12 +21,14 @@ from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloa
 from te_fuser.ops.float8_products import READ, READ_KEPT
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.narrow import not_scaled
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside, ran_within
+from te_fuser.quantization.folding import read_in_capture
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import (
     KEPT,
@@ -41,13 +44,25 @@ from te_fuser.quantization.kept import (
 from te_fuser.quantization.only import Place, is_only_narrow, narrow_places
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
-from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, has_been_asked, known_state_of, state_of
+from te_fuser.quantization.state import (
+    ROLES,
+    AsPut,
+    State,
+    blocks,
+    ensure,
+    every_state,
+    has_been_asked,
+    known_state_of,
+    look_up,
+    state_of,
+)
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_only_reads: ContextVar[bool] = ContextVar("te_fuser_only_reads", default=False)
 _BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBinding}
 
 
@@ -65,28 +80,44 @@ class Regions(surroundings.Surrounding):
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        _refuse_tied(listed)
+        _refuse_narrow_weights(listed)
         around, calibrating = _said(key)
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
         if any(scalings_of(recipe) is None for _, recipe, _ in found):
             refuse_by_hand()
+        records = _records()
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
         for weight, recipe, device in found if not is_looking() else ():
-            ensure(weight, recipe, device) if scalings_of(recipe) is None else ran_within(weight)
+            if not _only_reads.get():
+                ran_within(weight, recipe)
+            if scalings_of(recipe) is None:
+                ensure(weight, recipe, device) if records else look_up(weight, device)
         for item in listed:
             if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
                 leave_blank(state_of(own), *cast(MatMul, item.lowered.op).parameter_shapes()["weight"])
-        keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)])
+        keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         products = [item for item in listed if _is_product(item)]
+        why = "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)"
+        if region.current() is not None:  # where but calls in float64 are surrounded by nothing
+            why = "is called in float64, which regions of FP8 leave alone: convert x to float32, bfloat16 or float16"
         for item in products:
-            _refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
+            _refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
             ran_outside([item.lowered.bindings["weight"] for item in products])
+
+    @contextlib.contextmanager
+    def only_reading(self) -> Iterator[None]:
+        token = _only_reads.set(True)
+        try:
+            with kept_undisturbed():
+                yield
+        finally:
+            _only_reads.reset(token)
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
@@ -94,7 +125,7 @@ class Regions(surroundings.Surrounding):
         products = [item.lowered.bindings["weight"] for item in listed if _is_product(item)]
         places = [place for weight in products for place in narrow_places(weight)]
         calls = (
-            (AsPut(states), True),
+            (AsPut(states, _records()), True),
             (region.is_capturing, False),
             *([(_AsTheyWere(places), True)] if places else ()),
         )
@@ -111,7 +142,7 @@ class Regions(surroundings.Surrounding):
     def undisturbed(self) -> Iterator[None]:
         before = [(block, block.amaxes.clone()) for block in blocks()]
         known = {id(block) for block, _ in before}
-        noted = {state: state.noted for block, _ in before for state in block.states()}
+        noted = {state: state.noted for state in every_state()}
         try:
             with kept_undisturbed():
                 yield
@@ -122,8 +153,13 @@ class Regions(surroundings.Surrounding):
                 for block in blocks():
                     if id(block) not in known:
                         block.amaxes.zero_()
-                    for state in block.states():
-                        state.noted = noted.get(state, (None, False, -1))
+                for state in every_state():
+                    state.noted = noted.get(state, (None, None, -1, -1))
+
+
+def _records() -> bool:
+    """Whether calls need more than to read scales; a graph that records nothing may be replayed when there are some."""
+    return (torch.is_grad_enabled() or read_in_capture() is not None) and not _only_reads.get()
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:
@@ -167,23 +203,29 @@ def _refuse_narrow(item: ListedOp, why: str) -> None:
 
 
 class _AsTheyWere:
-    """Whether parameters are where they were."""
+    """Whether weights in 8 bits are where they were, and what their scales are of."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
 
     def __call__(self) -> bool:
-        return all(there.get(name) is p for there, name, p in self._places)
+        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._places)
 
 
-def _refuse_tied(listed: Sequence[ListedOp]) -> None:
-    """Refuse a weight in 8 bits alone that several modules have: each has a scale, of which one at most is its own."""
+def _refuse_narrow_weights(listed: Sequence[ListedOp]) -> None:
+    """Refuse weights in 8 bits alone whose scale is not theirs.
+
+    Raises:
+        RuntimeError: where several modules have one, each with a scale, and where somebody has written to it.
+    """
     there: dict[int, Hashable] = {}
     for item in filter(_is_product, listed):
         weight = item.lowered.bindings["weight"]
-        for _, _, part in narrow_places(weight):
+        for owned, _, part in narrow_places(weight):
             if there.setdefault(id(part), weight.key) != weight.key:
                 _refuse_narrow(item, "is another product's, too, which has a scale of its own: list one product twice")
+            if (why := not_scaled(part, owned)) is not None:
+                _refuse_narrow(item, why)
 
 
 def _is_given(item: ListedOp) -> bool:
@@ -279,7 +321,10 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         return (item,)
     form = _form(cast(Recipe, recipe), dtype, own)
     if scalings is not None:
-        return (_listed(item, OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, **form), "", low.bindings),)
+        weight = low.bindings["weight"]
+        keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
+        product = OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, keeps_weight=keeps, **form)
+        return (_listed(item, product, "", low.bindings),)
     kept = (True,) * 3 if calibrating else cast(DelayedScaling, recipe).override_linear_precision
     if any(kept):
         partly = PartlyFloat8MatMul(cast(MatMul, low.op), kept=kept, **form)

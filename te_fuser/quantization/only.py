@@ -15,7 +15,7 @@ from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.narrow import NARROW, is_narrow, narrow, prefix_of
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.quantization.products import weight_of
-from te_fuser.recipe.recipes import Recipe
+from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
 
@@ -35,11 +35,12 @@ def quantized_model_init(
 
     Args:
         enabled: whether they do.
-        recipe: checked alone: how x is quantized says the region of a call.
+        recipe: checked alone, whether such weights can run by it: how x is quantized says the region of a call.
         preserve_high_precision_init_val: refused, as it is for training.
 
     Raises:
         TypeError: for what is no recipe, or neither True nor False.
+        ValueError: for a recipe by which they cannot run.
         NotImplementedError: to preserve what weights were.
     """
     for name, flag in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
@@ -47,6 +48,8 @@ def quantized_model_init(
             raise TypeError(f"quantized_model_init: {name} is True or False, got {flag!r}")
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise TypeError(f"quantized_model_init takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
+    if recipe is not None and (why := why_not_by(recipe)) is not None:
+        raise ValueError(f"quantized_model_init: weights in 8 bits alone take {why}, got {recipe}")
     if preserve_high_precision_init_val:
         raise NotImplementedError(
             "quantized_model_init: preserve_high_precision_init_val=True is for training, and weights in 8 bits alone "
@@ -60,6 +63,15 @@ def quantized_model_init(
         _waiting.reset(token)
     for op in waiting:
         _narrow(op)
+
+
+def why_not_by(recipe: Recipe) -> str | None:
+    """What weights in 8 bits alone take in place of a recipe by which they cannot run; None: they can."""
+    if not isinstance(recipe, DelayedScaling):
+        return "a recipe that keeps scales, DelayedScaling() say"
+    if recipe.override_linear_precision[0]:
+        return "a recipe without override_linear_precision, which has y in the model's own precision"
+    return None
 
 
 def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None) -> None:

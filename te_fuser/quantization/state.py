@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.kernels.fold_amaxes import APART
 from te_fuser.ops.base import Aside, FusableOperation
@@ -31,6 +32,7 @@ lock = threading.RLock()
 _changes = [0]
 Numbers = dict[str, torch.Tensor]  # by role
 _blocks: list[Block] = []
+_all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
 
 
@@ -123,9 +125,10 @@ class State:
             of the amax.
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
         kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
-        recipe: by which its last call ran.
-        is_in_region: whether that was in a region.
-        entry: the number of the outermost one.
+        recipe: by which its last call ran that recorded.
+        entry: the number of the outermost region of that call.
+        ran_by, ran_in: the recipe of its last call of all, whatever that recorded, None: outside of regions; and the
+            number of the outermost region.
         block, row: where its slots are; None before it has tensors.
     """
 
@@ -138,12 +141,14 @@ class State:
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
         self.recipe: Recipe | None = None
-        self.is_in_region = False
+        self.ran_by: Recipe | None = None
+        self.ran_in = -1
         self.entry = -1
         self.block: Block | None = None
         self.row = -1
         self._buffers = owner._buffers
-        self._put: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        _all.add(self)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -169,7 +174,8 @@ class State:
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
-        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = self._put = scale, history
+        self._put = scale, history
+        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = scale, history
         numbers = apart(torch.cat([scale, scale.reciprocal()]))
         show([(self.scales, self.inverses)], numbers.unbind())
         if self.block is not None and self.block.live is not None:
@@ -191,8 +197,21 @@ class State:
             scale, history = (_writable(t.to(device=device, dtype=torch.float32)) for t in (scale, history))
             self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
 
+    def read(self, device: torch.device) -> None:
+        """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
+        if self.has_buffers:
+            self.make(None, device)
+        elif not (self.is_as_put() and self.scales["input"].device == device):
+            # Of an export the modes would make tensors without values.
+            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                numbers = apart(torch.ones(2 * len(ROLES), device=device))
+                show([(self.scales, self.inverses)], numbers.unbind())
+                if self.block is None:
+                    self.amaxes.update(zip(ROLES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
+            self._put = None, None
+
     def _is_made(self, length: int | None, device: torch.device) -> bool:
-        there = self.block is not None and self.block.device == device and self.is_as_put()
+        there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
         return there and length in (None, len(self.history))
 
     def take_up(self) -> None:
@@ -209,28 +228,28 @@ class State:
         """Scales and history as they are now; what .half() and the like rounded, as it was before."""
         if not self.has_buffers:
             return torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)
-        if self._put is None:
-            return self.scale, self.history
-        now, before = (self.scale, self.history), self._put
-        return tuple(n if n.dtype == torch.float32 else b for n, b in zip(now, before, strict=True))  # type: ignore[return-value]
+        now, before = (self.scale, self.history), self._put or (None, None)
+        kept = [n if n.dtype == torch.float32 or b is None else b for n, b in zip(now, before, strict=True)]
+        return kept[0], kept[1]
 
     def _take_slots(self, device: torch.device) -> None:
         free = next((b for b in _blocks if b.device == device and not b.is_full), None)
         if free is None:
             _blocks[:] = [b for b in _blocks if b.states()]
-            free = Block(device)
+            with _disable_current_modes():  # as in `read`
+                free = Block(device)
             _blocks.append(free)
         self.block, self.row = free, free.add(self, self.block, self.row)
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
     @property
-    def noted(self) -> tuple[Recipe | None, bool, int]:
-        """What calls have noted: `recipe`, `is_in_region` and `entry`."""
-        return self.recipe, self.is_in_region, self.entry
+    def noted(self) -> tuple[Recipe | None, Recipe | None, int, int]:
+        """What calls have noted: `recipe`, `ran_by`, `ran_in` and `entry`."""
+        return self.recipe, self.ran_by, self.ran_in, self.entry
 
     @noted.setter
-    def noted(self, value: tuple[Recipe | None, bool, int]) -> None:
-        recipe, self.is_in_region, self.entry = value
+    def noted(self, value: tuple[Recipe | None, Recipe | None, int, int]) -> None:
+        recipe, self.ran_by, self.ran_in, self.entry = value
         self._runs_now_by(recipe)
 
     def runs_by(self, recipe: Recipe) -> bool:
@@ -240,7 +259,7 @@ class State:
         is_another = self.recipe is not None and self.recipe != recipe
         if is_another and self.entry == region.entries():
             return False
-        self.entry, self.is_in_region = region.entries(), True
+        self.entry = region.entries()
         self._runs_now_by(recipe)
         return True
 
@@ -261,19 +280,31 @@ def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tenso
 
 
 class AsPut:
-    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
+    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region.
 
-    def __init__(self, states: Sequence[State]) -> None:
+    Not of what computes a forward again in another one, which is to be refused.
+
+    Args:
+        records: whether calls record amaxes.
+    """
+
+    def __init__(self, states: Sequence[State], records: bool) -> None:
+        self._records = records
         self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
 
     def __call__(self) -> bool:  # in each call: one loop, which calls nothing
-        entry = None if region.recomputing() else region.entries()
+        entry, runs_again = None if region.recomputing() else region.entries(), None
         for state, buffers, scale, history in self._states:
             if state._put is None or buffers.get(scale) is not state._put[0]:
                 return False
             if buffers.get(history) is not state._put[1]:
                 return False
-            if entry is not None:
+            if entry is not None and state.ran_in != entry:
+                runs_again = region.runs_again() if runs_again is None else runs_again
+                if runs_again:
+                    return False
+                state.ran_in = entry
+            if entry is not None and self._records:
                 state.entry = entry
         return True
 
@@ -373,6 +404,13 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
     return state
 
 
+def look_up(weight: Binding, device: torch.device) -> State:
+    """The state of a product, with what its calls read that record nothing: none of them changes it."""
+    state = state_of(weight)
+    state.read(device)
+    return state
+
+
 def history_length(recipe: Recipe) -> int:
     """How many amaxes a product keeps that runs by a recipe."""
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
@@ -407,6 +445,11 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 def blocks() -> list[Block]:
     """Those of all devices, in the order in which they were made."""
     return list(_blocks)
+
+
+def every_state() -> list[State]:
+    """Those of all products, with buffers or without."""
+    return list(_all)
 
 
 def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:

@@ -68,7 +68,15 @@ def is_first_microbatch() -> bool | None:
 
 @contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
-    """In here calls are of the first micro-batch of a step or of another one; None: as around."""
+    """In here calls are of the first micro-batch of a step or of another one; None: as around.
+
+    Raises:
+        TypeError: for anything else than True, False and None.
+    """
+    if not (is_first is None or isinstance(is_first, bool)):
+        raise TypeError(
+            f"microbatch takes True for the first micro-batch of a step, False for others, or None, got {is_first!r}"
+        )
     if is_first is None:
         yield
         return
@@ -189,6 +197,11 @@ def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> N
 def in_backward() -> bool:
     """Whether this runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def runs_again() -> bool:
+    """Whether what runs here computes a forward again, inside of a backward, without the regions of that forward."""
+    return in_backward() and torch.is_grad_enabled() and not _recomputing.get()
 
 
 class Entered(contextlib.ContextDecorator):

@@ -9,12 +9,15 @@ import torch
 from te_fuser.compare import Row
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
+from te_fuser.fuser.run.lockstep import groups_of
+from te_fuser.fuser.run.telling import telling_errors
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
+from te_fuser.ops.group import Group as RankGroup
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck
-from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, with_owners
+from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, listed_ops, with_owners
 from te_fuser.verify.report import VerificationError, VerifyReport
 from te_fuser.verify.steps import run_verified
 
@@ -38,7 +41,8 @@ def verify(
     A result may err at most twice what plain PyTorch errs in the same dtype, op by op, plus one ulp of its scale; in
     its largest error and in its root-mean-square error. Every case also checks that inputs and parameters are left
     as they are, and that a second backward and a second run repeat the first bit for bit (gradients through attention
-    on a GPU under torch.use_deterministic_algorithms only: its libraries promise no more).
+    on a GPU under torch.use_deterministic_algorithms only: its libraries promise no more). Ranks that share ops of a
+    model verify it together, each what it has: x, and of parameters its part. What fails on one of them fails on all.
 
     Args:
         subject: a fusion or its name, to be run on lists that its pattern matches; or a model or op.
@@ -56,7 +60,7 @@ def verify(
 
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
-        NotImplementedError: for a model that several ranks run together.
+        Disagreement: on all ranks that share ops of the model, where one of them raised or verifies something else.
     """
     _check_given(x, dtypes)
     if isinstance(subject, (str, Fusion)):
@@ -64,7 +68,9 @@ def verify(
     if x is None and (outputs or inputs):
         raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
-    rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device)
+    ranks = groups_of(listed_ops(model))
+    with telling_errors(ranks):
+        rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks)
     report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
     if not rows:
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
@@ -119,14 +125,8 @@ def _model_rows(
     outputs: tuple[str, ...],
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
+    ranks: Sequence[RankGroup],
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    found = ((type(op).__name__, op.runs_with()) for op in walk(model))
-    name, group = next(((name, group) for name, group in found if group is not None), ("", None))
-    if group is not None:
-        raise NotImplementedError(
-            f"verify: {name} runs on {group.size} ranks together, and how often the reference "
-            "runs depends on what each of them finds; Sequential(verify=True) checks the other steps of a call"
-        )
     whole = with_owners(model)
     parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
     draws = any(op.draws() for op in walk(model))
@@ -135,7 +135,7 @@ def _model_rows(
         call = Call(x, inputs, outputs, gradient_names(model, inputs))
         for dtype in dtypes or (None,):
             label = text_of(dtype or x.dtype)
-            subject = Subject(model, dtype)
+            subject = Subject(model, dtype, ranks=ranks)
             plain = Case(f"{label} {list(x.shape)}", dtype)
             for case in (plain, *variants(plain, parameters, draws)):
                 rows += subject.check(case, call.to(dtype))
@@ -145,7 +145,7 @@ def _model_rows(
     where = torch.device(device or first.device)
     skipped: list[tuple[str, str]] = []
     for dtype in dtypes or _DTYPES:
-        subject = Subject(model, dtype, where)
+        subject = Subject(model, dtype, where, ranks)
         for case in example_cases((dtype,), parameters, draws, features):
             assert case.leading is not None
             try:

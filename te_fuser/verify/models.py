@@ -17,9 +17,12 @@ from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run import telling
 from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, Spec
+from te_fuser.ops.dtensor import in_parts, is_dtensor, own_part
+from te_fuser.ops.group import Group as RankGroup
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import unrounded
 from te_fuser.sequential import Sequential
@@ -56,9 +59,16 @@ class Call:
 class Subject:
     """A model under verification: a copy that runs fused, and one that runs its reference in any dtype."""
 
-    def __init__(self, model: Sequential, dtype: torch.dtype | None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: Sequential,
+        dtype: torch.dtype | None,
+        device: torch.device | None = None,
+        ranks: Sequence[RankGroup] = (),
+    ) -> None:
+        self._ranks = ranks
         whole = with_owners(model)
-        self.owned = copy.deepcopy(whole).to(device, dtype)
+        self.owned = _with_own_parts(copy.deepcopy(whole).to(device, dtype))
         self.fused = _list_of(self.owned)
         for module in self.fused.modules():
             if isinstance(module, Sequential):
@@ -75,14 +85,26 @@ class Subject:
                     marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
     def check(self, case: Case, call: Call) -> list[Row]:
-        """One row for each result of the case, and for each promise that is not about accuracy."""
-        if not case.negated:
-            return self._both_ways(case, call)
-        self._negate()
-        try:
-            return self._both_ways(case, call)
-        finally:
+        """One row for each result of the case, and for each promise that is not about accuracy.
+
+        Of other ranks that run it together there is a row for what fails.
+        """
+        if case.negated:
             self._negate()
+        try:
+            rows = self._both_ways(case, call)
+        finally:
+            if case.negated:
+                self._negate()
+        if not self._ranks:
+            return rows
+        failed = telling.of_all(self._ranks, f"verify: {case.name}", [str(row) for row in rows if not row.passed])
+        others = [(k, text) for k, texts in enumerate(failed) for text in texts]
+        return rows + [Row(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
+
+    def settled(self, settled: bool) -> bool:
+        """Whether no rank has to look at other data, which all run together."""
+        return all(telling.of_all(self._ranks, "verify: whether to run on neighbouring data", settled))
 
     def _negate(self) -> None:
         """Change all parameters in place, as some optimizers do: no version counter sees it."""
@@ -154,6 +176,8 @@ class _Run:
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._checked()
+        except telling.Disagreement:
+            raise
         except Exception as error:
             return [Row(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
 
@@ -174,7 +198,15 @@ class _Run:
         rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
         data = {**before, **self.drawn}
         turned = self._turned if self._quantizes() else None
-        return rows + judge(self.case.name, found, data, self._reference, coarsest=self._coarsest(), turned=turned)
+        return rows + judge(
+            self.case.name,
+            found,
+            data,
+            self._reference,
+            coarsest=self._coarsest(),
+            turned=turned,
+            settled=self.subject.settled,
+        )
 
     def _coarsest(self) -> float:
         """The eps of the narrowest dtype that an op gives."""
@@ -322,6 +354,17 @@ def with_owners(model: Sequential) -> torch.nn.Module:
     owners = [op.owner for op in model.modules() if isinstance(op, Bound)]
     outside = [owner for owner in dict.fromkeys(owners) if owner not in set(model.modules())]
     return torch.nn.ModuleList([model, *outside]) if outside else model
+
+
+def _with_own_parts(owned: torch.nn.Module) -> torch.nn.Module:
+    """The same with plain parameters: of DTensors this rank's part."""
+    for module in owned.modules():
+        for name, p in [*module._parameters.items()]:
+            if p is not None and is_dtensor(p):
+                part = own_part(p.detach())
+                plain = part if in_parts(module, name) == 1 else part.flatten(0, 1)
+                module.register_parameter(name, torch.nn.Parameter(plain, p.requires_grad))
+    return owned
 
 
 def _list_of(owned: torch.nn.Module) -> Sequential:

@@ -32,6 +32,15 @@ def test_parts_of_the_gpu_tests_name_tests_that_exist() -> None:
             assert (ROOT / file).is_file() and f"def {name}" in (ROOT / file).read_text()
 
 
+def test_what_ranks_run_together_is_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    together = gpu_tests.parts(ranks=2)
+    assert together.keys() == {"presets", "training"}
+    alone = {test for part in gpu_tests.parts().values() for test in part.tests}
+    assert not any("gpu/ranks" in test for test in alone)
+    assert gpu_tests.main(["--ranks", "2", "--part", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["presets", "training"]
+
+
 def test_lists_of_parts_say_how_long_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
     for main, names in ((command.main, PARTS), (gpu_tests.main, gpu_tests.parts())):
         assert main(["--part", "list"]) == 0

@@ -25,7 +25,7 @@ from tests import fake_cuda
 from tests.benchmarks.pretended import ABOUT, TOY
 from tests.needs import needs_compiler
 
-SLOW = ("first-call", "train", "train-exact")  # they start processes
+SLOW = ("first-call", "train", "train-exact", "train-fp8")  # they start processes
 
 
 @pytest.mark.parametrize(

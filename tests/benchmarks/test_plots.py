@@ -38,9 +38,20 @@ def train_record(*more: str) -> dict[str, Any]:
     return records.part_record(ABOUT, measure.FULL, {"quick": False}, 12.34, [entry])
 
 
+def fp8_record() -> dict[str, Any]:
+    part = train_record()
+    entry = part["cases"][0]
+    entry["contenders"] = {
+        "te_fuser": entry["contenders"]["te_fuser"],
+        "te_fuser, bfloat16": entry["contenders"]["torch.nn"],
+    }
+    return part
+
+
 def whole_record() -> dict[str, Any]:
     exact = train_record("torch.nn, nudged")
     parts = {"layer": layer_record(), "growth": growth_record(), "train": train_record(), "train-exact": exact}
+    parts["train-fp8"] = fp8_record()
     return {**ABOUT, "parts": parts}
 
 
@@ -55,6 +66,10 @@ PLOTS = {
     plots.plot_losses: (
         "dropout 0.25 (commit abc, full run)", "without dropout (commit abc, full run)", ">te_fuser<", ">eager<",
         ">eager, nudged<", "bigram model", "loss, nats per byte",
+    ),
+    plots.plot_fp8_losses: (
+        "in FP8 and in bfloat16, NVIDIA Test 1 (commit abc, full run)", ">te_fuser<", ">te_fuser, bfloat16<",
+        "bigram model", "minus bfloat16", ">step<",
     ),
 }  # fmt: skip
 
@@ -100,7 +115,7 @@ def test_losses_of_records_without_validation_steps_are_curves_alone(tmp_path: P
 def test_every_plot_is_written_and_stands_in_the_document(tmp_path: Path) -> None:
     plots.write_plots(whole_record(), tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["gpu-growth.svg", "gpu-loss.svg", "gpu.svg"]
+    assert names == ["gpu-fp8-loss.svg", "gpu-growth.svg", "gpu-loss.svg", "gpu.svg"]
     for name in names:
         assert f"](images/{name})" in docs.DOCUMENT.read_text()
         assert (plots.IMAGES / name).stat().st_size < 2**20

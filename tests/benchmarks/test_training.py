@@ -57,6 +57,25 @@ def test_the_compiled_twin_takes_part_where_it_can(monkeypatch: pytest.MonkeyPat
     assert "torch.compile" not in entry["contenders"]
 
 
+def test_fp8_is_judged_by_its_last_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(arguments: list[str]) -> str:
+        ran.append(arguments)
+        off = 0.05 if arguments[-1] == "fp8" else 0.02
+        return pretended_training({"te_fuser": off}, 40, validated=2)(arguments)
+
+    monkeypatch.setattr(train, "output_of", run)
+    (entry,) = train.train_fp8(TOY)
+    both = [arguments[arguments.index("--out") + 2 :] for arguments in ran]
+    assert both[0] == [*both[1], "--precision", "fp8"] and "--validations" in both[1]
+    ours, other = entry["contenders"].values()
+    assert ours["last_losses"] == pytest.approx(1.05) and other["last_losses"] == pytest.approx(1.02)
+    assert entry["fp8_difference"] == pytest.approx(0.03) and len(entry["validation_steps"]) == 20
+    assert [(goal["found"], goal["met"]) for goal in entry["goals"]] == [(pytest.approx(1.05 / 1.02), False)]
+    assert "Mean of the last ten evaluations: 1.0500 nats in FP8, 1.0200 in bfloat16." in docs._note(entry)
+
+
 def test_a_nudge_that_loses_its_way_in_the_digits_is_one_digit(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = {"te_fuser": 0.0001, "torch.nn": 0.0, "torch.nn, nudged": 0.0}
     monkeypatch.setattr(train, "output_of", pretended_training(offsets, 5, validated=5))

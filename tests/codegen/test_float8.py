@@ -14,7 +14,7 @@ from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.dtypes import FLOAT8, name_of
-from te_fuser.formula import expr, quantize
+from te_fuser.formula import expr, quantize, row_sum
 from te_fuser.formula.expr import Axes
 from tests.codegen.cuda_on_cpu import build
 from tests.float8 import codes, every_number, nearest_codes, numbers, telling_numbers
@@ -135,6 +135,23 @@ def test_vectors_go_by_the_narrowest_tensor() -> None:
     assert schedule.vector == 16
     (schedule,) = cuda.generate(TO["float8_e5m2", "bfloat16", 6]).schedules
     assert schedule.vector == 2
+
+
+def test_threads_that_share_a_row_load_16_bytes_beside_stores_in_8_bits() -> None:
+    """And of rows to come one is on its way where columns are added up, not two."""
+    width, dtype = 4096, "float8_e4m3fn"
+    names, scale = ("x", "y", "z"), expr.leaf("scale", Axes.NONE)
+    x, y, z = (expr.leaf(name, Axes.FULL, width) for name in names)
+    normed = x * row_sum(x * y) + z
+    tensors = {**dict.fromkeys(names, (Axes.FULL, width, "bfloat16")), "scale": (Axes.NONE, 1, "float32")}
+    narrow = Target("out", quantize(normed, scale, FLOAT8[dtype]), Axes.FULL, width, dtype)
+    wide = Target("out", normed, Axes.FULL, width, "bfloat16")
+    totals = [Target(f"sum{k}", e, Axes.FEATURE, width, "float32") for k, e in enumerate((normed, x * z, y))]
+    for target in (narrow, wide):
+        (alone,) = cuda.generate(describe("rows", [target], (), tensors)).schedules
+        (summed,) = cuda.generate(describe("sums", [target], totals, tensors)).schedules
+        assert alone.vector == summed.vector == 8
+        assert summed.ahead == (2 if target is narrow else 3)
 
 
 @needs_nvrtc

@@ -13,7 +13,6 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
-from te_fuser.fusions import FusionCall
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.quantize_weights import QuantizeWeights
 from te_fuser.kernels.transposed8 import Transposed8
@@ -139,7 +138,11 @@ def test_sums_are_as_the_recipe_says() -> None:
     ):
         p = planned(recipe=recipe)
         bodies = (step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight"))
-        assert tuple(s.task.body.function.keywords["product"].fast for s in bodies) == wanted  # type: ignore[union-attr]
+        factors = (E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)
+        for s, fast_sums, two in zip(bodies, wanted, factors, strict=True):
+            kind = "bias" if s is bodies[0] else "plain"
+            native = quantized_matmul.configured(kind, *two, torch.bfloat16, fast_sums, quantized_matmul.ALONG)
+            assert s.task.body.function.__self__ is native  # type: ignore[union-attr]
 
 
 REFUSED = [
@@ -231,10 +234,8 @@ def test_products(
     }
     biased = dtype != torch.float32
     forward = step(p, BIASED if biased else Y)
-    last = forward.stop - forward.start - 1
-    tensors = numbers | {f"{last}.bias": bias, "input": x8.data}
-    call = FusionCall([n.op for n in p.graph.nodes[forward.start : forward.stop]], tensors, frozenset(), {})
-    y = forward.task.body.function(call, x8.data)  # type: ignore[union-attr]
+    tensors = numbers | {"-1.bias": bias}
+    y = forward.task.body.function(*[tensors[name] for name in forward.task.fusion.takes])  # type: ignore[union-attr]
     assert library.last_fast and y.dtype == dtype
     close(y, wide_x @ wide_w.mT + (bias.double() if biased else 0.0))
     assert slot == w8.amax
@@ -261,7 +262,7 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, device: str, name: s
     w = torch.nn.Parameter(torch.zeros(OUT, IN, dtype=torch.bfloat16))
     w.main_grad = torch.ones(OUT, IN, dtype=main)  # type: ignore[attr-defined]
     factors = layouts(x8, dy8)
-    given = (*[factors[n] for n in task.gradient.takes[:2]], x8.scale_inverse, dy8.scale_inverse, w)  # type: ignore[union-attr]
+    given = (*[factors[n] for n in task.gradient.takes[:2]], dy8.scale_inverse, x8.scale_inverse, w)  # type: ignore[union-attr]
     run(*given)
     close(w.main_grad, exact + 1.0)
     assert w.main_grad._version == 1

@@ -19,6 +19,7 @@ from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.joined import _JOINED, Joined
 from te_fuser.ops.own_scales import Scaling, dequantized
+from te_fuser.quantization import lowering
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, QParams, Recipe
 from tests import fake_cublaslt
@@ -35,6 +36,7 @@ BOTH, BIASED, ALONE, BIASED_ALONE = (
     "own_scales_matmul_alone",
     "own_scales_matmul_bias_alone",
 )
+SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
 CURRENT = Float8CurrentScaling()
 RECIPES: dict[str, Recipe] = {
     "current": CURRENT,
@@ -88,18 +90,32 @@ def test_taken(device: str, dtype: torch.dtype) -> None:
     scaling = Scaling()
     assert forward.task.written == (
         *own_scales.kernels_of(dtype, E4M3, scaling, "both"),
-        *own_scales.kernels_of(dtype, E4M3, scaling, "rows"),
+        *own_scales.kernels_of(dtype, E4M3, scaling, "both"),
+    )
+    assert backward.task.written == tuple(own_scales.kernels_of(dtype, E5M2, scaling, "both"))
+
+
+def test_what_is_taken_away_is_turned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fully_shard` takes weights away after forward; their largest magnitude is known by then."""
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: True)
+    p, scaling = planned(), Scaling()
+    forward, backward = step(p, BIASED), step(p, BIASED, True)
+    assert forward.task.written == (
+        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "both"),
+        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "rows"),
     )
     assert backward.task.written == (
-        *own_scales.kernels_of(dtype, E5M2, scaling, "both"),
-        *own_scales.kernels_of(dtype, E4M3, scaling, "turned", measured=True),
+        *own_scales.kernels_of(torch.bfloat16, E5M2, scaling, "both"),
+        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "turned", measured=True),
     )
 
 
-def test_the_input_is_kept_in_8_bits() -> None:
+def test_the_factors_are_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward reads what forward turned, and nothing else of x."""
-    backward = step(planned(last=ops.GELU()), BOTH, True)
-    assert {name for name, _ in backward.inputs} == {"dy", "0.weight", "turned", "inverse", "weight_amax"}
+    p = planned(last=ops.GELU())
+    assert {name for name, _ in step(p, BOTH, True).inputs} == {"dy", "0.weight", *SAVED}
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: True)
+    assert p.kept_bytes() - planned(last=ops.GELU()).kept_bytes() == IN * OUT
 
 
 def test_without_gradients() -> None:
@@ -119,7 +135,7 @@ def test_only_what_is_needed(frozen: tuple[str, ...]) -> None:
     p = planned(frozen=frozen)
     (backward,) = [s for s in p.backward if s.name in (BOTH, BIASED)]
     assert backward.task.written[:2] == tuple(own_scales.kernels_of(torch.bfloat16, E5M2, Scaling(), wanted))
-    assert len(backward.task.written) == (3 if wanted == "rows" else 2)
+    assert len(backward.task.written) == 2
 
 
 REFUSED = [
@@ -199,7 +215,7 @@ def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bias: torch
     given = (x, w, bias) if forward.name == BIASED else (x, w)
     y, *saved = forward.task.body.function(*given)  # type: ignore[union-attr]
     backward = step(p, forward.name, True)
-    reads = {"0.weight": w, **dict(zip(("turned", "inverse", "weight_amax"), saved, strict=True))}
+    reads = {"0.weight": w, **dict(zip(SAVED, saved, strict=True))}
     op = p.graph.nodes[forward.start].op
     call = FusionCall([op], reads, frozenset(needed or ("input", "0.weight")), {})
     dx, others = backward.task.body.function(call, dy)  # type: ignore[union-attr]
@@ -207,16 +223,24 @@ def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bias: torch
 
 
 @needs_compiler
+@pytest.mark.parametrize("taken_away", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(ROWS,), (2, 3), (64,), (1,)])
 @pytest.mark.parametrize(
     ("dtype", "weight"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float32)]
 )
 def test_products(
-    library: FakeCublasLt, name: str, dtype: torch.dtype, weight: torch.dtype | None, shape: tuple[int, ...]
+    library: FakeCublasLt,
+    name: str,
+    dtype: torch.dtype,
+    weight: torch.dtype | None,
+    shape: tuple[int, ...],
+    taken_away: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the dtype of the call, the weight's gradient in the weight's; any number of tokens."""
     own = weight or dtype
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
     p = planned(dtype=dtype, weight=weight, recipe=RECIPES[name])
     x, w, dy, bias = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -239,3 +240,28 @@ def test_who_looks_at_steps(way: str) -> None:
         return
     with te.autocast(recipe=RECIPE):
         assert "quantize_weights" in str(model.explain(data(0), measure=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_nothing_of_pythons_is_between_a_plan_and_its_products(grad: bool) -> None:
+    """Behind the first call; they run in the native loop."""
+    model, called = mlp().to(torch.bfloat16), []
+    x = data(0).to(torch.bfloat16)
+
+    def run() -> None:
+        with te.autocast(recipe=RECIPE), torch.set_grad_enabled(grad):
+            y = model(x)
+        if grad:
+            y.sum().backward()
+
+    for _ in range(3):
+        run()
+    sys.setprofile(lambda frame, event, argument: called.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert called and not [path for path in called if "te_fuser/fusions" in path and "registry" not in path]
+    with te.autocast(recipe=RECIPE):
+        products = [s.task for s in model.plan(x).steps if s.name.startswith("float8_matmul")]
+    assert len(products) == 6 and {task.call for task in products} == {"product"}

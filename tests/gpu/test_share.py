@@ -14,6 +14,8 @@ from tests.codegen.corpus import outputs
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
 from tests.ops.test_share import CASES, INNER, OUTER, OWN, drawing, places, whole_mask
 
+pytestmark = pytest.mark.gpu
+
 ROWS = OUTER * OWN * INNER
 
 

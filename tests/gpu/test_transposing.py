@@ -45,7 +45,8 @@ def test_kernels_and_steps_that_turn_give_the_same(name: str, memory: str) -> No
                 assert apart(found[key], exact) < most, (key, apart(found[key], exact))
     assert stored(model, x) - {"transposed8"}
     with mock.patch.object(transposing, "tile_refusal", lambda *given: "not now"):
-        assert stored(copy.deepcopy(twin), x) == {"transposed8"}
+        turning = {name for name in stored(copy.deepcopy(twin), x) if not name.startswith("attention")}
+        assert turning == {"transposed8"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -138,7 +138,7 @@ class Case:
         y, none = Turned(ahead, self.order, 1e-5)(call["x"], given)
         assert not none
         read = call["x"] if self.norm else None
-        scale, amax = (torch.tensor(number, device=y.device) for number in (SCALE, 0.0))
+        scale, amax = (torch.full((), number, device=y.device) for number in (SCALE, 0.0))
         scaled = None if self.stored is None else Scaled(self.stored, scale, amax)
         dx, sums = Turned(back, self.order, 1e-5)(call["dy"], given, read=read, scaled=scaled)
         names = (*(("columns",) if self.columns else ()), *back.gradients)

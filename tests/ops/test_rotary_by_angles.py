@@ -80,7 +80,7 @@ def test_rounded_once(dtype: torch.dtype) -> None:
     y, exact = model(x, rotary_pos_emb=angles), model(x.double(), rotary_pos_emb=angles.double())
     assert y.dtype == dtype
     assert ((y.double() - exact).abs() <= 0.51 * torch.finfo(dtype).eps * exact.abs() + 1e-5).all()
-    cos, sin = rotation_table(0, S, D, 10000.0, torch.float64, x.device)
+    cos, sin = rotation_table(((0, S),), D, 10000.0, torch.float64, x.device)
     a, b = x.double().view(S, B, 2, 2, D // 2).unbind(-2)
     cos, sin = cos[:, None, None], sin[:, None, None]
     want = torch.stack((a * cos - b * sin, b * cos + a * sin), -2).view(x.shape)

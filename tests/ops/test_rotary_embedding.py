@@ -149,8 +149,8 @@ def test_scores_depend_on_distance_alone():
 
 def test_the_table_is_shared_and_not_in_the_state():
     device = torch.device("cpu")
-    small = rotation_table(0, 5, 8, 10000.0, torch.float32, device)
-    large = rotation_table(1, 7, 8, 10000.0, torch.float32, device)
+    small = rotation_table(((0, 5),), 8, 10000.0, torch.float32, device)
+    large = rotation_table(((1, 7),), 8, 10000.0, torch.float32, device)
     assert small[0].data_ptr() == large[0].data_ptr() - 4 * 4
     assert small[0].shape == (5, 4) and large[1].shape == (7, 4)
     op, x = make()

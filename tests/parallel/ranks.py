@@ -1,4 +1,4 @@
-"""Tests whose body runs in two processes at once, which gloo connects."""
+"""Tests whose body runs in several processes at once, which gloo connects, or NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def on_ranks(body: Body) -> Callable[..., None]:
     first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     vars(test)["__signature__"] = takes.replace(parameters=[first, *takes.parameters.values()])
     vars(test)["body"] = body
+    vars(test)["place_as"] = body  # by which pytest says in which file a test stands
     test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
@@ -61,8 +62,10 @@ class RankEndedError(RanksFailedError):
 class Ranks:
     """The processes, which run one body after the other: started when they are asked for, anew after a failure."""
 
-    def __init__(self, folder: Path, cpu: str, deadline: float = DEADLINE, world: int = WORLD) -> None:
-        self._folder, self._cpu, self._deadline, self._world = folder, cpu, deadline, world
+    def __init__(
+        self, folder: Path, cpu: str, deadline: float = DEADLINE, world: int = WORLD, gpu: bool = False
+    ) -> None:
+        self._folder, self._cpu, self._deadline, self._world, self._gpu = folder, cpu, deadline, world, gpu
         self._starts = 0
         self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
@@ -107,7 +110,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self._world, str(self._log(rank)), self._cpu, self._deadline, theirs),
+                args=(rank, self._world, str(self._log(rank)), self._cpu, self._deadline, self._gpu, theirs),
                 daemon=True,
             )
             process.start()
@@ -152,7 +155,7 @@ def _answer(end: Connection) -> str:
         return ENDED
 
 
-def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: Connection) -> None:
+def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, gpu: bool, orders: Connection) -> None:
     """What a rank does: run the bodies that it is told to, until nobody is there to tell."""
     from tests.settings import settle
 
@@ -161,7 +164,7 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: C
             os.dup2(out.fileno(), stream.fileno())
     faulthandler.enable()
     dist.init_process_group(
-        "gloo",
+        _own_gpu(rank, world) if gpu else "gloo",
         init_method=f"file://{Path(log).parent}/store",
         rank=rank,
         world_size=world,
@@ -173,6 +176,14 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, orders: C
         while True:
             module, name, given = orders.recv()
             orders.send(_outcome(module, name, given, deadline))
+
+
+def _own_gpu(rank: int, world: int) -> str:
+    """Take this rank's GPU; the backend that connects it: where there are fewer GPUs than ranks, gloo does."""
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    count = torch.cuda.device_count()
+    torch.cuda.set_device(rank % count)
+    return "nccl" if world <= count else "gloo"
 
 
 def _outcome(module: str, name: str, given: Mapping[str, Any], deadline: float) -> str:

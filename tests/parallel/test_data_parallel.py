@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan import finish
 from te_fuser.fuser.run import watched
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.parallel.models import (
     FEATURES,
     MODELS,
@@ -116,22 +118,37 @@ def small_segments(events: list[str]) -> Iterator[None]:
         yield
 
 
+def noted(model: nn.Module, events: list[str]) -> DistributedDataParallel:
+    """The model on all ranks; each gradient, and each sum of some, is an event."""
+    parallel = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+
+    def summed(state, bucket):  # DDP refuses annotations that are text
+        events.append("sum")
+        work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0] / WORLD)
+
+    parallel.register_comm_hook(None, summed)
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: events.append(name))
+    return parallel
+
+
+def assert_summed_in_between(backwards: list[str], segments: int) -> None:
+    """Each segment's parameters got their gradients behind it, and some were summed before the next one ran."""
+    assert backwards.count("segment") == segments > 3
+    ends = [k for k, event in enumerate(backwards) if event == "segment"]
+    for end, following in zip(ends, [*ends[1:], len(backwards)], strict=True):
+        assert following > end + 1, "a segment whose parameters got their gradients later"
+    assert "sum" in backwards[: ends[1]], "nothing was summed before the second segment ran"
+
+
 @on_ranks
 def test_hooks_fire_between_segments() -> None:
     """So the ranks sum the gradients of the last layers while those of the first ones are not there yet."""
     events: list[str] = []
     with small_segments(events):
         model, twin = residual_layers(), residual_layers()
-        parallel = DistributedDataParallel(model, bucket_cap_mb=1e-4)
-
-        def summed(state, bucket):  # DDP refuses annotations that are text
-            events.append("sum")
-            work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-            return work.then(lambda done: done.value()[0] / WORLD)
-
-        parallel.register_comm_hook(None, summed)
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(lambda p, name=name: events.append(name))
+        parallel = noted(model, events)
         for step in range(2):  # DDP orders its buckets by the first
             x = whole_batch(step)
             events.clear()
@@ -139,10 +156,47 @@ def test_hooks_fire_between_segments() -> None:
                 m.zero_grad()
                 backward(m, part)
         segments = len(model.plan(own(whole_batch())).segments)
-    backwards = events[: len(events) - segments]  # without the twin's
-    assert backwards.count("segment") == segments > 3
-    ends = [k for k, event in enumerate(backwards) if event == "segment"]
-    for end, following in zip(ends, [*ends[1:], len(backwards)], strict=True):
-        assert following > end + 1, "a segment whose parameters got their gradients later"
-    assert "sum" in backwards[: ends[1]], "nothing was summed before the second segment ran"
+    assert_summed_in_between(events[: len(events) - segments], segments)  # without the twin's
     assert_as_one_process(parallel, twin)
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "blocks": MXFP8BlockScaling(),
+}
+
+
+def layers_of_products() -> te_fuser.Sequential:
+    """Lists in a list, wide enough for products of 8 bits."""
+    torch.manual_seed(0)
+    parts = [(ops.LayerNorm(32), ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32)) for _ in range(4)]
+    return te_fuser.Sequential(*(te_fuser.Residual(*part) for part in parts), ops.RMSNorm(32))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks
+def test_hooks_fire_between_segments_in_regions(recipe: str) -> None:
+    """No segment ends between 8 bits and their product, but one may end where the layers do; values are the same."""
+    events: list[str] = []
+    found = []
+    for small in (True, False):
+        with small_segments(events) if small else nullcontext():
+            model = layers_of_products()
+            parallel = noted(model, events)
+            for step in range(3):
+                events.clear()
+                model.zero_grad()
+                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(WORLD * step + dist.get_rank()))
+                with te_fuser.autocast(recipe=RECIPES[recipe]):
+                    y = parallel(x)
+                y.square().sum().backward()
+            with te_fuser.autocast(recipe=RECIPES[recipe]):
+                segments = len(model.plan(x).segments)
+        if small:
+            assert_summed_in_between(events, segments)
+        else:
+            assert segments == 1
+        found.append([y, *gradients(parallel).values()])
+    for cut, whole in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)

@@ -37,7 +37,7 @@ def group() -> Group:
 
 def share_of(way: str) -> Share:
     dim, columns, parts = WAYS[way]
-    return Share(None if dim is None else group(), dim or 0, group() if columns and dim is None else None, parts)
+    return Share(() if dim is None else (group(),), dim or 0, (group(),) if columns and dim is None else (), parts)
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def sharing(share: Share) -> Iterator[None]:
 def own(t: torch.Tensor, share: Share) -> torch.Tensor:
     """This rank's part of a value."""
     rank = dist.get_rank()
-    if share.rows is not None:
+    if share.rows:
         t = t.chunk(WORLD, share.dim)[rank]
-    if share.columns is not None:
+    if share.columns:
         t = torch.cat([part.chunk(WORLD, -1)[rank] for part in t.chunk(share.parts, -1)], -1)
     return t.detach().contiguous().requires_grad_(t.requires_grad)
 
@@ -107,7 +107,7 @@ def test_heads() -> None:
     whole = kept(RandomStream(1, 2, 3), (2, 6, 5, 7), like, 0.3)
     for rank in range(2):
         with mock.patch.object(Share, "ranks", (0, rank)):
-            placed = Share(columns=two).placed((5, 2, 30))
+            placed = Share(columns=(two,)).placed((5, 2, 30))
         mine = kept(RandomStream(1, 2, 3, placed=placed), (2, 3, 5, 7), like, 0.3)
         assert torch.equal(mine, whole[:, 3 * rank : 3 * rank + 3])
 

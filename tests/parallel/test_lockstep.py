@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +15,10 @@ import torch.distributed as dist
 import te_fuser
 from te_fuser import ops
 from te_fuser.capture import _Captured
-from te_fuser.fuser.run import lockstep
-from te_fuser.fuser.run.lockstep import Disagreement
+from te_fuser.config import config
+from te_fuser.fuser.run import telling
+from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.run.telling import Disagreement
 from te_fuser.ops.group import Group
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
@@ -34,10 +38,19 @@ def raised(call: Callable[[], object], kind: type[Exception] = Disagreement) -> 
     return str(caught.value)
 
 
+def hears_that_the_other_one_gave_up() -> None:
+    """Rank 1 comes later than rank 0 has patience for."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(Disagreement, match=r"rank 0 .* cannot run .*: rank 0 of 2 \(world\) gave up, as rank 1"):
+            model()(tensor(4, FEATURES))
+    dist.barrier()
+
+
 @on_ranks
 def test_ranks_tell_each_other_once_for_each_shape() -> None:
-    m, told = model(ops.GELU()), lockstep._tell
-    with mock.patch.object(lockstep, "_tell", side_effect=told) as tell:
+    m, told = model(ops.GELU()), telling._tell
+    with mock.patch.object(telling, "_tell", side_effect=told) as tell:
         for rows, count in ((4, 1), (4, 1), (6, 2), (4, 2), (6, 2)):
             for _ in range(2):
                 m(tensor(rows, FEATURES)).sum().backward()
@@ -117,12 +130,135 @@ def test_all_ranks_may_measure() -> None:
 
 @on_ranks
 def test_a_rank_that_does_not_come() -> None:
-    m = model()
-    with mock.patch.object(lockstep, "PATIENCE", 0.2):
-        if dist.get_rank() == 0:
-            with pytest.raises(Disagreement, match=r"rank 1 of group '\S+' did not plan call \d+ of the group"):
+    """It is named, and finds when it comes that the others gave up."""
+    m, rank = model(), dist.get_rank()
+    with mock.patch.object(config, "patience", 0.2):
+        if rank == 0:
+            with pytest.raises(Disagreement, match=r"rank 1 of group 'world' did not come within 0.2 s, .* x \[4, 8\]"):
                 m(tensor(4, FEATURES))
-    dist.barrier()
+    hears_that_the_other_one_gave_up()
+    assert m(tensor(4, FEATURES)).shape == (4 * WORLD, 4)
+
+
+@on_ranks
+def test_a_rank_that_has_begun_is_waited_for() -> None:
+    m, found = model(), Fuser._found
+
+    def late(*call: Any) -> Any:
+        time.sleep(1.0 * dist.get_rank())
+        return found(*call)
+
+    with mock.patch.object(config, "patience", 0.2), mock.patch.object(Fuser, "_found", late):
+        assert m(tensor(4, FEATURES)).shape == (4 * WORLD, 4)
+
+
+@on_ranks
+def test_a_rank_that_runs_what_it_knows() -> None:
+    """It asks nobody: the other one waits for it, and says so."""
+    m, rank = model(), dist.get_rank()
+    m(tensor(4, FEATURES))
+    if rank == 0:
+        with (
+            mock.patch.object(config, "patience", 0.2),
+            pytest.raises(Disagreement, match=r"rank 1 .* did not come .* what one of them has run before and another"),
+        ):
+            m(tensor(6, FEATURES))
+    assert m(tensor(4, FEATURES)).shape == (4 * WORLD, 4)
+    hears_that_the_other_one_gave_up()
+
+
+@on_ranks
+def test_a_seed_of_another_number() -> None:
+    """A generator that was given another seed is compared anew, and one that was not costs nothing."""
+    m, rank = model(ops.Dropout(0.5)), dist.get_rank()
+    torch.manual_seed(5)
+    with mock.patch.object(telling, "_tell", side_effect=telling._tell) as tell:
+        for seed, count in ((5, 1), (5, 1), (6, 2), (6, 2)):
+            torch.manual_seed(seed)
+            m(tensor(4, FEATURES)).sum().backward()
+            assert tell.call_count == count
+        m.eval()
+        torch.manual_seed(8)
+        m(tensor(4, FEATURES)).sum().backward()
+        torch.manual_seed(9)
+        m(tensor(4, FEATURES)).sum().backward()
+        assert tell.call_count == 3, "nothing is drawn"
+    m.train()
+    torch.manual_seed(7 + rank)
+    assert "random numbers from seed 7" in raised(lambda: m(tensor(4, FEATURES)))
+
+
+@on_ranks
+def test_sums_of_gradients() -> None:
+    m, rank = model(), dist.get_rank()
+    m[1], up = ops.Identity(), m[2]
+    up.group, up.parallel_mode, up.sequence_parallel = dist.group.WORLD, "column", True
+    up.weight, up.bias = (torch.nn.Parameter(p.chunk(WORLD)[rank].detach().clone()) for p in (up.weight, up.bias))
+    if rank:
+        assert te_fuser.parallel.leave_sums_to_engine(m) == ["0.weight", "0.bias"]
+    text = raised(lambda: m(tensor(4, FEATURES)))
+    assert "rank 0 has the gradient of weight of op 0 (LayerNorm '0'), of which ranks have terms, added up by" in text
+    assert "or on none" in text
+
+
+@on_ranks
+def test_regions() -> None:
+    """A region of one rank meets the other one's call, and another recipe its own."""
+    rank = dist.get_rank()
+    for make in (model, lambda: sequential(ops.Linear(FEATURES, 4), ops.AllReduce(dist.group.WORLD))):
+        m = make().float()
+        x = tensor(4, FEATURES).float()
+
+        def one_alone(m: te_fuser.Sequential = m, x: torch.Tensor = x) -> None:
+            with te_fuser.autocast(enabled=rank == 1):
+                m(x)
+
+        text = raised(one_alone)
+        want = (
+            r"the ranks of group 'world' are .*: rank 0 has x \[4, 8\] .*; rank 1 has the entry of a region of FP8 by D"
+        )
+        assert re.match(want, text) and "on all ranks" in text
+    with te_fuser.autocast():
+        m(x).sum().backward()
+
+    def two_recipes() -> None:
+        with te_fuser.autocast(recipe=te_fuser.recipe.DelayedScaling(margin=1 + rank)):
+            m(x)
+
+    text = raised(two_recipes)
+    assert "rank 0 has the entry of a region of FP8 by DelayedScaling(" in text and "margin=2" in text
+    with te_fuser.autocast():
+        m(x).sum().backward()
+
+
+@on_ranks
+def test_a_region_by_a_function() -> None:
+    """Where a function lies differs among ranks, which says nothing."""
+    held = [object() for _ in range(1000 * dist.get_rank())]
+
+    def newest(history: torch.Tensor) -> torch.Tensor:
+        return history[0]
+
+    m, x = model().float(), tensor(4, FEATURES).float()
+    with te_fuser.autocast(recipe=te_fuser.recipe.DelayedScaling(amax_compute_algo=newest)):
+        m(x).sum().backward()
+    assert held is not None
+
+
+@on_ranks
+def test_a_region_that_one_rank_enters_later() -> None:
+    """The other one runs what it knows: amaxes are not waited for without words."""
+    rank, m, x = dist.get_rank(), model().float(), tensor(4, FEATURES).float()
+    m(x)
+    if rank == 0:
+        with (
+            mock.patch.object(config, "patience", 0.2),
+            pytest.raises(Disagreement, match=r"rank 1 .* did not come .* ready with the entry of a region of FP8"),
+            te_fuser.autocast(recipe=te_fuser.recipe.DelayedScaling(margin=3)),
+        ):
+            m(x)
+    assert m(x).shape == (4 * WORLD, 4)
+    hears_that_the_other_one_gave_up()
 
 
 @on_ranks

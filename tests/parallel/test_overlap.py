@@ -17,7 +17,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan import finish, overlap
 from te_fuser.fuser.plan.overlap import awaited, started
-from te_fuser.fuser.run import lockstep
+from te_fuser.fuser.run.telling import Disagreement
 from te_fuser.fuser.steps.op_tasks import OpRunner
 from te_fuser.fuser.steps.step import Step
 from te_fuser.parallel import parallelize
@@ -139,5 +139,5 @@ def test_ranks_that_order_otherwise_are_told() -> None:
     def order(self: overlap._Order, fill: bool) -> list[Step]:
         return late(self, fill and dist.get_rank() == 0)
 
-    with mock.patch.object(overlap._Order, "backward", order), pytest.raises(lockstep.Disagreement, match="step"):
+    with mock.patch.object(overlap._Order, "backward", order), pytest.raises(Disagreement, match="step"):
         model(x)

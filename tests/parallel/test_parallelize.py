@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.run import fuser
-from te_fuser.parallel import Column, Row, parallelize
+from te_fuser.fuser.run.telling import Disagreement
+from te_fuser.ops.dtensor import how_laid
+from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
@@ -87,6 +90,17 @@ def llama() -> te_fuser.Sequential:
     return layer(activation="swiglu", normalization="RMSNorm", num_gqa_groups=HEADS, **plain)
 
 
+def turns() -> te_fuser.Sequential:
+    """Queries, fewer keys and values one behind the other in one weight, and learned sinks: in a list, and a preset."""
+    heads: Any = {"heads": 4, "kv_heads": 2, "packing": "blocked"}
+    core = ops.DotProductAttention(head_dim=2, mask="causal", scores=ops.AttentionScores(sink="learned"), **heads)
+    turned = ops.RotaryEmbedding(2, **heads)
+    alone = te_fuser.Residual(ops.RMSNorm(F), ops.MatMul(F, 16), ops.Bias(16), turned, core, ops.Linear(8, F))
+    given: Any = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "softmax_type": "learnable"}
+    given |= {"kv_channels": 2, "num_gqa_groups": 2, "attn_mask_type": "causal", "params_dtype": torch.float64}
+    return sequential(alone, te_fuser.MultiheadAttention(F, 4, attention_dropout=0.0, **given))
+
+
 MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "mlp": mlp,
     "gated": gated,
@@ -97,12 +111,20 @@ MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "grouped": grouped,
     "llama": llama,
     "packed": functools.partial(layer, fuse_qkv_params=True),
+    "turns": turns,
 }
 DIMS = {"batch first": 1}  # of sequences
 
 
-def whole(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return (t.full_tensor() if isinstance(t, DTensor) else t).reshape(like.shape)
+def whole(t: torch.Tensor, like: torch.Tensor, laid: Any = None) -> torch.Tensor:
+    full = t.full_tensor() if isinstance(t, DTensor) else t
+    return (full if laid is None else laid.whole(full)).reshape(like.shape)
+
+
+def laid_in(model: nn.Module) -> dict[str, Any]:
+    """Parameter -> how it lies, where that is by parts."""
+    owners = ((f"{path}." if path else "", how_laid(m)) for path, m in model.named_modules())
+    return {prefix + name: laid for prefix, known in owners for name, laid in known.items()}
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -126,7 +148,8 @@ def assert_as_whole(model: nn.Module, twin: nn.Module, step: int = 0, dim: int |
         assert want is not None
         torch.testing.assert_close(got, own(want), **EXACT)
     want = {name: p.grad for name, p in twin.named_parameters()}
-    found = {name: whole(p.grad, want[name]) for name, p in model.named_parameters()}
+    laid = laid_in(model)
+    found = {name: whole(p.grad, want[name], laid.get(name)) for name, p in model.named_parameters()}
     assert_same_gradients(found, want, 1e-11)
 
 
@@ -196,7 +219,7 @@ def test_all_ranks_get_the_values_of_the_first() -> None:
         assert torch.equal(whole(p, q), q)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gated", "llama"])
+@pytest.mark.parametrize("kind", ["mlp", "gated", "llama", "turns"])
 @on_ranks
 def test_initialization(kind: str) -> None:
     """Draws what the whole model draws, made on the meta device too."""
@@ -209,22 +232,24 @@ def test_initialization(kind: str) -> None:
         for part in m.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(whole(p, q), q)
+    laid = laid_in(model)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p, q, laid.get(name)), q)
     assert_as_whole(model, twin)
 
 
+@pytest.mark.parametrize("kind", ["gated", "turns"])
 @on_ranks
-def test_whole_tensors_are_loaded() -> None:
-    twin, model = gated(), parallelize(gated(), mesh_of())
-    state = {name: 2 * t for name, t in twin.state_dict().items()}
+def test_whole_tensors_are_loaded(kind: str) -> None:
+    twin, model = MODELS[kind](), parallelize(MODELS[kind](), mesh_of())
+    state, laid = {name: 2 * t for name, t in twin.state_dict().items()}, laid_in(model)
     model.load_state_dict(state)
     for name, p in model.named_parameters():
-        assert torch.equal(whole(p, state[name]), state[name])
+        assert torch.equal(whole(p, state[name], laid.get(name)), state[name])
     assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in state.items()}
     model.load_state_dict(model.state_dict())
     for name, p in model.named_parameters():
-        assert torch.equal(whole(p, state[name]), state[name])
+        assert torch.equal(whole(p, state[name], laid.get(name)), state[name])
     with pytest.raises(RuntimeError, match="size mismatch for 0.1.weight"):
         model.load_state_dict({**state, "0.1.weight": torch.zeros(3, F)})
 
@@ -246,6 +271,8 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         parallelize(mlp(), mesh, plan={"*.fc1": Column()})
     with pytest.raises(TypeError, match="Column takes a MatMul, a Bias, a Linear, or a Bound one of these, got GELU"):
         parallelize(mlp(), mesh, plan={"0.2": Column()})
+    with pytest.raises(TypeError, match="Heads takes a DotProductAttention, got GELU"):
+        parallelize(mlp(), mesh, plan={"0.2": Heads()})
     with pytest.raises(TypeError, match="parallelize takes a group of ranks"):
         parallelize(mlp(), "tp")  # type: ignore[arg-type]
     model = parallelize(mlp(), mesh)
@@ -256,6 +283,66 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         TypeError, match=rf"on rank {dist.get_rank()}: parameter weight is a DTensor.*cut along dimension 1"
     ):
         model(tensor(S, B, F))
+
+
+def disagreement(make: Callable[[], object]) -> str:
+    """What all ranks raise; then they go on together."""
+    with pytest.raises(Disagreement) as caught:
+        make()
+    dist.barrier()
+    return str(caught.value)
+
+
+@on_ranks
+def test_ranks_that_give_other_models_or_arguments() -> None:
+    """Nothing is sent before they are found to be alike."""
+    rank, mesh = dist.get_rank(), mesh_of()
+    text = disagreement(lambda: parallelize(mlp() if rank else gated(), mesh))
+    assert (
+        "rank 0 has 0.0: RMSNorm(" in text
+        and "rank 1 has 0.0: LayerNorm(" in text
+        and "Give parallelize the same" in text
+    )
+    wide = (te_fuser.Sequential(ops.Linear(F, INNER + 2 * rank), ops.GELU(), ops.Linear(INNER + 2 * rank, F)), mesh)
+    assert "weight [12, 8] torch.float32 with a gradient on cpu" in disagreement(lambda: parallelize(*wide))
+    text = disagreement(lambda: parallelize(mlp(), mesh, sequence_parallel=rank == 1))
+    assert (
+        "rank 0 has parallelize(model, mesh, sequence_parallel=False); rank 1 has par" in text and "equal arg" in text
+    )
+    plan = {"0.1": Column(), "0.3": Row() if rank else Column()}
+    assert "rank 1 has a plan with '0.3': Row(" in disagreement(lambda: parallelize(mlp(), mesh, plan=plan))
+    if rank:
+        with pytest.raises(ValueError, match="no module has a name like"):
+            parallelize(mlp(), mesh, plan={"*.fc1": Column()})
+        dist.barrier()
+    else:
+        assert "rank 1 of group 'tp' cannot run this call" in disagreement(lambda: parallelize(mlp(), mesh))
+    plain = parallelize_module
+    text = disagreement(lambda: plain(mlp(), mesh, {"0.1": Column(parts=1 + rank)}))
+    assert "rank 0 has Column(" in text and "parts=2" in text
+    assert_as_whole(parallelize(mlp(), mesh), mlp())
+
+
+@on_ranks
+def test_a_group_in_place_of_a_mesh() -> None:
+    with pytest.raises(TypeError, match=r"parallelize takes a DeviceMesh, got a ProcessGroup.*DeviceMesh.from_group\("):
+        parallelize(mlp(), dist.group.WORLD)  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    assert_as_whole(parallelize(mlp(), mesh), mlp())
+
+
+@on_ranks
+def test_modules_that_are_no_ops_are_named() -> None:
+    mesh = mesh_of()
+    model = te_fuser.Sequential(ops.LayerNorm(F), nn.Sequential(nn.Linear(F, F), nn.GELU()), nn.Tanh())
+    with pytest.warns(UserWarning, match=r"parallelize leaves 1.0 \(Linear\) as they are: no ops.*te_fuser.from_torch"):
+        parallelize(copy.deepcopy(model), mesh)
+    with pytest.warns(UserWarning, match="of which each has a term, are not added up; te_fuser"):
+        parallelize(copy.deepcopy(model), mesh, sequence_parallel=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(nn.ModuleDict({"embedding": nn.Embedding(3, F), "layer": layer(), "list": mlp()}), mesh)
+        parallelize(te_fuser.Sequential(nn.Linear(F, F)), mesh, plan={"0": ColwiseParallel()})
 
 
 @on_ranks

@@ -7,13 +7,15 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
+from te_fuser.fuser.run import fuser
 from tests.parallel.cutting import assert_as_whole, fill, part
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
@@ -193,6 +195,10 @@ def test_attention_alone() -> None:
     assert_as_whole(cut, whole, given, {}, (-1, -1))
 
 
+def mesh_of() -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+
+
 @on_ranks
 def test_a_group_that_comes_later() -> None:
     """All parts get it; lists around and variants follow."""
@@ -204,7 +210,7 @@ def test_a_group_that_comes_later() -> None:
     for model in (cut, around):
         with pytest.raises(RuntimeError, match="tp_size=2 takes a group"):
             model(tensor(S // WORLD, B, F))
-    cut.set_tensor_parallel_group(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"])
+    cut.set_tensor_parallel_group(mesh_of()["tp"])
     for model in (cut, around, pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)):
         assert_as_whole(model, whole if model is not around else te_fuser.Sequential(whole), inputs(case), {}, (0, 0))
     assert "tp" in repr(cut) and cut.tp_group.size() == WORLD
@@ -218,6 +224,44 @@ def test_what_a_norm_gives_is_returned(sequence_parallel: bool) -> None:
     cut, whole = pair(case, sequence_parallel, return_layernorm_output=True)
     rows = 0 if sequence_parallel else None
     assert_as_whole(Joined(cut), Joined(whole), inputs(case), case.blocks, (rows, rows))
+
+
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
+@on_ranks
+def test_what_a_norm_gives_is_returned_gathered(name: str) -> None:
+    """The rows of all ranks, which the product behind it gathers once; of its gradient each rank has a term."""
+    case, given = CASES[name], {"return_layernorm_output": True, "return_layernorm_output_gathered": True}
+    cut, whole = pair(case, True, **given)
+    mine, x = tensor(S, B, F, grad=False, seed=dist.get_rank()), tensor(S, B, F, grad=False)
+    terms = mine.clone()
+    dist.all_reduce(terms)
+    other = copy.deepcopy(cut) if case.mode else te_fuser.parallelize(copy.deepcopy(whole), mesh_of(), True)
+    for model in (cut, other):
+        rows, found = [], []
+        for m, dy in ((whole, terms), (model, mine)):
+            leaf = (x if m is whole else part(x, 0)).clone().requires_grad_()
+            y, normed = m(leaf)
+            wide = tensor(*whole(x)[0].shape, grad=False, seed=6)
+            ((normed * dy).sum() + (y * (wide if m is whole else part(wide, ends(case, 0)[1] or 0))).sum()).backward()
+            found += [normed.detach()]
+            rows += [leaf.grad]
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(part(rows[0], 0), rows[1], rtol=1e-11, atol=1e-11)
+    names = [node.op.kind.__name__ for node in cut.plan(part(x, 0)).graph.nodes]
+    assert names.count("AllGather") == 1
+
+
+@pytest.mark.parametrize("name", ["LayerNormMLP", "MultiheadAttention GQA", "TransformerLayer"])
+@on_ranks
+def test_plans_ahead(name: str) -> None:
+    """For the rows of this rank, of seq_length those of all."""
+    ahead = {"seq_length": S, "micro_batch_size": B}
+    cut, _ = pair(CASES[name], True, **ahead)
+    assert len(cut.plans_kept()) == 1
+    with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+        cut(tensor(S // WORLD, B, F))
+    with pytest.raises(ValueError, match="seq_length=5 cannot be cut into 2 equal parts"):
+        pair(CASES[name], True, **{**ahead, "seq_length": 5})
 
 
 class Joined(torch.nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_fuser.parallel import parallelize, shard_placement
+from te_fuser.parallel import cut_sequence, parallelize, shard_placement
 from tests.parallel.ranks import on_ranks
-from tests.parallel.test_parallelize import B, F, S, gated, llama, mlp
+from tests.parallel.test_context import INNER, LAYER, listed, preset, run
+from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
 from tests.twins import assert_same_gradients, tensor
 
 RANKS = 4
-MODELS = {"mlp": mlp, "gated": gated, "llama": llama}
+MODELS = {"mlp": mlp, "gated": gated, "llama": llama, "turns": turns}
 PLACED: dict[str, Any] = {"default": None, "features": shard_placement}
 
 
@@ -54,15 +56,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, mesh
         optimizer.step()
 
 
-def whole(tensors: dict[str, Any], like: nn.Module) -> dict[str, torch.Tensor]:
+def whole(tensors: dict[str, Any], like: nn.Module, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Parameters of a model, or what is kept of them, in the shapes of the whole one."""
     shapes = {name: p.shape for name, p in like.named_parameters()}
-    return {
-        n: (t.full_tensor() if isinstance(t, DTensor) else t.detach()).reshape(shapes[n]) for n, t in tensors.items()
-    }
+    laid = {} if model is None else laid_in(model)
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t.detach() for n, t in tensors.items()}
+    return {n: (laid[n].whole(t) if n in laid else t).reshape(shapes[n]) for n, t in full.items()}
 
 
 def parameters(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
-    return whole(dict(model.named_parameters()), like)
+    return whole(dict(model.named_parameters()), like, model)
 
 
 @pytest.mark.parametrize("placed", PLACED)
@@ -77,7 +80,7 @@ def test_training(kind: str, placed: str) -> None:
         train(model, optimizers[0], range(step, step + 1), mesh)
         train(twin, optimizers[1], range(step, step + 1))
         want = {name: p.grad for name, p in twin.named_parameters()}
-        assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+        assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin, model), want, 1e-10)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin)]
         assert isinstance(norms[0], DTensor)
         torch.testing.assert_close(norms[0].full_tensor(), norms[1])
@@ -99,7 +102,9 @@ def loaded(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default")])
+@pytest.mark.parametrize(
+    ("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default"), ("turns", "default")]
+)
 @on_ranks
 def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
@@ -128,7 +133,7 @@ def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     of_back = loaded(back, tmp_path / "cut")
     for key in ("exp_avg", "exp_avg_sq"):
         states = [
-            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like)
+            whole({n: o.state[p][key] for n, p in m.named_parameters()}, like, m)
             for m, o in ((model, optimizer), (back, of_back))
         ]
         torch.testing.assert_close(*states, rtol=0, atol=0)
@@ -161,3 +166,28 @@ def test_initialization_from_meta() -> None:
                 part.reset_parameters()
     torch.testing.assert_close(parameters(model, twin), parameters(twin, twin), rtol=0, atol=0)
     train(model, adam(model), range(1), mesh)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_sequences_and_weights(sequence_parallel: bool) -> None:
+    """Two ranks cut the sequence, two more the weights, with what is left of it or whole; draws are one process's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    layer = preset("TransformerLayer", F, INNER, 8, kv_channels=2, num_gqa_groups=4, **LAYER)
+    twin = nn.Sequential(layer, listed("interleaved", heads=8, kv_heads=4))
+    model = copy.deepcopy(twin)
+    for part in model:
+        parallelize(part, mesh["tp"], sequence_parallel, context=mesh["cp"])
+    x, dy = (tensor(8, B, F, grad=False, seed=seed) for seed in (1, 2))
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        mine = cut_sequence(t, mesh["cp"])
+        return cut_sequence(mine, mesh["tp"]) if sequence_parallel else mine
+
+    found = [run(model, own(x), own(dy)), run(twin, x, dy)]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, own(want), rtol=1e-10, atol=1e-10)
+    terms = whole({name: p.grad for name, p in model.named_parameters()}, twin, model)
+    for gradient in terms.values():
+        dist.all_reduce(gradient, group=mesh["cp"].get_group())
+    assert_same_gradients(terms, {name: p.grad for name, p in twin.named_parameters()}, 1e-10)

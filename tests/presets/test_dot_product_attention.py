@@ -167,8 +167,10 @@ def test_bad_arguments() -> None:
         attention(H, D, 3)
     with pytest.raises(TypeError, match="did you mean 'qkv_format'"):
         attention(H, D, qkv_formt="thd")
-    with pytest.raises(NotImplementedError, match="asks for what te_fuser does not have"):
+    with pytest.raises(TypeError, match="cp_group takes a group of ranks, got <object"):
         attention(H, D, cp_group=object())
+    with pytest.raises(ValueError, match="cp_comm_type='ring' is unknown; use one of 'p2p', 'all_gather', 'a2a'"):
+        attention(H, D, cp_comm_type="ring")
     with pytest.raises(ValueError, match="alibi_slopes are for core_attention_bias_type='alibi'"):
         attention()(q, k, v, alibi_slopes=torch.ones(H))
     with pytest.raises(TypeError, match="did you mean 'cu_seqlens_q'"):

@@ -277,13 +277,15 @@ def test_parallel_marks() -> None:
     m = mlp(set_parallel_mode=True, sequence_parallel=True)
     marks = {n: (getattr(p, "partition_dim", None), getattr(p, "sequence_parallel", None)) for n, p in named(m)}
     assert marks == {
-        "layer_norm_weight": (None, False),
-        "layer_norm_bias": (None, False),
+        "layer_norm_weight": (-1, False),
+        "layer_norm_bias": (-1, False),
         "fc1_weight": (0, None),
         "fc1_bias": (0, None),
         "fc2_weight": (1, None),
         "fc2_bias": (-1, False),
     }
+    whole = m.layer_norm_weight, m.fc2_bias
+    assert [(p.tensor_model_parallel, p.partition_stride) for p in whole] == [(False, 1)] * 2
     cut = te_fuser.LayerNormMLP(8, 12, set_parallel_mode=True, tp_size=2, activation="swiglu", device="cpu")
     assert cut.fc1_weight.shape == (12, 8) and cut.fc2_weight.shape == (8, 6)
     with pytest.raises(RuntimeError, match=r"tp_size=2 takes a group: call set_tensor_parallel_group"):

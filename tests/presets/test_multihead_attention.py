@@ -150,6 +150,11 @@ def test_names() -> None:
     assert names == {"query_layer", "key_value", "proj"}
     made = attention(set_parallel_mode=True, softmax_type="learnable")
     assert made.qkv.query_weight.partition_dim == 0 and made.proj.weight.partition_dim == 1
+    sinks = [attention(softmax_type="learnable", set_parallel_mode=way).core_attention for way in (True, False)]
+    assert [(s.softmax_offset.tensor_model_parallel, s.softmax_offset.partition_dim) for s in sinks] == [
+        (True, 0),
+        (False, -1),
+    ]
 
 
 def test_bad_calls() -> None:

@@ -65,12 +65,29 @@ def test_heads_are_turned(order: str, interleaved: bool, size: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("order", ["sbhd", "bshd"])
+def test_ranks_that_cut_the_sequence(order: str) -> None:
+    """Each turns its two blocks by where they stand in the whole."""
+    whole, ranks, dim = tensor(12, B, H, D), 3, {"sbhd": 0, "bshd": 1}[order]
+    whole = whole.transpose(0, dim)
+    table = RotaryPositionEmbedding(D, device="cpu")(13).double()
+    want = apply_rotary_pos_emb(whole, table, order).chunk(2 * ranks, dim)
+    for rank in range(ranks):
+        blocks = whole.chunk(2 * ranks, dim)
+        mine = torch.cat([blocks[rank], blocks[2 * ranks - 1 - rank]], dim)
+        got = apply_rotary_pos_emb(mine, table, order, cp_size=ranks, cp_rank=rank)
+        torch.testing.assert_close(got, torch.cat([want[rank], want[2 * ranks - 1 - rank]], dim))
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="features turn in pairs: dim=5"):
         RotaryPositionEmbedding(5)
     t, table = tensor(S, B, H, D), torch.zeros(S, 1, 1, D)
-    with pytest.raises(NotImplementedError, match="cp_size=2"):
-        apply_rotary_pos_emb(t, table, cp_size=2)
+    for more in ({"cp_rank": 2}, {"freqs": table[:-1]}):
+        with pytest.raises(ValueError, match="cp_size=2, cp_rank=. with .* positions of t and .* of freqs"):
+            apply_rotary_pos_emb(**{"t": t[: S // 2], "freqs": table, "cp_size": 2, **more})
+    with pytest.raises(ValueError, match="start_positions with cp_size=2: ranks cut sequences that begin together"):
+        apply_rotary_pos_emb(t, table, start_positions=torch.zeros(B, dtype=torch.int32), cp_size=2)
     with pytest.raises(ValueError, match="takes cu_seqlens"):
         apply_rotary_pos_emb(t[:, 0], table, "thd")
     with pytest.raises(ValueError, match="t is 3-dimensional for tensor_format='thd'"):

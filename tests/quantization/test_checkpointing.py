@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import checkpoint_contexts, states
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 RECIPE = DelayedScaling(amax_history_len=4)
 WAYS: dict[str, Callable[..., Any]] = {
@@ -134,6 +134,63 @@ def test_a_recompute_that_lost_its_region_raises(reentrant: bool) -> None:
         y.sum().backward()
     with te.autocast(recipe=RECIPE):  # and everything goes on
         m(x).sum().backward()
+
+
+def _in(recipe: Recipe, run: Callable[[], Any]) -> Any:
+    with te.autocast(recipe=recipe):
+        return run()
+
+
+ANOTHER: dict[str, tuple[Recipe | None, Recipe]] = {  # in which forward ran, and what is around backward
+    "entered anew": (RECIPE, RECIPE),
+    "of now, by another recipe": (Float8CurrentScaling(), Float8BlockScaling()),
+    "of now, after kept scales": (RECIPE, Float8CurrentScaling()),
+    "kept scales, after those of now": (Float8CurrentScaling(), RECIPE),
+    "after none": (None, RECIPE),
+    "of now, after none": (None, Float8CurrentScaling()),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first call", "known call"])
+@pytest.mark.parametrize("case", ANOTHER)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_in_another_region_raises(reentrant: bool, case: str, warm: bool) -> None:
+    """Also where its plan is the last call's, whose facts alone are looked at."""
+    then, around = ANOTHER[case]
+    torch.manual_seed(0)
+    m, x = te.Sequential(ops.Linear(128, 128)), torch.randn(8, 128, requires_grad=True)
+    for recipe in (then, around) if warm and then is not None else ():
+        _in(recipe, lambda: m(x).sum().backward())
+    y = (lambda f: f() if then is None else _in(then, f))(lambda: checkpoint(m, x, use_reentrant=reentrant))
+    with pytest.raises(
+        RuntimeError, match="in another region than it ran in.*checkpoint_contexts.*te_fuser.checkpoint"
+    ):
+        _in(around, lambda: y.sum().backward())
+    _in(around, lambda: m(x).sum().backward())  # and everything goes on
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling()])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_with_backward_in_the_same_region(reentrant: bool, recipe: Recipe) -> None:
+    found = []
+    for run in (plainly, lambda f, *args: checkpoint(f, *args, use_reentrant=reentrant)):
+        m, x = model(), torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(3):
+            _in(recipe, lambda m=m, x=x, run=run: run(m, x).square().sum().backward())
+        found.append([x.grad, *[p.grad for p in m.parameters()], *[t for pair in states(m).values() for t in pair]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling()])
+def test_what_a_hook_of_a_backward_evaluates_is_no_recompute(recipe: Recipe) -> None:
+    m, x, seen = model(), torch.randn(8, 16, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda dy: seen.append(m(dy)))
+    _in(recipe, lambda: y.sum().backward())
+    y = x * 2
+    y.register_hook(lambda dy: seen.append(m(dy)))
+    y.sum().backward()
+    assert len(seen) == 2 and not torch.equal(*seen)
 
 
 def test_a_region_inside_of_a_recompute_of_torchs_raises() -> None:

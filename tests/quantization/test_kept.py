@@ -382,6 +382,12 @@ def test_modules_within_a_call_are_of_its_micro_batch() -> None:
     assert all(set(k) == set(KEPT) for k in kept_of(model))
 
 
+@pytest.mark.parametrize("said", ["a", 1, torch.tensor(True)])
+def test_micro_batches_are_true_or_false(said: Any) -> None:
+    with pytest.raises(TypeError, match="microbatch takes True for the first micro-batch"), microbatch(said):
+        pass
+
+
 def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("Linear")
     step(model, data(0), True)
@@ -390,6 +396,6 @@ def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="weights are quantized to be kept while a CUDA graph is captured"):
-            keep(weights)
+            keep(weights, records=False)
         with microbatch(False):
-            keep(weights)  # what is kept may be read
+            keep(weights, records=False)  # what is kept may be read

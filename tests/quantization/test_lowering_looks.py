@@ -16,13 +16,35 @@ from te_fuser.recipe import DelayedScaling
 from tests.quantization.test_lowering import FFN, F, data
 
 RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def _trained(y: torch.Tensor) -> None:
+    if y.requires_grad:
+        y.sum().backward()
+
+
 LOOKS: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "plans": lambda model, x: model.plans(x),
     "explain": lambda model, x: model.explain(x),
     "measure": lambda model, x: model.explain(x, measure=True),
     "h200": lambda model, x: model.plans(x, device="h200"),
     "verify": lambda model, x: te.verify(model, x),
+    "reference": lambda model, x: _trained(model.reference(x.requires_grad_())),
+    "no_grad": lambda model, x: torch.no_grad()(model)(x),
+    "inference_mode": lambda model, x: torch.inference_mode()(model)(x),
+    "export": lambda model, x: torch.export.export(Reference(model), (x,)),
 }
+
+
+class Reference(torch.nn.Module):
+    """What exporters take."""
+
+    def __init__(self, model: te.Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.reference(x)  # type: ignore[no-any-return]
 
 
 def model_of(seed: int) -> te.Sequential:
@@ -38,7 +60,9 @@ def test_looks_leave_no_buffers(look: str, first: bool | None) -> None:
     twin = copy.deepcopy(model)
     with te.autocast(recipe=RECIPE), microbatch(first):
         LOOKS[look](model, x)
-    assert not dict(model.named_buffers()) and states(model) == {}
+    assert not dict(model.named_buffers()) and states(model) == {} and not any("fp8" in n for n in model.state_dict())
+    for p in model.parameters():
+        p.grad = None
     for m in (model, twin):
         for k in range(2):
             with te.autocast(recipe=RECIPE), microbatch(first):

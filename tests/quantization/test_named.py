@@ -6,7 +6,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import states
+from te_fuser.quantization import not_finite, states
 from te_fuser.quantization.state import ROLES
 from te_fuser.recipe import DelayedScaling
 
@@ -42,3 +42,22 @@ def test_a_transformer_layer() -> None:
         layer(x).sum().backward()
     paths = {name.rpartition(".")[0] for name in states(layer)}
     assert len(paths) == 4 and {"layernorm_mlp.fc1", "layernorm_mlp.fc2"} < paths
+
+
+@torch.no_grad()
+def finite(model: torch.nn.Module) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
+    """Infinities saturate; each fold that finds one counts, and what was counted once is not again."""
+    model, x = te.Sequential(ops.Linear(16, 32, bias=False), ops.GELU(), ops.MatMul(32, 16)), torch.randn(4, 16)
+    counts = []
+    for factor in (1.0, float("inf"), 1.0):
+        model.zero_grad()
+        with te.autocast(recipe=RECIPE):
+            y = model(x)
+        y.backward(torch.full_like(y, factor))
+        assert finite(model)
+        counts.append(not_finite(model))
+    assert counts == [{}, {"2.output_gradient": 1}, {"2.output_gradient": 1}]

@@ -14,7 +14,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.float8 import E4M3, codes
 
 F, FFN, HEADS = 64, 128, 4
@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "is for inference: call it under torch.no_grad()",
     ),
     "calibrating": (lambda m: run(m, data(3, F), enabled=False, calibrating=True), "leave out calibrating"),
-    "float64": (lambda m: run(m, data(3, F).double()), "outside of regions"),
+    "float64": (lambda m: run(m, data(3, F).double()), "is called in float64, which regions.*convert x"),
     "fill": (lambda m: m.reset_parameters(), "cannot fill them anew: load a checkpoint"),
 }
 
@@ -238,6 +238,44 @@ def test_one_weight_of_two_modules_is_refused(kind: Any, ran: bool) -> None:
     model[1].weight = model[0].weight
     with pytest.raises(RuntimeError, match="is another product's, too, which has a scale of its own"):
         run(model, data(16, 32))
+
+
+@pytest.mark.parametrize("kind", [ops.Linear, te.Linear])
+@pytest.mark.parametrize("moved", [False, True])
+def test_one_weight_of_two_lists_is_refused(kind: Any, moved: bool) -> None:
+    """Of the two that which has another weight's scale, also where it ran before, or was moved or copied since."""
+    with te.quantized_model_init():
+        lists = torch.nn.ModuleList([te.Sequential(kind(32, 32)), te.Sequential(kind(32, 32))])
+    x = data(16, 32)
+    y = run(lists[0], x)
+    run(lists[1], x)
+    lists[1][0].weight = lists[0][0].weight
+    if moved:
+        lists = lists.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="is another product's, too, which has a scale of its own"):
+        run(lists[1], x.to(lists[0][0].bias.dtype))
+    assert (
+        torch.equal(run(lists[0], x.to(lists[0][0].bias.dtype)).float(), y.to(lists[0][0].bias.dtype).float()) or moved
+    )
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_was_written_in_place_is_refused(ran: bool) -> None:
+    """A scale knows nothing of it; what loads, moves and copies a model brings both."""
+    narrow, wide = made("LayerNormMLP")
+    x = data(3, F)
+    for twin in (narrow, copy.deepcopy(narrow), copy.deepcopy(narrow).to("cpu", torch.bfloat16).float()):
+        y = run(twin, x) if ran else None
+        with torch.no_grad():
+            twin.fc2_weight.copy_(10 * wide.fc2_weight)
+        if not ran and twin is not narrow:  # not known before its first call
+            continue
+        with pytest.raises(
+            RuntimeError, match="was written in place, which its scale knows nothing of.*load_state_dict"
+        ):
+            run(twin, x)
+        twin.load_state_dict(wide.state_dict(), strict=False)
+        assert y is None or torch.allclose(run(twin, x), y, rtol=0.02, atol=0.02)
 
 
 def test_other_precisions_are_refused() -> None:
@@ -267,6 +305,17 @@ def test_arguments() -> None:
     for given, kind, words in (
         ({"enabled": 1}, TypeError, "enabled is True or False, got 1"),
         ({"recipe": "hybrid"}, TypeError, "takes a recipe of te_fuser.recipe"),
+        (
+            {"recipe": MXFP8BlockScaling()},
+            ValueError,
+            "take a recipe that keeps scales, DelayedScaling.. say, got MXFP8",
+        ),
+        ({"recipe": Float8CurrentScaling()}, ValueError, "take a recipe that keeps scales"),
+        (
+            {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
+            ValueError,
+            "without override_linear_precision",
+        ),
         ({"preserve_high_precision_init_val": True}, NotImplementedError, "is for training"),
     ):
         with pytest.raises(kind, match=words), te.quantized_model_init(**given):  # type: ignore[arg-type]

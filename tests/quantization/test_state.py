@@ -192,7 +192,8 @@ def test_what_each_call_asks_of_states_is_one_loop() -> None:
     """It calls no function for each of them; buffers that somebody put are seen, whichever product's they are."""
 
     def calls(states: list[Any]) -> int:
-        found, asked = list[str](), AsPut(states)
+        found, asked = list[str](), AsPut(states, records=True)
+        asked()  # which notes the region
         sys.setprofile(lambda frame, event, argument: found.append(event))
         try:
             assert asked()
@@ -203,7 +204,7 @@ def test_what_each_call_asks_of_states_is_one_loop() -> None:
     found = [state_of(product()) for _ in range(5)]
     assert calls(found) == calls(found[:1])
     for state in found:
-        asked = AsPut(found)
+        asked = AsPut(found, records=True)
         for name, t in ((SCALE, state.scale), (HISTORY, state.history)):
             state._buffers[name] = t.clone()
             assert not asked()
@@ -264,12 +265,16 @@ def test_what_is_no_state_is_unexpected(name: str, tensor: torch.Tensor) -> None
 def test_another_length_keeps_the_newest(length: int) -> None:
     model = trained(steps=3)
     before = {name: h.clone() for name, (_, h) in states(model).items()}
-    with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+    with te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+        with torch.no_grad():  # which changes nothing
+            model(torch.randn(8, 16))
+        assert all(torch.equal(history, before[name]) for name, (_, history) in states(model).items())
         model(torch.randn(8, 16))
     for name, (_, history) in states(model).items():
-        kept = min(length, 4)
-        assert history.shape == (length,) and torch.equal(history[:kept], before[name][:kept])
-        assert float(history[kept:].sum()) == 0.0
+        newer = 0 if name.endswith("gradient") else 1
+        kept = min(length - newer, 4)
+        assert history.shape == (length,) and torch.equal(history[newer:][:kept], before[name][:kept])
+        assert float(history[newer + kept :].sum()) == 0.0
 
 
 def test_conversion_of_a_model_leaves_its_state_in_float32() -> None:

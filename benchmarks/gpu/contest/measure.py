@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.common import turn_seconds
 
@@ -200,7 +202,7 @@ def contest(steps: Mapping[str, Step], effort: Effort, card: Card) -> dict[str, 
     Args:
         steps: what to call, by name.
     """
-    counts = {name: _calls_in_a_block(step, effort, card) for name, step in steps.items()}
+    counts = {name: calls_in_a_block(step, effort, card) for name, step in steps.items()}
     names = list(steps)
     until = time.perf_counter() + effort.warm_up
     while time.perf_counter() < until:
@@ -210,18 +212,20 @@ def contest(steps: Mapping[str, Step], effort: Effort, card: Card) -> dict[str, 
     for number in range(effort.rounds):
         for k in range(len(names)):
             name = names[(k + number) % len(names)]
-            blocks[name].append(_block(steps[name], counts[name], card))
+            blocks[name].append(block(steps[name], counts[name], card))
     return {name: Result(tuple(found)) for name, found in blocks.items()}
 
 
-def _calls_in_a_block(step: Step, effort: Effort, card: Card) -> int:
+def calls_in_a_block(step: Step, effort: Effort, card: Card) -> int:
+    """How many calls a block takes; the first ones have been made then."""
     for _ in range(_FIRST_CALLS):
         step()
     seconds = turn_seconds(step, _CALLS_TO_ESTIMATE if effort.block else 1, card.synchronize)
     return max(1, math.ceil(effort.block / seconds))
 
 
-def _block(step: Step, count: int, card: Card) -> Block:
+def block(step: Step, count: int, card: Card) -> Block:
+    """One turn of so many calls."""
     card.synchronize()
     energy, start = card.joules(), time.perf_counter()
     for _ in range(count):
@@ -361,11 +365,11 @@ def peak_bytes(step: Step, card: Card) -> int | None:
 
 def kept_bytes(forward: Callable[[], object], apart: Sequence[torch.Tensor]) -> int:
     """Bytes that autograd keeps for backward, each storage once; those of `apart` (parameters) do not count."""
-    skipped = {t.untyped_storage().data_ptr() for t in apart}
+    skipped = {_own(t).untyped_storage().data_ptr() for t in apart}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
+        storage = _own(t).untyped_storage()
         if storage.data_ptr() not in skipped:
             storages[storage.data_ptr()] = storage
         return t
@@ -375,3 +379,9 @@ def kept_bytes(forward: Callable[[], object], apart: Sequence[torch.Tensor]) -> 
     total = sum(s.nbytes() for s in storages.values())
     del result
     return total
+
+
+def _own(t: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor that several share, which may be under way."""
+    t = t._local_tensor if isinstance(t, DTensor) else t
+    return t.wait() if isinstance(t, AsyncCollectiveTensor) else t

@@ -182,9 +182,13 @@ class Floor:
 
 def make_floor(eager: Rival, card: Card) -> Floor:
     """Of a model of torch.nn, for its input."""
+    return floor_of(work_of(eager.model, eager.x.shape), eager.x.dtype, card)
+
+
+def floor_of(works: Sequence[Product | Heads], dtype: torch.dtype, card: Card) -> Floor:
+    """Of products and attentions in this order."""
     kinds = {Product: _Multiplying, Heads: _Attending}
-    works = work_of(eager.model, eager.x.shape)
-    pieces = [kinds[type(work)](work, eager.x.dtype, card.device) for work in works]
+    pieces = [kinds[type(work)](work, dtype, card.device) for work in works]
 
     def run() -> None:
         outputs = [piece.forward() for piece in pieces]

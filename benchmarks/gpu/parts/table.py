@@ -15,7 +15,7 @@ from benchmarks.gpu.parts.host import HOST_HIDDEN, HOST_TOKENS, host
 from benchmarks.gpu.parts.models import STACKED, growth, layer, layer_fp16, llama, mlp, stack
 from benchmarks.gpu.parts.presets import presets
 from benchmarks.gpu.parts.small import DECODING_LAYERS, decoding, small
-from benchmarks.gpu.parts.train import train, train_exact
+from benchmarks.gpu.parts.train import train, train_exact, train_fp8
 
 
 @dataclass(frozen=True)
@@ -51,4 +51,5 @@ PARTS: dict[str, Part] = {
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 100),
     "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch and by torch.compile", train, 290),
     "train-exact": Part("the same without dropout: both losses, and what nudged weights change", train_exact, 130),
+    "train-fp8": Part("the same in FP8 and in bfloat16: both losses", train_fp8, 180),
 }

@@ -1,4 +1,4 @@
-"""The parts `train` and `train-exact`: examples/train_gpt.py beside its twin in eager PyTorch."""
+"""The parts `train` and `train-exact`, examples/train_gpt.py beside eager PyTorch, and `train-fp8`, beside bfloat16."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ SMOOTHED = 20  # steps whose mean is compared
 EARLY = 10  # steps that are compared one by one
 RESOLUTION = 1e-5  # of the losses in loss.csv
 WITHIN_NOISE = 2.0  # of two runs of one kind, one lies further away than the other half of the time
+EVALUATIONS = 20  # of a run in FP8
+LAST = 10  # whose mean is compared
+WITHIN_BFLOAT16 = 1.01
+IN_BFLOAT16 = "te_fuser, bfloat16"
 TWIN, NUDGED, COMPILED = "torch.nn", "torch.nn, nudged", "torch.compile"
 
 
@@ -38,14 +42,54 @@ def train_exact(bench: Bench) -> Iterator[Entry]:
     yield entry
 
 
-def _trained(bench: Bench, arguments: Sequence[str], names: Sequence[str]) -> Entry:
+def train_fp8(bench: Bench) -> Iterator[Entry]:
+    """The same in FP8 by delayed scaling and in bfloat16: same seed, batches and masks."""
+    steps = ("--steps", str(bench.scale.train_steps), "--validations", str(EVALUATIONS))
+    arguments = (*bench.scale.train, "--dtype", "bfloat16", *steps)
+    runs = {OURS: _run(bench, (*arguments, "--precision", "fp8")), IN_BFLOAT16: _run(bench, arguments)}
+    (summary, rows), plain = runs[OURS], runs[IN_BFLOAT16]
+    contenders = {name: _training(OURS, *found) for name, found in runs.items()}
+    for data in contenders.values():
+        last = data["validation_losses"][-LAST:]
+        data["last_losses"] = sum(last) / len(last)
+    ours, other = contenders.values()
+    ours["speed_up"] = ours["tokens_per_second"] / other["tokens_per_second"]
+    ours["loss_over_bfloat16"] = ours["last_losses"] / other["last_losses"]
+    both = [
+        {**row, f"{TWIN} training loss": of[f"{OURS} training loss"]} for row, of in zip(rows, plain[1], strict=True)
+    ]
+    entry = {
+        "case": "train_gpt.py " + " ".join((*arguments, "--precision", "fp8")),
+        **_about(summary, rows),
+        "fp8_difference": _largest_difference(both, OURS),
+        "contenders": contenders,
+    }
+    entry["goals"] = judged((Goal("loss_over_bfloat16", WITHIN_BFLOAT16),), entry)
+    yield entry
+
+
+def _run(bench: Bench, arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The summary of a run of the example, and its losses."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = ["--kernels", "generated"] if bench.card.is_gpu else []
-        where = ["--device", bench.device.type, *kernels, "--compare", "--out", folder]
+        where = ["--device", bench.device.type, *kernels, "--out", folder]
         output_of(["examples/train_gpt.py", *where, *arguments])
         summary = json.loads((Path(folder) / "summary.json").read_text())
         with (Path(folder) / "loss.csv").open() as file:
-            rows = list(csv.DictReader(file))
+            return summary, list(csv.DictReader(file))
+
+
+def _about(summary: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Entry:
+    """What an entry says of a run."""
+    return {
+        "settings": {name: value for name, value in summary["settings"].items() if name != "text"},
+        "bigram_loss": summary["bigram_loss"],
+        "validation_steps": [int(row["step"]) for row in rows if row[f"{OURS} validation loss"]],
+    }
+
+
+def _trained(bench: Bench, arguments: Sequence[str], names: Sequence[str]) -> Entry:
+    summary, rows = _run(bench, ("--compare", *arguments))
     contenders = {name: _training(name, summary, rows) for name in names}
     ours = contenders[OURS]
     for name in {OURS, *names} - {TWIN, NUDGED}:
@@ -53,12 +97,10 @@ def _trained(bench: Bench, arguments: Sequence[str], names: Sequence[str]) -> En
         data["speed_up"] = data["tokens_per_second"] / contenders[TWIN]["tokens_per_second"]
     entry = {
         "case": "train_gpt.py " + " ".join(arguments),
-        "settings": {name: value for name, value in summary["settings"].items() if name != "text"},
-        "bigram_loss": summary["bigram_loss"],
+        **_about(summary, rows),
         "largest_difference": _largest_difference(rows, OURS),
         "late_difference": _largest_difference(rows[len(rows) // 2 :], OURS),
         "early_difference": _largest_difference(rows[:EARLY], OURS, smoothed=1),
-        "validation_steps": [int(row["step"]) for row in rows if row[f"{OURS} validation loss"]],
         "contenders": contenders,
     }
     if NUDGED in names:

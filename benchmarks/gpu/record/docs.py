@@ -79,6 +79,13 @@ def _note(entry: Data) -> str:
     """What a table cannot hold."""
     if "over_separate" in entry:
         return f"One Sequential over separate layers: {entry['over_separate']:.3f}."
+    if "fp8_difference" in entry:
+        ours, other = entry["contenders"].values()
+        return (
+            f"Mean of the last ten evaluations: {ours['last_losses']:.4f} nats in FP8, {other['last_losses']:.4f} in "
+            f"bfloat16. The training losses, averaged over 20 steps, differ by {entry['fp8_difference']:.4f} nats at "
+            f"most; FP8 trains {ours['speed_up']:.2f} times as fast. A bigram model has {entry['bigram_loss']:.3f}."
+        )
     if "largest_difference" in entry:
         ours = entry["contenders"]["te_fuser"]
         late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""

@@ -22,6 +22,7 @@ def write_plots(record: Data, folder: Path = IMAGES) -> None:
     plot_floor(record, folder / "gpu.svg")
     plot_growth(record, folder / "gpu-growth.svg")
     plot_losses(record, folder / "gpu-loss.svg")
+    plot_fp8_losses(record, folder / "gpu-fp8-loss.svg")
 
 
 def _figure(width: float, height: float) -> Any:
@@ -165,6 +166,7 @@ def _short(size: int) -> str:
 
 _TRAINED = {"train": "dropout {dropout:g}", "train-exact": "without dropout"}
 _TWIN = "torch.nn"
+_IN_BFLOAT16 = "te_fuser, bfloat16"
 
 
 def plot_losses(record: Data, path: Path) -> None:
@@ -190,6 +192,25 @@ def plot_losses(record: Data, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_fp8_losses(record: Data, path: Path) -> None:
+    """The loss curves of the training example in FP8 and in bfloat16, and how far they lie apart."""
+    part = _full_run(record, "train-fp8")
+    if part is None:
+        return
+    (entry,) = part["cases"]
+    figure = _figure(8, 5)
+    losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _loss_curves(losses, entry)
+    _loss_differences(differences, entry, _IN_BFLOAT16)
+    losses.set_ylim(top=1.6 * entry["bigram_loss"])
+    losses.set_ylabel("loss, nats per byte")
+    differences.set_ylabel("minus bfloat16's")
+    differences.set_xlabel("step")
+    what = "training loss (lines) and validation loss (points) in FP8 and in bfloat16"
+    figure.suptitle(f"{what}, {record['gpu']} ({origin(part)})", fontsize="medium")
+    _save(figure, path)
+
+
 def _loss_curves(axes: Any, entry: Data) -> None:
     axes.axhline(entry["bigram_loss"], color="black", linestyle=":", linewidth=0.8, label="bigram model")
     for name, data in reversed(entry["contenders"].items()):  # te_fuser's over the others
@@ -201,9 +222,9 @@ def _loss_curves(axes: Any, entry: Data) -> None:
     _plain(axes)
 
 
-def _loss_differences(axes: Any, entry: Data) -> None:
+def _loss_differences(axes: Any, entry: Data, than: str = _TWIN) -> None:
     curves = {name: dict(data["training_losses"]) for name, data in entry["contenders"].items()}
-    twin = curves[_TWIN]
+    twin = curves[than]
     for name, curve in reversed(curves.items()):
         axes.plot(list(twin), [curve[step] - loss for step, loss in twin.items()], **_style(name))
     _plain(axes)
@@ -214,5 +235,5 @@ def _label(name: str) -> str:
 
 
 def _style(name: str) -> dict[str, Any]:
-    """Eager's line is wide, so that another on it leaves it seen."""
-    return {"color": _COLOURS.get(_label(name), _OTHER), "linewidth": 2.5 if name == _TWIN else 1.2}
+    """The line that another is held against is wide, so that another on it leaves it seen."""
+    return {"color": _COLOURS.get(_label(name), _OTHER), "linewidth": 2.5 if name in (_TWIN, _IN_BFLOAT16) else 1.2}

@@ -85,7 +85,9 @@ def take_in(path: Path) -> Path:
         target = record_path(found["gpu"], found["kind"])
         write(target, {**found, "command": without_folders(found["command"])})
         return target
-    kind = "gpu-tests" if any("passed" in part for part in found["parts"].values()) else "gpu"
+    parts = found["parts"].values()
+    ranks = max((part.get("ranks", 1) for part in parts), default=1)
+    kind = ("gpu" if ranks == 1 else f"ranks-{ranks}") + "-tests" * any("passed" in part for part in parts)
     target = record_path(found["gpu"], kind)
     there = json.loads(target.read_text())["parts"] if target.exists() else {}
     for name, part in sorted(found["parts"].items(), key=lambda item: item[1]["written"]):

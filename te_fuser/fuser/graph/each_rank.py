@@ -34,10 +34,16 @@ def _of_rank(place: int, item: ListedOp) -> Iterable[ListedOp]:
     if ops == (op,):
         yield item
         return
+    read = {given.name: item.names_in[argument] for argument, given in op.named_inputs().items()}
     for one in ops:
+        names_in = {
+            argument: read.get(given.name, f"{item.path}//{given.name}")
+            for argument, given in one.named_inputs().items()
+        }
         if one.kind is op.kind:
-            yield replace(item, lowered=replace(item.lowered, op=one))
+            yield replace(item, lowered=replace(item.lowered, op=one), names_in=names_in)
             continue
         one.train(op.training)
-        path = f"{item.path}.{one.kind.role}"
-        yield replace(item, lowered=LoweredOp(one, {}), path=path, names_in={}, names_out=(), casts={}, summed={})
+        names_out = tuple([f"{item.path}//{name}" for name in one.named_outputs()])
+        lowered, path = LoweredOp(one, {}), f"{item.path}.{one.kind.role}"
+        yield replace(item, lowered=lowered, path=path, names_in=names_in, names_out=names_out, casts={}, summed={})

@@ -48,8 +48,9 @@ def with_sums(
         shapes: those of the parameters.
         needing: the names of what the call gives that needs a gradient.
     """
-    for group in shared(listed):
-        listed = _Walk(listed, group, shapes, needing).found()
+    walks = [_Walk(listed, group, shapes, needing) for group in shared(listed)]
+    for walk in sorted(walks, key=lambda walk: not walk.start.outer):
+        listed = walk.found(listed)
     return listed
 
 
@@ -65,16 +66,18 @@ class _Walk:
     ) -> None:
         self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
         self._place = 0
+        first = next(op for item in listed if (op := item.lowered.op).shared_by() == group)
+        self.start = first.takes_spread()
 
-    def found(self) -> Sequence[ListedOp]:
-        """The list with sums, where of its input ranks have what the first op takes that they share.
+    def found(self, listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
+        """The list as it is by now, with sums, where of its input ranks have what the first op takes that they share.
 
         Raises:
             ValueError: naming the op that does not take what it gets.
         """
-        first = next(op for item in self._listed if (op := item.lowered.op).shared_by() == self._group)
+        self._listed = listed
         try:
-            return list(self._from(first.takes_spread()))
+            return list(self._from(self.start))
         except ValueError as error:
             op, path = self._listed[self._place].lowered.op, self._listed[self._place].path
             raise ValueError(f"op {self._place} ({op.kind.__name__} {path!r}): {error}") from error
@@ -88,13 +91,14 @@ class _Walk:
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
             told = Told(self._group, start, named, shapes)
             self._check_gradients(item, x)
-            summed = dict.fromkeys(op.summed(x, told), self._group)
+            # Of sequences that are cut for the whole model an engine adds up all gradients, as of samples.
+            summed = {} if start.outer else dict.fromkeys(op.summed(x, told), self._group)
             own = op.of_rank(x, told)
             if own is not op:
                 item = replace(item, lowered=replace(low, op=own))
-            x_in, x = x, op.spread(x, told)
+            drawn, x = op.draws_for(x, told), op.spread(x, told)
             bound.update(dict.fromkeys(item.names_out, x))
-            share = None if not op.draws() or x_in in (WHOLE, GATHERED) else _share(x_in, self._group, item.share)
+            share = None if not op.draws() or drawn in (WHOLE, GATHERED) else _share(drawn, self._group, item.share)
             if summed or share is not None:
                 item = replace(item, summed={**item.summed, **summed}, share=share or item.share)
             yield item
@@ -114,9 +118,19 @@ class _Walk:
 
 
 def _share(x: Spread, group: Group, other: Share | None) -> Share:
-    """What a rank has of an op's input, for what the op draws; `other`: by another group."""
+    """What a rank has of an op's input, for what the op draws; `other`: by groups that cut sequences before.
+
+    Raises:
+        ValueError: where rows are cut along two dimensions.
+    """
     known = other or Share()
-    return replace(known, rows=group, dim=x.dim) if x.dim is not None else replace(known, columns=group)
+    if x.dim is None:
+        return replace(known, columns=(group, *known.columns))
+    if known.rows and known.dim != x.dim:
+        raise ValueError(
+            f"it draws for rows that ranks cut along two dimensions, {known.dim} and {x.dim}: cut them along one"
+        )
+    return replace(known, rows=(*known.rows, group), dim=x.dim)
 
 
 def _axes(op: FusableOperation, argument: str) -> Axes | None:

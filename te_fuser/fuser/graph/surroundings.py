@@ -38,6 +38,10 @@ class Surrounding:
     def left(self, listed: Sequence[ListedOp]) -> None:
         """The same of a call that nothing surrounds."""
 
+    def only_reading(self) -> contextlib.AbstractContextManager[None]:
+        """In here `entered` makes ready what a reference reads, and notes nothing; afterwards all is as it was."""
+        return contextlib.nullcontext()
+
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         """What holds while what is bound is ready."""
         return Facts()
@@ -118,6 +122,15 @@ def facts_of(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> Facts:
     """What holds while calls are surrounded so."""
     now = Facts(calls=tuple([(s.key, key) for s, key in zip(_known, keys or [None] * len(_known), strict=True)]))
     return Facts.of([now, *[s.facts(listed) for s, _ in of(keys)]])
+
+
+@contextlib.contextmanager
+def only_reading() -> Iterator[None]:
+    """Lists that are made ready in here are those of references, which leave nothing behind."""
+    with contextlib.ExitStack() as stack:
+        for surrounding in _known:
+            stack.enter_context(surrounding.only_reading())
+        yield
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Ste
 def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
     """Where ranks have terms of parameters' gradients, two steps more for each group, that add them up."""
     sums = problem.graph.sums
+    if not sums:
+        return steps
     made = [r for s in steps for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term and r.index in sums]
     if not made:
         return steps

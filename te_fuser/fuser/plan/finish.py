@@ -148,6 +148,11 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
 # --------------------------------------------------------------------------------------------------- segments
 
 
+def segment_bytes() -> int:
+    """Those of the parameter gradients that make a segment."""
+    return SEGMENT_BYTES
+
+
 def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Where the segments of these covers begin and end."""
     what = segments, *covers.forward, *covers.backward
@@ -155,7 +160,7 @@ def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[in
 
 
 def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
-    """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
+    """Cut beside a product, or at a border, where both covers end a step, when parameter gradients pass SEGMENT_BYTES.
 
     Where ranks exchange what a product gives, the cut is before that: so in backward the exchange of its gradient is in
     a segment with products whose gradients run beside it. An end of the list with next to none, as the bias behind the
@@ -170,7 +175,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             seconds[step.start + by] += step.seconds
     taken = [0.0, *itertools.accumulate(seconds)]
     ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
-    ends = _beside_exchanges(graph, ends)
+    ends = _beside_exchanges(problem, ends)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
@@ -181,7 +186,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             break
         if size < SEGMENT_BYTES or following.index not in ends:
             continue
-        beside = any(not n.is_row and n.parameters for n in (node, following))
+        beside = any(not n.is_row and n.parameters for n in (node, following)) or following.index in problem.borders
         if beside and taken[following.index] - taken[cuts[-1]] >= least:
             cuts.append(following.index)
             size = 0
@@ -191,18 +196,19 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
 
 
-def _beside_exchanges(graph: Graph, ends: set[int]) -> set[int]:
-    """Those behind a product and before what exchanges its output and its gradient; where there are none, any others.
+def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
+    """Those between a product and what exchanges its output and its gradient, and borders; without any, all others.
 
     Between a product and what exchanges the gradient of its input there is never one.
     """
+    graph = problem.graph
     exchanged = {n.index for n in graph.nodes for g in n.gradients if g.wait}
     if not exchanged:
         return ends
     products = {n.index for n in graph.nodes if not n.is_row and n.parameters}
     both = {k for k in exchanged if graph.nodes[k].op.op_wait is not None}  # type: ignore[attr-defined]
     found = {k for k in ends & both if k - 1 in products}
-    return found or {k for k in ends if k - 1 not in exchanged}
+    return found | ends & problem.borders if found else {k for k in ends if k - 1 not in exchanged}
 
 
 def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:

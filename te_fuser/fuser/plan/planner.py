@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.plan.before import with_made
+from te_fuser.fuser.plan.borders import borders
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.finish import finish, segments
+from te_fuser.fuser.plan.finish import finish, segment_bytes, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overlap import retimed, with_overlap
 from te_fuser.fuser.plan.overwriting import with_overwriting
@@ -138,21 +139,22 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
         return retimed(plan.seen_by(prices.at_exact_sizes()))
 
 
-def _kept_as_asked(graph: Graph, options: Options) -> tuple[Plan, Prices]:
+def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
     """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
     gathers = [n for n in graph.nodes if not n.is_row and n.op.gathers]  # type: ignore[attr-defined]
     if not gathers or options.memory == "fast":
-        return covered(Problem(graph, options))
+        return covered(Problem(graph, options, ends))
     if isinstance(options.memory, int):
-        found = covered(Problem(graph, options))
+        found = covered(Problem(graph, options, ends))
         if found[0].kept_bytes() <= options.memory:
             return found
-    return covered(Problem(graph, replace(options, gathers_again=True)))
+    return covered(Problem(graph, replace(options, gathers_again=True), ends))
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
-        plan, prices = _kept_as_asked(graph, options)
+        ends = borders(graph, segment_bytes()) if options.summed_apart else frozenset[int]()
+        plan, prices = _kept_as_asked(graph, options, ends)
         plan = with_made(plan, prices)
         for change in PASSES:
             plan = change(plan, options)

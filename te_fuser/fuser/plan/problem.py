@@ -59,6 +59,7 @@ class Options:
     records: bool = False  # whether segments may be PyTorch's functions, which autograd records
     notes: tuple[str, ...] = ()  # what is to be said of every plan made with them
     gathers_again: bool = False  # whether backward gathers again what is kept as this rank's part
+    summed_apart: bool = False  # whether an engine may sum gradients among ranks as they come
 
 
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
@@ -179,17 +180,20 @@ def _fits(
 class Problem:
     """One graph with what does not change while it is planned.
 
+    Args:
+        borders: the ops before which kernels end.
+
     Attributes:
         graph: the graph with the sizes that everything but conditions sees: rounded up to the grid.
         asked: the graph as it was given, whose sizes may note what is asked of them.
     """
 
-    def __init__(self, graph: Graph, options: Options) -> None:
-        self.graph, self.asked, self.options = graph.rounded(), graph, options
+    def __init__(self, graph: Graph, options: Options, borders: frozenset[int] = frozenset()) -> None:
+        self.graph, self.asked, self.options, self.borders = graph.rounded(), graph, options, borders
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
         self._recomputable: dict[tuple[int, int], tuple[Ref, ...]] = {}
-        self.matches, self.conditions = _find_matches(graph, options, self.match)
+        self.matches, self.conditions = self._within_borders(*_find_matches(graph, options, self.match))
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
@@ -204,10 +208,25 @@ class Problem:
         self.gathered_again = self._gathered_again() if options.gathers_again else frozenset()
         self.sections = sections_of(self)
 
+    def _within_borders(
+        self, matches: list[tuple[Fusion, int, int]], refusals: list[Refusal]
+    ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+        """The matches that end where kernels do."""
+        if not self.borders:
+            return matches, refusals
+        within, why = [], "a segment may end in it, so that ranks can sum gradients while others are computed"
+        for fusion, start, stop in matches:
+            if self.borders.isdisjoint(range(start + 1, stop)):
+                within.append((fusion, start, stop))
+            else:
+                refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
+        return within, refusals
+
     def _runs(self) -> list[tuple[int, int]]:
         """The stretches."""
-        groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
-        return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
+        ends = sorted(self.borders)
+        groups = itertools.groupby(self.nodes, key=lambda n: (n.is_row, bisect.bisect_right(ends, n.index)))
+        return [(g[0].index, g[-1].index + 1) for (row, _), nodes in groups if row and (g := list(nodes))]
 
     def _ranges(self) -> list[list[tuple[int, int]]]:
         """By stretch the ranges worth a kernel: between its ends and those of matched fusions; lone ops."""

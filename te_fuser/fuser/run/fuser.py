@@ -22,7 +22,7 @@ from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run import lockstep
+from te_fuser.fuser.run import lockstep, telling
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache, Recent
 from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
@@ -30,8 +30,9 @@ from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
-from te_fuser.ops.dtensor import is_dtensor
+from te_fuser.ops.dtensor import arrived, is_dtensor
 from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class Fuser:
         y = self.again(x, inputs, outputs)
         if y is not None:
             return y
+        if type(x) not in PLAIN:
+            x = arrived(x)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
             call = self.call(x, named_tensors(inputs), outputs)
@@ -166,24 +169,29 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> tuple[Prepared, Call, Graph | None]:
         """The same, and where the call was planned just now, its graph."""
-        with lockstep.telling_errors(self._plain.groups):
+        with telling.telling_errors(self._plain.groups):
             check_input(x)
             call = self.call(x, inputs, outputs)
             if in_dual_level():
                 refuse_tangents(call.tensors)
             modes = call.listing.modes(x.device.type, outputs)
+            agreed = self._agreed_as(call, modes)
+            if agreed is not None:
+                lockstep.begin(call.listing.groups, call)
             found, graph = self._found(call, modes)
-        if call.listing.groups:
-            self._agree(call, modes, found)
+        if agreed is not None:
+            lockstep.check(call.listing.groups, call, found.plan, modes.words, found.draws)
+            self._agreed.put(agreed, True)
         self._note(call, modes, found)
         return found, call, graph
 
-    def _agree(self, call: Call, modes: Modes, found: Prepared) -> None:
-        """Compare with the ranks that share ops of the list, once for each shape."""
-        key = call.signature(modes)
-        if self._agreed.get(key) is None:
-            lockstep.check(call.listing.groups, call, found.plan, modes.words, found.draws)
-            self._agreed.put(key, True)
+    def _agreed_as(self, call: Call, modes: Modes) -> Hashable | None:
+        """By what ranks that share ops of the list compare this call; None where they have, or none share."""
+        if not call.listing.groups:
+            return None
+        draws = any(op.draws() for op in call.listing.lowered)
+        key = call.signature(modes), lockstep.seed_of(call.x.device) if draws else None
+        return None if self._agreed.get(key) else key
 
     def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""
@@ -198,6 +206,8 @@ class Fuser:
         facts = self._facts[1]
         if listing.computed:
             facts = Facts.of([facts, *[b.facts() for b in listing.bound.bindings]])
+        if listing.groups and found.draws:
+            facts = Facts.of([facts, lockstep.seed_facts(call.x.device)])
         held = tuple([t._spec for t in call.parameters if is_dtensor(t)])
         self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function, held)
 
@@ -288,10 +298,15 @@ class Fuser:
         graph = self._graph(call, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
+            records = self.kernels == "auto"
+            return graph, Options(
+                device, target, self.memory, device.capability, records=records, summed_apart=has_ranks()
+            )
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         notes, records = self._notes(target, graph, call.listing), self.kernels == "auto"
-        options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
+        options = Options(
+            device or device_of(x.device), target, self.memory, records=records, notes=notes, summed_apart=has_ranks()
+        )
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
     def _graph(
@@ -337,7 +352,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises:
         TypeError: when one is not a plain, dense tensor.
     """
-    found = {name: t for name, t in inputs.items() if t is not None}
+    found = {name: t if type(t) in PLAIN else arrived(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fuser.fuser.run import telling
 from te_fuser.fuser.run.loading import execute, load, unhooked
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ def measured_run(
     """Run a call a few times, forward and backward, with a clock at each step.
 
     Gradients that tensors hold and PyTorch's random generators are left as they are; what runs otherwise is not
-    slowed down, since the clocks are in programs of this call's own.
+    slowed down, since the clocks are in programs of this call's own. Ranks that share ops run it together, as often.
 
     Returns:
         The plan, the times, and what the call returns.
     """
+    groups = fuser.call(x, inputs, outputs).listing.groups
+    telling.of_all(groups, f"explain(measure=True) of x {list(x.shape)}", None)
     prepared, call = fuser.prepare_call(x, inputs, outputs)
     plan, parameters = prepared.plan, [unhooked(p) for p in call.parameters]
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()

@@ -103,7 +103,14 @@ class FusionTask(Task):
         if self.gradient is not None:
             return self.gradient.takes
         joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
-        return () if joint_backward else self.fusion.takes
+        return () if joint_backward else tuple([self._from_start(name) for name in self.fusion.takes])
+
+    def _from_start(self, name: str) -> str:
+        """A name that may count ops from the end, by their number from the beginning."""
+        if not name.startswith("-"):
+            return name
+        number, _, rest = name.partition(".")
+        return f"{len(self.nodes) + int(number)}.{rest}"
 
     def runs_by(self) -> str:
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""

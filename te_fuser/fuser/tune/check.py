@@ -16,6 +16,7 @@ import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
 from te_fuser.fuser.run.loading import Prepared, execute
+from te_fuser.fuser.tune.together import Together
 from te_fuser.ops.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
@@ -37,30 +38,40 @@ class Check:
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],
+        ranks: Together = Together(),  # noqa: B008 - frozen
     ) -> None:
+        self.ranks = ranks
         self.default, self.x, self.inputs, self.parameters = default, x, inputs, parameters
         self.coarsest = default.plan.graph.coarsest
         self.wanted = self.results(default)
 
     def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
-        """Why another plan of the call, or other kernels, cannot be taken; empty when they can.
+        """Why another plan of the call, or other kernels, cannot be taken, on any rank; empty when they can.
 
         Args:
             within: what the other one alone runs in, as with other algorithms in force.
         """
+        reason, found = "", Results()
         try:
             with within:
                 found = self.results(other)
         except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
-            return f"fails: {type(error).__name__}: {error}"
-        if _drawn_elsewhere(self.default.plan, other.plan):
-            return ""
+            reason = f"fails: {type(error).__name__}: {error}"
+        reason = self.ranks.reason("what is tried has run", reason)
+        if reason or _drawn_elsewhere(self.default.plan, other.plan):
+            return reason
         try:
-            rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
+            title, whose = "differs from the default", "the default"
+            rows = judge_alike(title, found, self.wanted, self._neighbour, whose, self._settled)
+            failed = [row for row in rows if not row.passed]
+            reason = str(max(failed, key=lambda row: row.share)) if failed else ""
         except torch.OutOfMemoryError:
-            return "there is no memory to compare it with the default on moved data"
-        failed = [row for row in rows if not row.passed]
-        return str(max(failed, key=lambda row: row.share)) if failed else ""
+            reason = "there is no memory to compare it with the default on moved data"
+        return self.ranks.reason("results are compared", reason)
+
+    def _settled(self, settled: bool) -> bool:
+        """Whether no rank has to look at moved data, which all run together."""
+        return self.ranks.all("whether to run on moved data", settled)
 
     def note(self, other: Prepared) -> str:
         """What of another plan could not be compared, in words; empty when all was."""

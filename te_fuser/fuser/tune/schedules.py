@@ -16,7 +16,7 @@ from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, el
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.steps.step import KernelFunction
-from te_fuser.kernels.trials import Trial, concluded, seconds_alone
+from te_fuser.kernels.trials import Deciding, Trial, concluded, seconds_alone
 
 if TYPE_CHECKING:
     from te_fuser.codegen.cuda_loader import GpuKernel
@@ -46,24 +46,29 @@ class _Variant:
 
 
 def tune_schedules(
-    plan: Plan, compare: Compare, margin: float, reason_not: ReasonNot = lambda kernels: ""
+    plan: Plan,
+    compare: Compare,
+    margin: float,
+    reason_not: ReasonNot = lambda kernels: "",
+    deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
     """Tune the schedule of each generated kernel of a plan; what is taken stays on disk.
 
     Args:
         margin: the share of the model's time that a schedule must gain.
         reason_not: tells wrong kernels from right ones.
+        deciding: who says which schedule is worth trying.
     """
     device = plan.x.device
     taken, trials = list[_Variant](), list[Trial]()
     for description, sizes in ((g.description, g.sizes) for g in plan.generated.values()):
-        variant = _fastest_alone(description, sizes, device)
+        variant = _fastest_of(deciding, description, sizes, device)
         trial = _try(description, variant, taken, compare, margin, reason_not)
         if variant is not None and trial.taken:
             taken.append(dataclasses.replace(variant, in_model=trial.ratio))
         trials.append(trial)
     trials = concluded(trials, "schedules of kernels together", lambda: compare({}, _kernels(taken)))
-    if any(t.taken for t in trials):
+    if any(t.taken for t in trials) and deciding.writes:
         _keep(taken, device)
     return trials
 
@@ -98,6 +103,21 @@ def _keep(variants: Iterable[_Variant], device: torch.device) -> None:
     store = store_for(torch.cuda.get_device_name(device))
     for v in variants:
         store.put(v.description.key, v.schedules, v.rows, alone=v.alone, in_model=v.in_model)
+
+
+def _fastest_of(
+    deciding: Deciding, d: KernelDescription, sizes: tuple[int, int, int], device: torch.device
+) -> _Variant | None:
+    """The variant that is fastest alone where that is decided."""
+    from te_fuser.codegen import cuda_loader
+
+    own = _fastest_alone(d, sizes, device)
+    listed = list(cuda_loader.variants(d, device, MOST_VARIANTS))
+    found = deciding.first(f"schedules of {d.name}", None if own is None else [listed.index(own.schedules), own.alone])
+    if found is None or own is not None and listed[found[0]] == own.schedules:
+        return None if found is None else own
+    kernel = cuda_loader.load_variant(d, device, listed[found[0]], cache_dir=config.cache_dir)
+    return _Variant(d, sizes[0], listed[found[0]], kernel, found[1])
 
 
 def _fastest_alone(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> _Variant | None:

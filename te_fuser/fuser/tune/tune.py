@@ -23,11 +23,13 @@ from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
+from te_fuser.fuser.run import telling
 from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
+from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions.library import Library, libraries
-from te_fuser.kernels.trials import Trial, dropped
+from te_fuser.kernels.trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -104,37 +106,25 @@ class _Rounds:
     outputs: tuple[str, ...]
     effort: Effort
     contest: Contest
+    ranks: Together
 
     def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
-        """A plan ready to run, some of its kernels by other ones."""
-        return load(plan, self.outputs, instead=kernels)
+        """A plan ready to run on all ranks, some of its kernels by other ones."""
+        made = load(plan, self.outputs, instead=kernels)
+        self.ranks.meet("a plan is ready")
+        return made
 
     def call(self, prepared: Prepared) -> Callable[[], None]:
         """The call by a plan."""
         return _call(prepared, self.x, self.inputs, self.parameters)
 
     def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
-        """Seconds of the second over seconds of the first."""
-        return self.contest(first, second, self.effort)
+        """Seconds of the second over seconds of the first, on the rank that decides."""
+        return float(self.ranks.first("how two plans compare", self.contest(first, second, self.effort)))
 
     def between(self, first: Plan, second: Plan) -> float:
         """The same of two plans."""
         return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
-
-
-def _check_alone(graph: Graph) -> None:
-    """Refuse a list that ranks run together: they would try other things, and wait for one another for ever.
-
-    Raises:
-        NotImplementedError: naming the op.
-    """
-    found = ((n.label, n.op.runs_with()) for n in graph.nodes)
-    label, group = next(((label, group) for label, group in found if group is not None), ("", None))
-    if group is not None:
-        raise NotImplementedError(
-            f"tune: {label} runs on {group.size} ranks together, and each would choose by its own "
-            "clock; tune the lists before and behind it by themselves"
-        )
 
 
 def tune(
@@ -145,13 +135,34 @@ def tune(
     effort: Effort = Effort(),  # noqa: B008 - frozen
     contest: Contest | None = None,
 ) -> tuple[TuneReport, Any]:
-    """Tune the plan of a call like this one; (report, what the call returns)."""
+    """Tune the plan of a call like this one; (report, what the call returns).
+
+    Ranks that share ops of the list go by the first one: how often each plan has its turn, how plans compare, which
+    choices are tried and taken. What one of them refuses all do; what one raises all do.
+    """
+    groups = fuser.call(x, inputs, outputs).listing.groups
+    with telling.telling_errors(groups):
+        return _tune(fuser, x, inputs, outputs, effort, contest, Together(groups))
+
+
+def _tune(
+    fuser: Fuser,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: tuple[str, ...],
+    effort: Effort,
+    contest: Contest | None,
+    ranks: Together,
+) -> tuple[TuneReport, Any]:
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
+    if ranks.groups:  # they compare what they run, as in a call
+        ranks.meet(f"{effort} for x {list(x.shape)}")
+        fuser.prepare_call(x, inputs, outputs)
+    deciding = ranks.deciding()
     call = fuser.call(x, inputs, outputs)
     graph, options = fuser.asked(call)
-    _check_alone(graph)
     parameters = [unhooked(p) for p in call.parameters]
-    rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device))
+    rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device, ranks), ranks)
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, tuned={})
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
@@ -161,11 +172,14 @@ def tune(
         total = search.conclude()
         trials, best = search.trials, search.best
         if best.target == "cuda":
-            trials += _schedule_trials(best, rounds, search.check)
+            trials += _schedule_trials(best, rounds, search.check, deciding)
         for library in libraries():
-            trials += _library_trials(library, rounds.prepared(best), rounds, search.check)
+            trials += _library_trials(library, rounds.prepared(best), rounds, search.check, deciding)
         result = execute(rounds.prepared(best), x, inputs, parameters)
-    _keep(graph, fuser, x.device, search.choices, total)
+    if deciding.writes:
+        _keep(graph, fuser, x.device, search.choices, total)
+    ranks.meet("what was found is on disk")
+    fuser.forget_plans()
     return TuneReport(tuple(trials), (total,)), result
 
 
@@ -189,7 +203,8 @@ class _Search:
     def look_at(self, place: str, choice: str) -> None:
         """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
-        unfit, rounds = _unfit(plan, self.best, self._options.memory), self._rounds
+        rounds = self._rounds
+        unfit = rounds.ranks.reason(f"{place} {choice}", _unfit(plan, self.best, self._options.memory))
         if unfit:
             self.trials.append(Trial(place, choice, None, False, unfit))
             return
@@ -222,10 +237,11 @@ class _Search:
         return make_plan(self._graph, dataclasses.replace(self._options, tuned=choices))
 
     def _checked_by(self, prepared: Prepared) -> Check:
-        return Check(prepared, self._rounds.x, self._rounds.inputs, self._rounds.parameters)
+        rounds = self._rounds
+        return Check(prepared, rounds.x, rounds.inputs, rounds.parameters, rounds.ranks)
 
 
-def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
+def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check, deciding: Deciding) -> list[Trial]:
     """Other schedules of the plan's generated kernels."""
 
     def reason_not(kernels: Mapping[str, KernelFunction]) -> str:
@@ -235,16 +251,18 @@ def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
         first, second = (rounds.call(rounds.prepared(plan, kernels)) for kernels in (before, after))
         return rounds.ratio(first, second)
 
-    return tune_schedules(plan, compare, rounds.effort.margin, reason_not)
+    return tune_schedules(plan, compare, rounds.effort.margin, reason_not, deciding)
 
 
-def _library_trials(library: Library, prepared: Prepared, rounds: _Rounds, check: Check) -> list[Trial]:
+def _library_trials(
+    library: Library, prepared: Prepared, rounds: _Rounds, check: Check, deciding: Deciding
+) -> list[Trial]:
     """Other algorithms of what the model runs of a library."""
 
     def reason_not(within: AbstractContextManager[None]) -> str:
         return check.reason(prepared, within)
 
-    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not)
+    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not, deciding)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
@@ -283,7 +301,7 @@ def _call(
     return run
 
 
-def _contest_on(device: torch.device) -> Contest:
+def _contest_on(device: torch.device, ranks: Together = Together()) -> Contest:  # noqa: B008 - frozen
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -299,7 +317,7 @@ def _contest_on(device: torch.device) -> Contest:
     def contest(first: Callable[[], None], second: Callable[[], None], effort: Effort) -> float:
         for call in (first, second):
             turn(call, _WARM_UP)
-        times = max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9)))
+        times = ranks.first("how often", max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9))))
         ratios = []
         for k in range(effort.rounds):  # who begins changes, so that neither always follows a pause
             if k % 2:
@@ -314,4 +332,3 @@ def _contest_on(device: torch.device) -> Contest:
 
 def _keep(graph: Graph, fuser: Fuser, device: torch.device, choices: Choices, ratio: float) -> None:
     store_for(device_name(device)).put(list_key(graph, fuser.memory, fuser.kernels), choices, ratio)
-    fuser.forget_plans()

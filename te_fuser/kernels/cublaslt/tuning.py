@@ -7,14 +7,14 @@ model, whatever wins alone. So a choice has to make the whole model faster, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from te_fuser import _native
 from te_fuser.kernels.cublaslt.products import KINDS, in_use
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, store_on
-from te_fuser.kernels.trials import Contest, ModelCall, ReasonNot, Trial, concluded, seconds_alone
+from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial, concluded, seconds_alone
 
 MOST_LISTED = 8  # candidates that the library is asked for
 MOST_IN_PLACE = 3  # of a problem, beside its first guess, that are tried in the model
@@ -46,7 +46,11 @@ _Chosen = Mapping[PlacedProduct, int]
 
 
 def tune_products(
-    call: ModelCall, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
+    call: ModelCall,
+    contest: Contest,
+    margin: float,
+    reason_not: ReasonNot = lambda within: "",
+    deciding: Deciding = Deciding(),  # noqa: B008 - frozen
 ) -> list[Trial]:
     """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
 
@@ -54,13 +58,15 @@ def tune_products(
         call: the model as it is to be fast.
         margin: the share of the model's time that a choice must gain.
         reason_not: tells wrong algorithms from right ones.
+        deciding: who says which of them are worth trying.
     """
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, trials = dict(first), list[Trial]()
     try:
         for place in places:
-            trials += _tune_place(place, chosen, call, contest, margin, reason_not)
+            worth_trying = deciding.first(f"algorithms of {place}", _fast_alone(place))
+            trials += _tune_place(place, worth_trying, chosen, call, contest, margin, reason_not)
         together = "algorithms of products together"
         trials = concluded(trials, together, lambda: contest(_with(first, call), _with(chosen, call)))
         if not any(t.taken for t in trials):
@@ -69,7 +75,8 @@ def tune_products(
         _take(first)
         raise
     _take(chosen)
-    _keep(chosen)
+    if deciding.writes:
+        _keep(chosen)
     return trials
 
 
@@ -84,11 +91,12 @@ def places_of(call: ModelCall) -> list[PlacedProduct]:
             if times > 0:
                 problem = ProductProblem(*met)
                 work[PlacedProduct(form, product, problem)] = times * problem.m * problem.n * problem.k
-    return sorted(work, key=lambda place: -work[place])
+    return sorted(work, key=lambda place: (-work[place], str(place)))
 
 
 def _tune_place(
     place: PlacedProduct,
+    worth_trying: Sequence[int],
     chosen: dict[PlacedProduct, int],
     call: ModelCall,
     contest: Contest,
@@ -101,7 +109,7 @@ def _tune_place(
     """
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
-    for candidate in _fast_alone(place):
+    for candidate in worth_trying:
         reason = reason_not(_by({**chosen, place: candidate}))
         if reason:
             wrong[candidate] = reason

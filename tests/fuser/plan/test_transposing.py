@@ -117,7 +117,7 @@ def test_one_layout_is_kept() -> None:
     assert sum("quantize.output transposed (32.00 MiB)" in row.keeps for row in rows) == 3
     assert [row.again for row in rows if row.again] == [("quantize.output transposed",)]
     said = {row.name for row in rows if row.transposed == ("gradient of float8_mat_mul.output transposed",)}
-    assert said == {"bias_dropout_add_bwd", "bias_gelu_quantize_bwd", "transposed8"}
+    assert said == {"bias_dropout_add_bwd", "bias_gelu_quantize_bwd", "transposed8", "attention_cuda_cudnn"}
 
 
 # --------------------------------------------------------------------------------------------- values and gradients

@@ -26,6 +26,7 @@ from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune import schedules
 from te_fuser.fuser.tune import tune as tuning
+from te_fuser.kernels.trials import Deciding
 from tests.codegen import tile_cases
 from tests.codegen.corpus import Kit
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
@@ -180,6 +181,21 @@ def test_what_gains_is_kept_and_loaded_from_then_on(faster_alone: None, tmp_path
     assert kernel.text.schedules == variants(d)[1] and len(cuda_loader.loaded()) == before
 
 
+def test_where_another_rank_decides(faster_alone: None, tmp_path: Path) -> None:
+    """Whatever is faster here, its schedules are tried; it keeps them on disk, too."""
+    plan, asked = reshaped().plan(source()), list[Any]()
+
+    def first(what: str, value: Any) -> Any:
+        asked.append((what, value))
+        return [2, 0.9] if "rms_norm_fwd" in what else None
+
+    trials = schedules.tune_schedules(plan, Times(0.9, 0.9).compare, MARGIN, deciding=Deciding(first, False))
+    assert asked == [(f"schedules of {name}", [1, 0.5]) for name in NAMES]
+    assert [(t.ratio, t.taken) for t in trials] == [(0.9, True), (None, False), (None, False), (0.9, True)]
+    kernel = next(k for k in cuda_loader.loaded() if k.text.schedules == variants(kernels_of(plan)["rms_norm_fwd"])[2])
+    assert kernel.description.name == "rms_norm_fwd" and kept(plan, tmp_path) == []
+
+
 def test_schedules_that_are_not_faster_together_are_dropped(faster_alone: None, tmp_path: Path) -> None:
     plan, times = reshaped().plan(source()), Times(0.9, 0.9, 1.1, 1.0)
     trials = schedules.tune_schedules(plan, times.compare, MARGIN)
@@ -209,5 +225,5 @@ def test_tune_hands_its_margin_on(margin: float, taken: bool, faster_alone: None
         effort=tuning.Effort(margin=margin), prepared=lambda *known: None, call=call, ratio=lambda first, second: 0.98
     )
     check: Any = SimpleNamespace(reason=lambda prepared: "")
-    trials = tuning._schedule_trials(reshaped().plan(source()), rounds, check)
+    trials = tuning._schedule_trials(reshaped().plan(source()), rounds, check, Deciding())
     assert [t.taken for t in trials] == [taken] * (4 if taken else 3)

@@ -19,7 +19,7 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for, store_on
 from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
-from te_fuser.kernels.trials import Trial
+from te_fuser.kernels.trials import Deciding, Trial
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
@@ -193,6 +193,20 @@ def test_an_error_on_the_way_leaves_the_first_guesses(library: FakeCublasLt) -> 
     assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
 
 
+def test_where_another_rank_decides(library: FakeCublasLt) -> None:
+    """Its candidates are tried, and it keeps what is taken."""
+    times, asked = Times(library, {3: 0.9}), list[tuple[str, object]]()
+
+    def first(what: str, value: object) -> list[int]:
+        asked.append((what, value))
+        return [2]
+
+    tried = tune_products(model, times.contest, 0.005, deciding=Deciding(first, False))
+    assert [(t.choice, t.taken) for t in tried] == [("#3", True), ("#3", True), ("all", True)]
+    assert asked == [(f"algorithms of {p}", [1, 2]) for p in ("forward float32 5x6x8", "dgrad float32 5x3x6")]
+    assert algorithms_of(library, model) == [3, 3] and kept() == ["None"] * 2
+
+
 # ---- what is not worth trying ------------------------------------------------------------------------------------
 
 
@@ -293,7 +307,7 @@ def test_tune_lists_the_algorithms_that_it_tried(
 ) -> None:
     linear, x, times = Sequential(ops.MatMul(8, 6)), torch.randn(5, 8), Times(library, {2: 0.9})
 
-    monkeypatch.setattr(tuning, "_contest_on", lambda device: lambda a, b, effort: times.contest(a, b))
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: lambda a, b, effort: times.contest(a, b))
     with torch.no_grad():
         y = linear(x)
         report = linear.tune(x, margin=0.05)
@@ -317,7 +331,7 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
         runs.append(1)
         return x @ weight.T
 
-    monkeypatch.setattr(tuning, "_contest_on", lambda device: lambda a, b, effort: 1.0)
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: lambda a, b, effort: 1.0)
     found = []
     for before in (a_new_process, small):
         before()
@@ -345,7 +359,7 @@ def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest
         return Y * 2 if library.by_algorithm[3] > before else Y.clone()
 
     linear, x, times = Sequential(ops.MatMul(8, 6)), torch.randn(5, 8), Times(library, {3: 0.1})
-    monkeypatch.setattr(tuning, "_contest_on", lambda device: lambda a, b, effort: times.contest(a, b))
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: lambda a, b, effort: times.contest(a, b))
     with torch.no_grad():
         report = linear.tune(x)
     (wrong,) = (t for t in report.trials if t.choice == "#3")

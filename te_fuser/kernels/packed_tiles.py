@@ -1,0 +1,172 @@
+"""Gradients of queries, keys and values in 8 bits, packed by rows and turned, in one pass; their columns added up.
+
+    rows = quantize(dq | dk | dv), turned = rows^T, dbias = the sums of columns
+
+As `packed_heads`, where nothing turns by its position and products read both layouts. The kernel's text is
+`packed_tiles.cu`; its tiles are those of generated kernels that store transposed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.written import TextKernel
+from te_fuser.dtypes import name_of
+from te_fuser.kernels.lanes import Scaled, constants
+from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
+from te_fuser.kernels.strided import as_one, readable
+from te_fuser.kernels.transposed8 import padded
+from te_fuser.ops.attention_heads import PackedHeads
+
+if TYPE_CHECKING:
+    from te_fuser import _native
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_ACCESS = 16  # bytes
+_THREADS, _LANES, _TILE_ROWS = 256, 8, 128
+_BLOCKS = 3  # of a multiprocessor
+_FORMS_KEPT = 256
+
+
+def why_not(heads: PackedHeads, dtype: torch.dtype) -> str:
+    """Why the kernel does not pack these heads; empty when it does."""
+    vector = _ACCESS // dtype.itemsize
+    return "" if heads.head_dim % vector == 0 else f"heads of {heads.head_dim} features are no vectors of {vector}"
+
+
+@dataclass(frozen=True)
+class PackedTiles(TextKernel["_native.CudaKernel"]):
+    """What the text is written for.
+
+    Attributes:
+        heads: how the result lies.
+        dtype: of what is read.
+        stored: of the result, 8 bits.
+        sums: of the sums over tokens, if any.
+    """
+
+    heads: PackedHeads
+    dtype: torch.dtype
+    stored: torch.dtype
+    sums: torch.dtype | None = None
+    name: ClassVar[str] = "packed_tiles"
+
+    @property
+    def vector(self) -> int:
+        """Neighbours that a thread takes at once."""
+        return _ACCESS // self.dtype.itemsize
+
+    @property
+    def tiles(self) -> int:
+        """Blocks side by side in a row."""
+        return -(-self.heads.features // (_LANES * self.vector))
+
+    def text(self) -> str:
+        """The CUDA text: the constants, and `packed_tiles.cu`."""
+        heads = self.heads
+        types = {"Element": self.dtype, "SumElement": self.sums or self.dtype, "OutElement": self.stored}
+        integers = {
+            "kQueries": heads.heads, "kGroups": heads.kv_heads, "kHeadDim": heads.head_dim,
+            "kBlocks": _BLOCKS, "kTiles": self.tiles,
+        }  # fmt: skip
+        flags = {
+            "kBlocked": heads.packing == "blocked",
+            "kSamplesFirst": heads.layout == "batch_first",
+            "kSums": self.sums is not None,
+        }
+        names = {name: CTYPES[name_of(dtype)] for name, dtype in types.items()}
+        lines = ['#include "te_cuda_tile.cuh"', "", *constants(names, integers, flags), "", _SOURCE.read_text()]
+        return "\n".join(lines)
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any."""
+        from te_fuser import _native
+
+        stored = name_of(self.stored)
+        tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * 2 + [(stored, self.vector), (stored, 16)]
+        sums = [("tensor", 7), ("partial", 0)] if self.sums else [("tensor", 5)] * 2  # what is not there is never read
+        grid = (self.tiles, _TILE_ROWS, _BLOCKS, False, self.sums is not None)
+        counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
+        arguments = (*[("tensor", k) for k in range(7)], *sums, *counts, *[("integer", k) for k in range(10)])
+        launches: list[_native.CudaLaunch] = [(self.name, _THREADS, 0, grid, arguments)]
+        if self.sums:
+            tensors.append((name_of(self.sums), self.sums.itemsize))
+            finish = (("partial", 0), ("tensor", 7), ("groups", 0))
+            launches.append((f"{self.name}_finish", 1024, 0, (-(-self.heads.features // 32), 0), finish))
+        dtypes, alignments = zip(*tensors, strict=True)
+        widths = (self.heads.features,) if self.sums else ()
+        return _native.CudaKernel(self.name, cubin, dtypes, alignments, 5, tuple(launches), widths, 0, 10, waits=True)
+
+
+Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+
+
+class TilePacking:
+    """Packs the gradients of queries, keys and values in 8 bits, in both layouts.
+
+    What dtypes, sizes and strides decide is worked out when they are new.
+    """
+
+    def __init__(self, heads: PackedHeads) -> None:
+        self._heads = heads
+        self._known: dict[Hashable, tuple[_native.CudaKernel, Rows]] = {}
+
+    def __call__(
+        self,
+        parts: Parts,
+        scaled: Scaled,
+        grouped: Callable[..., Parts] | None = None,
+        *,
+        sums: torch.dtype | None = None,
+        later: object = None,
+    ) -> Packed8:
+        """Rows in the layout of the heads, the same turned [F, tokens, padded to 16], and the sums [F] or None.
+
+        Args:
+            parts: as `packed_heads.Packing` takes them, and `grouped`, `sums` and `later`.
+            scaled: how the result is stored.
+        """
+        q, k, v = parts
+        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scaled.dtype, sums
+        known = self._known.get(form)
+        if known is not None:
+            return _run(*known, [q, k, v], scaled, sums, later)
+        given = parts if grouped is None else grouped(*parts)
+        kernel = PackedTiles(self._heads, q.dtype, scaled.dtype, sums)
+        sources = [readable(part, kernel.vector) for part in given]
+        ready = kernel.ready(q.device), rows_of_parts(self._heads, sources, kernel.vector)
+        if all(source is part for source, part in zip(sources, given, strict=True)):
+            if len(self._known) >= _FORMS_KEPT:
+                self._known.clear()
+            self._known[form] = ready
+        return _run(*ready, sources, scaled, sums, later)
+
+
+def _run(
+    kernel: _native.CudaKernel,
+    rows: Rows,
+    sources: list[torch.Tensor],
+    scaled: Scaled,
+    sums: torch.dtype | None,
+    later: object,
+) -> Packed8:
+    """Allocate, and launch on tensors that can be read where they lie."""
+    first, features = sources[0], rows.out[2]
+    out = first.new_empty(rows.out, dtype=scaled.dtype)
+    turned = first.new_empty((features, padded(rows.count)), dtype=scaled.dtype)
+    added = None if sums is None else first.new_empty(features, dtype=sums)
+    if not rows.count:
+        return out, turned, None if added is None else added.zero_()
+    # The native runtime takes contiguous tensors alone.
+    tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
+    tensors += [scaled.scale, scaled.amax, out, turned, *([] if added is None else [added])]
+    launch = kernel if later is None else functools.partial(kernel.leave_sums, later)
+    launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps[2:])
+    return out, turned, added

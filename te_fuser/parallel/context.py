@@ -1,0 +1,46 @@
+"""Sequences that the ranks of a group cut: which part of a tensor is this rank's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.ops.context import Context
+from te_fuser.ops.group import Group
+from te_fuser.presets.context_parallel import set_context
+
+
+def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = False) -> torch.Tensor:
+    """This rank's part of a tensor with whole sequences: of inputs, labels, or `torch.arange(positions)`.
+
+    Args:
+        x: the same on all ranks.
+        group: the ranks that cut sequences: `mesh["cp"]`, or a ProcessGroup.
+        dim: the dimension of the positions.
+        balanced: of 2 n equal blocks rank r of n has the blocks r and 2 n - 1 - r, as presets take them that have their
+            group by `set_context_parallel_group`; else of n blocks the block r, as `parallelize(model, context=..)`
+            says.
+
+    Returns:
+        [.., positions / ranks, ..]; a view where it is one block.
+
+    Raises:
+        ValueError: when the ranks cannot cut it into equal blocks.
+    """
+    context = Context(Group.of("cut_sequence", group), balanced)
+    context.check("cut_sequence", x.shape[dim])
+    return context.own(x, x.shape[dim] // context.group.size, dim)
+
+
+def share_context(model: torch.nn.Module, group: Group) -> None:
+    """Let attentions in a model run on a block of the sequence for each rank.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    if not set_context(model, Context(group)):
+        raise ValueError(
+            "parallelize: context= cuts the sequence that attention sees, and this model has no DotProductAttention: "
+            "leave it out; attentions of converted models and other libraries know no context"
+        )

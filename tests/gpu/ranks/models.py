@@ -1,0 +1,69 @@
+"""What tests on several GPUs share: where they run, layers, and how near results have to be."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import te_fuser
+from te_fuser import ops
+
+NEAR = 0.03  # of the largest, in bfloat16
+SIZES = {"cuda": (512, 2048, 8, 256, 4), "cpu": (64, 128, 4, 8, 2)}  # hidden, inner, heads, positions, batch
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def by_nccl() -> bool:
+    return dist.get_backend() == "nccl"
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """The same on all ranks."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device(), dtype=torch.bfloat16)
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    """[positions, batch, features]."""
+    hidden, _, _, positions, samples = SIZES[device()]
+    return random(positions, samples, hidden, seed=seed)
+
+
+def own(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's block."""
+    return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def layers(count: int = 2, dropout: float = 0.0, gated: bool = False) -> te_fuser.Sequential:
+    """Transformer layers of ops, with numbers that are the same on all ranks."""
+    hidden, inner, heads, _, _ = SIZES[device()]
+
+    def layer() -> te_fuser.Sequential:
+        attention = ops.DotProductAttention(heads, hidden // heads, mask="causal")
+        up, act = (2 * inner, ops.SwiGLU()) if gated else (inner, ops.GELU())
+        return te_fuser.Sequential(
+            te_fuser.Residual(
+                ops.LayerNorm(hidden), ops.Linear(hidden, 3 * hidden), attention, ops.Linear(hidden, hidden),
+                ops.Dropout(dropout),
+            ),
+            te_fuser.Residual(
+                ops.RMSNorm(hidden), ops.Linear(hidden, up), act, ops.Linear(inner, hidden), ops.Dropout(dropout)
+            ),
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    with torch.device(device()):
+        return te_fuser.Sequential(*(layer() for _ in range(count))).to(torch.bfloat16)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, name: str = "") -> None:
+    error = ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6)).item()
+    assert error <= NEAR, f"{name} differs by {error:.3f} of the largest"

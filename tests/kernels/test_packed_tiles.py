@@ -1,0 +1,119 @@
+"""The kernel that packs gradients in 8 bits in both layouts, run on the CPU by an emulated driver, and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels.packed_heads import Packing, Parts
+from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
+from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.ops.attention_heads import PackedHeads
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.float8 import codes
+from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E4M3, E5M2, F16, F32, SIZES, Case, heads
+from tests.needs import needs_compiler, needs_nvrtc
+
+CASES = [
+    Case("packed", heads(24, 24, 64), BF16, parts=True, sums=BF16, stored=E5M2),
+    Case("one head in two tiles", heads(2, 1, 128), BF16, parts=True, stored=E5M2, order=(0, 1, 2, 3, 4)),
+    Case("groups", heads(6, 2, 24), F16, parts=True, sums=F16, stored=E5M2),
+    Case(
+        "blocks, sample by sample", heads(6, 2, 16, **BLOCKED, **BATCH_FIRST), BF16, parts=True, sums=F32, stored=E4M3
+    ),
+    Case("in float32", heads(3, 3, 20, **BLOCKED), F32, parts=True, sums=F32, stored=E5M2, order=(0, 3, 1, 2, 4)),
+    Case("in float32, sample by sample", heads(4, 2, 16, **BATCH_FIRST), F32, parts=True, stored=E4M3),
+]
+
+
+def kernel_of(case: Case) -> PackedTiles:
+    assert case.stored is not None
+    return PackedTiles(case.heads, case.dtype, case.stored, case.sums)
+
+
+def parts_of(case: Case, x: torch.Tensor) -> Parts:
+    """Queries [B, G, R, S, D], keys and values [B, G, S, D], in the memory order of the case."""
+    q, k, v = case.heads.split(x)
+    inverse = [case.order.index(d) for d in range(5)]
+    q = q.permute(case.order).contiguous().permute(inverse)
+    k, v = (t[:, :, None].permute(case.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
+    return q, k, v
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels of all cases, and those that store rows alone, run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("tiles")
+    native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)}, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) -> None:
+    packing, rows_alone = TilePacking(case.heads), Packing(case.heads)
+    for seed, (samples, positions) in enumerate((*SIZES, (2, 200), (0, 4), (3, 0))):
+        for _ in range(2):  # with and without what is known of strides
+            parts = parts_of(case, case.inputs(samples, positions, seed)[0])
+            scaled, other = (case.scaled(torch.device("cpu")) for _ in range(2))
+            assert scaled is not None and other is not None
+            rows, turned, sums = packing(parts, scaled, sums=case.sums)
+            wanted, totals = rows_alone(parts, sums=case.sums, scaled=other)
+            assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
+            assert torch.equal(codes(turned), codes(by_torch(wanted)))
+            assert (sums is None) == (case.sums is None)
+            if sums is not None and totals is not None:
+                torch.testing.assert_close(
+                    sums.float(), totals.float(), rtol=2 * torch.finfo(sums.dtype).eps, atol=1e-4
+                )
+
+
+@needs_compiler
+def test_amax_is_raised_and_never_lowered(emulated: FakeDriver) -> None:
+    case = CASES[0]
+    scaled = case.scaled(torch.device("cpu"))
+    assert scaled is not None
+    for factor in (1.0, 0.5, 2.0):
+        x = case.inputs(3, 33)[0]
+        TilePacking(case.heads)(parts_of(case, factor * x), scaled, sums=case.sums)
+        torch.testing.assert_close(scaled.amax, max(factor, 1.0) * x.float().abs().max())
+
+
+@needs_compiler
+def test_parts_that_cannot_be_read_as_they_lie_are_copied(emulated: FakeDriver) -> None:
+    case = CASES[0]
+    q, k, v = parts_of(case, case.inputs(2, 7)[0])
+    strange: Parts = (torch.stack((q, q), -1)[..., 0], torch.stack((k, k), -1)[..., 0], v)
+    scaled = case.scaled(torch.device("cpu"))
+    assert scaled is not None
+    packing = TilePacking(case.heads)
+    for parts in ((q, k, v), strange, strange):
+        rows, turned, _ = packing(parts, scaled, sums=case.sums)
+        assert torch.equal(codes(rows), codes(packing((q, k, v), scaled, sums=case.sums)[0]))
+        assert torch.equal(codes(turned), codes(by_torch(rows)))
+
+
+def test_heads_that_are_no_whole_vectors_are_left() -> None:
+    assert why_not(PackedHeads(4, 4, 12), BF16) == "heads of 12 features are no vectors of 8"
+    assert not why_not(PackedHeads(4, 4, 12), F32) and not why_not(PackedHeads(4, 4, 24), F16)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for case in CASES:
+        compiled = nvrtc.compile_source(kernel_of(case).text(), arch, name="packed_tiles", cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} >= {"packed_tiles"}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+def test_kernels_wait_before_they_touch_memory() -> None:
+    for case in CASES[:2]:
+        assert not ptx.too_early(kernel_of(case).text(), "sm_90a")

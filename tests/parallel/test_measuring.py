@@ -1,0 +1,188 @@
+"""Lists that ranks share, tuned, verified and timed: all ranks do the same, as the first one decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.codegen import entry_file
+from te_fuser.fuser.plan.tuned import ON
+from te_fuser.fuser.run.telling import Disagreement
+from te_fuser.fuser.tune import tune as tuning
+from te_fuser.fusions import fusion
+from te_fuser.fusions.match import Cost
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.twins import randomize, tensor
+
+F = 8
+
+
+def model(sequence_parallel: bool = False) -> te_fuser.Sequential:
+    """A product by columns, what a fusion of the tests is for, and a product by rows."""
+    rank = dist.get_rank()
+    up, middle, down = ops.Linear(F, 2 * F, bias=False), ops.Bias(2 * F), ops.MatMul(2 * F, F)
+    made = randomize(te_fuser.Sequential(ops.LayerNorm(F), up, middle, ops.GELU(), down)).float()
+    for op, mode, name, dim in ((up, "column", "weight", 0), (middle, "column", "bias", 0), (down, "row", "weight", 1)):
+        op.group, op.parallel_mode, op.sequence_parallel = dist.group.WORLD, mode, sequence_parallel
+        own = op._parameters[name].detach().chunk(WORLD, dim)[rank].clone()
+        setattr(op, name, torch.nn.Parameter(own))
+    return made
+
+
+@contextmanager
+def slow_gelu(folder: Path, wrong_on: int | None = None, fails_on: int | None = None) -> Iterator[None]:
+    """A fusion whose price is so high that no plan takes it; on one rank it may be wrong, or not to be had."""
+    rank = dist.get_rank()
+
+    @fusion(forward=[ops.Bias, ops.GELU], name="slow_gelu", cost=lambda m: Cost(seconds=1.0), emits=["0.output"])
+    def slow_gelu(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        biased = x + m[0].bias
+        m.emit("0.output", biased)
+        return torch.nn.functional.gelu(biased, approximate="tanh") * (1.1 if rank == wrong_on else 1.0)
+
+    def load(plan: Any, *given: Any, **how: Any) -> Any:
+        if rank == fails_on and "slow_gelu" in [s.name for s in plan.forward]:
+            raise OSError("no compiler here")
+        return loaded(plan, *given, **how)
+
+    loaded = tuning.load
+    with mock.patch.object(tuning, "load", load), mock.patch.object(te_fuser.config, "cache_dir", folder):
+        try:
+            yield
+        finally:
+            fusions.unregister("slow_gelu")
+
+
+@contextmanager
+def own_clock() -> Iterator[None]:
+    """By the first rank's clock the second of two plans is faster, by the other's slower."""
+
+    def contest(first: Any, second: Any, effort: tuning.Effort) -> float:
+        first()
+        second()
+        return 0.8 + dist.get_rank()
+
+    with mock.patch.object(tuning, "_contest_on", lambda *given: contest):
+        yield
+
+
+def x_of() -> torch.Tensor:
+    return tensor(4, 2, F).detach().float().requires_grad_()
+
+
+def same_on_all(value: object) -> None:
+    found: list[object] = [None] * WORLD
+    dist.all_gather_object(found, value)
+    assert found == [value] * WORLD
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_the_first_rank_decides(sequence_parallel: bool, tmp_path: Path) -> None:
+    rank, m, x = dist.get_rank(), model(sequence_parallel), x_of()
+    y = m(x)
+    written = mock.Mock(side_effect=entry_file.write_whole)
+    with slow_gelu(tmp_path), own_clock(), mock.patch.object(entry_file, "write_whole", written):
+        before = written.call_count
+        report = m.tune(x)
+        same_on_all(str(report))
+        assert ("slow_gelu 8>8", ON, 0.8, True) in [(t.place, t.choice, t.ratio, t.taken) for t in report.trials]
+        assert written.call_count - before == 1 + (rank == 0), "where it can be written is tried; one writes"
+        shown = [s.name for s in m.plan(x).forward]
+        assert "slow_gelu" in shown
+        same_on_all(shown)
+        torch.testing.assert_close(m(x), y)
+    assert len(json.loads(next((tmp_path / "tuned").glob("*.json")).read_text())["entries"]) == 1
+
+
+@on_ranks
+def test_what_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    m, x = model(), x_of()
+    with slow_gelu(tmp_path, wrong_on=1), own_clock():
+        report = m.tune(x)
+        same_on_all(str(report))
+        (trial,) = [t for t in report.trials if t.place.startswith("slow_gelu")]
+    assert not trial.taken and "differs from the default" in trial.reason
+
+
+@on_ranks
+def test_what_one_rank_raises_all_do(tmp_path: Path) -> None:
+    m, x = model(), x_of()
+    kind = OSError if dist.get_rank() else Disagreement
+    with slow_gelu(tmp_path, fails_on=1), own_clock(), pytest.raises(kind, match="no compiler here"):
+        m.tune(x)
+    with (
+        slow_gelu(tmp_path),
+        own_clock(),
+        pytest.raises(Disagreement, match=r"rank 0 has tune: Effort\(rounds=3.*rank 1 has .*rounds=4"),
+    ):
+        m.tune(x, rounds=3 + dist.get_rank())
+    assert m(x).shape == (4, 2, F)
+
+
+@on_ranks
+def test_by_the_real_clock(tmp_path: Path) -> None:
+    m, x = model(True), x_of()
+    with slow_gelu(tmp_path):
+        same_on_all(str(m.tune(x, rounds=1, seconds=0.001)))
+        same_on_all([s.name for s in m.plan(x).steps])
+
+
+class WrongOnOneRank(ops.UnfusedOperation):
+    """y = x^2, and a gradient that forgets the 2 on rank 1."""
+
+    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * call["input"] * (1.0 if dist.get_rank() == 1 else 2.0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_verify(sequence_parallel: bool) -> None:
+    m = model(sequence_parallel)
+    report = te_fuser.verify(m, x_of())
+    assert report.passed and len(report.rows) > 20
+    assert te_fuser.verify(m, dtypes=[torch.float64]).passed
+
+
+@on_ranks
+def test_what_verify_finds_on_one_rank_fails_on_all() -> None:
+    x = x_of()
+    shared = te_fuser.Sequential(ops.AllReduceGradient(dist.group.WORLD), ops.Bias(F))
+    assert te_fuser.verify(te_fuser.Sequential(shared, ops.GELU()), x).passed
+    report = te_fuser.verify(te_fuser.Sequential(shared, WrongOnOneRank()), x, raise_on_failure=False)
+    assert not report.passed
+    told = [row for row in report.rows if row.note.startswith("on rank 1: float32 [4, 2, 8]: gradient of 0.1.bias")]
+    assert told, report
+
+
+@on_ranks
+def test_verify_of_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    gated = te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 4 * F), ops.SwiGLU(), ops.Linear(2 * F, F))
+    m = te_fuser.parallelize(te_fuser.Sequential(gated, ops.Dropout(0.1)), mesh, sequence_parallel=True)
+    assert te_fuser.verify(m, x_of()).passed
+    assert m[0][1].weight.shape == (2, 2 * F, F), "the model is left as it is"
+
+
+@on_ranks
+def test_times_of_steps() -> None:
+    """Each shows its own, of as many runs as the others; what one cannot run none does."""
+    m, x = model(), x_of()
+    assert "all_reduce" in str(m.explain(x, measure=True))
+    with pytest.raises(Disagreement, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 has .* 9\]"):
+        m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True)
+    assert m(x).shape == (4, 2, F)
