@@ -174,6 +174,7 @@ ASPECTS = {
         "fully_shard",
         "gpu_bodies",
         "lockstep",
+        "pipelines",
         "measuring",
         "presets",
         "overlap",
@@ -362,7 +363,8 @@ ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
     for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "registry") and p not in ROW_FILES
+    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "pipeline", "registry")
+    and p not in ROW_FILES
 ]
 
 

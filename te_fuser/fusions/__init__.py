@@ -24,6 +24,8 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     cublaslt,
     matmul_bias_gelu_quack,
     matmul_main_grad,
+    all_gather_matmul,
+    matmul_reduce_scatter,
     bias_gelu_matmul_quack,
     cublaslt_masks,
     rotary_embedding,

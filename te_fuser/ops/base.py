@@ -99,7 +99,8 @@ class Gradient:
 
     `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
     (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
-    named inputs and names the forward emits; what a forward did not read needs no naming. `work` is its matrix
+    named inputs and names the forward emits; what a forward did not read needs no naming. A node of a fusion may
+    produce the gradient of a value inside the match, too, "0.d_output", for another to read. `work` is its matrix
     products' operations over those of forward; None: forward's for each gradient that is needed. `by_attributes` names
     parameters whose attributes (main_grad) say where their gradient goes: the method gets the parameters themselves.
     Where `wait` names a second method, the first only starts something, and the second takes (call, what that gave) and
@@ -115,8 +116,9 @@ class Gradient:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What the function of a fusion's node takes: dy, unless it reads that in another form, and what it reads."""
-        return self.reads if any(name.startswith("dy.") for name in self.reads) else ("dy", *self.reads)
+        """What the function of a fusion's node takes: dy, unless it reads that otherwise, and what it reads."""
+        instead = any(name.startswith("dy.") or name.endswith(".d_output") for name in self.reads)
+        return self.reads if instead else ("dy", *self.reads)
 
 
 @dataclass

@@ -41,24 +41,24 @@ def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return in_shape_of(dy, product(as_rows(dy), weight))
 
 
-def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient_of(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dW = dy^T x."""
     return product(as_rows(dy).t(), as_rows(x))
 
 
-def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+def main_gradient_of(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
     return put_gradient(dy, x, weight, over, _put)
 
 
 def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-    gradient = _weight_gradient(dy, x)
+    gradient = weight_gradient_of(dy, x)
     main_grad.copy_(gradient) if over else main_grad.add_(gradient)
 
 
 def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """main_grad = dy^T x; gives what stands for it."""
-    return _main_gradient(dy, x, weight, over=True)
+    return main_gradient_of(dy, x, weight, over=True)
 
 
 class MatMul(Cut, UnfusedOperation):
@@ -202,8 +202,8 @@ class MatMul(Cut, UnfusedOperation):
 
     op_forward = forward_of(_forward, "input", "weight")
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
-    weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
-    main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
+    weight_gradient = gradient_of("weight", weight_gradient_of, "dy", "input")
+    main_gradient = gradient_of("weight", main_gradient_of, "dy", "input", "weight")
     new_main_gradient = gradient_of("weight", _new_main_gradient, "dy", "input", "weight")
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:

@@ -176,10 +176,8 @@ class _CheckedRunner:
     def _check_backward(
         self, slots: Slots, given: Mapping[Ref, torch.Tensor], main_grads: Mapping[int, torch.Tensor]
     ) -> None:
-        graph = self.watch.graph
         made = [v for node in self.nodes for v in (node.output, *node.named_out)]
-        outside = [v for v in made if any(not self.step.start <= c < self.step.stop for c in graph.consumers(v))]
-        leaving = [v for v in made if (v in outside or graph.leaves(v)) and gradient_ref(v) in given]
+        leaving = [v for v in made if gradient_ref(v) in given]
         data = self.watch.data(self.nodes)
         data |= {f"{UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
         found: dict[str, torch.Tensor] = {}
@@ -201,17 +199,18 @@ class _CheckedRunner:
         values = self.watch.run(self.nodes, leaves, exact)
         found = {self._name(r): self._as_stored(r, values, exact) for r in refs if r.kind is RECOMPUTED}
         ends = [v for v in leaving if values[v].requires_grad]
-        order = [k for k in leaves if k in wanted]
+        known = {f"{_VALUE}{v}": t for v, t in values.items()} | leaves
+        order = [k for k in known if k in wanted]
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
         if ends and order:
             grads = [data[f"{UPSTREAM}{v}"].to(values[v].dtype) for v in ends]
             gradients = torch.autograd.grad(
-                [values[v] for v in ends], [leaves[k] for k in order], grads, allow_unused=True
+                [values[v] for v in ends], [known[k] for k in order], grads, allow_unused=True
             )
         by_leaf = dict(zip(order, gradients, strict=True))
         for ref, source in sources.items():
             g = by_leaf[source]
-            g = torch.zeros_like(leaves[source]) if g is None else g
+            g = torch.zeros_like(known[source]) if g is None else g
             spec = None if exact or ref.kind is not GRADIENT else ref.spec(graph)
             self._add(found, ref, _laid_out(ref, g if spec is None else g.to(spec.dtype)))
         return found

@@ -81,6 +81,51 @@ def test_a_gradient_that_no_node_gives() -> None:
         assert reasons(model.plan(x), "apart") == {"it gives no gradient of 0.weight, 1.bias"}
 
 
+class _Slope:
+    """SiLU behind a product: its slope is made once, with dx, and read by the weight's gradient."""
+
+    @staticmethod
+    def dx(dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = torch.sigmoid(h)
+        dh = dy * s * (1 + h * (1 - s))
+        return dh @ weight, dh
+
+    @staticmethod
+    def dw(dh: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return dh.T @ x
+
+
+SLOPE = {
+    "backward": [ops.MatMul, ops.SiLU],
+    "gradients": (
+        Gradient(("input", "0.d_output"), ("0.output", "0.weight"), "dx"),
+        Gradient(("0.weight",), ("0.d_output", "input"), "dw"),
+    ),
+    "cost": lambda m: (Cost(seconds=0.0), Cost(seconds=0.0)),
+    "name": "slope",
+    "registered": False,
+}
+
+
+def test_a_node_reads_the_gradient_of_a_value_inside_that_another_makes() -> None:
+    entry = declared(**SLOPE)(_Slope)
+    model, x = sequential(ops.SiLU(), ops.MatMul(8, 6), ops.SiLU(), verify=True), tensor(5, 8)
+    with fusions.only(entry, "stretch"):
+        first, second = (s for s in model.plan(x).backward if s.name == "slope")
+        assert first.chain and not second.chain and first.writes()[1] == second.reads()[0]
+        assert_as_meant(model, x)
+        model[1].weight.requires_grad_(False)
+        assert [s.name for s in model.plan(x).backward].count("slope") == 1
+        torch.testing.assert_close(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (model, model.reference)))
+
+
+def test_a_gradient_inside_that_nobody_makes() -> None:
+    """Without an input that needs its gradient nothing makes what the other node reads."""
+    with fusions.only(declared(**SLOPE)(_Slope)):
+        found = reasons(sequential(ops.MatMul(8, 6), ops.SiLU()).plan(tensor(5, 8, grad=False)), "slope")
+    assert found == {"nobody needs the gradients that it makes 0.d_output with"}
+
+
 def test_declarations_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="a forward fusion has no gradients; that is for backward"):
         apart(backward=None, forward=[ops.MatMul])

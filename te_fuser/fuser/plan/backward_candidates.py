@@ -104,15 +104,21 @@ class BackwardCandidates:
             what = ("backward", node.index, gradient)
             step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
             steps += step.task.phases(step)
-        again = self.graph.ref(node.output)
-        gathered = (again,) if again in self.problem.gathered_again else ()
-        if gathered:
-            step = self.prices.once(("again", node.index), functools.partial(self._again_step, node, again))
-            steps = [*step.task.phases(step), *steps]
+        first, gathered = self._gathered_again((node,))
+        steps = [*first, *steps]
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.priced_elsewhere(r)]
         bytes_kept = self.prices.kept_bytes(kept)
         return Edge(node.index, node.index + 1, node.role, tuple(steps), bytes_kept, recomputes=gathered)
+
+    def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
+        """The steps that gather once more what some ops have gathered, where it is not kept, and what they give."""
+        steps: list[Step] = []
+        again = [(n, ref) for n in nodes if (ref := self.graph.ref(n.output)) in self.problem.gathered_again]
+        for node, ref in again:
+            step = self.prices.once(("again", node.index), functools.partial(self._again_step, node, ref))
+            steps += step.task.phases(step)
+        return steps, tuple([ref for _, ref in again])
 
     def _again_step(self, node: Node, output: Ref) -> Step:
         """An op that gathers once more, for hanging nodes."""
@@ -238,13 +244,14 @@ class BackwardCandidates:
         """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
         fusion = fit.fusion
         needed, outputs = self._fusion_gradients(fit.nodes)
-        targets = dict(outputs)
+        inner = self.problem.inner_gradients(fusion, fit.nodes)
+        targets = {**dict(outputs), **inner}
         steps: list[Step] = []
         for k, gradient in enumerate(fusion.gradients):
             wanted = needed & set(gradient.produces)
             if not wanted:
                 continue
-            idle = ", ".join(sorted(set(gradient.produces) - wanted))
+            idle = ", ".join(sorted(set(gradient.produces) - wanted - inner.keys()))
             if idle:
                 made = ", ".join(sorted(wanted))
                 return f"nobody needs the gradient of {idle}, which it makes with {made}"
@@ -255,13 +262,21 @@ class BackwardCandidates:
         missing = needed - {p for g in fusion.gradients for p in g.produces}
         if missing or not steps:
             return f"it gives no gradient of {', '.join(sorted(missing))}"
+        written = {r for s in steps for r in s.writes()}
+        unmade = [name for s in steps for name, r in s.inputs if name in inner and r not in written]
+        if unmade:
+            return f"nobody needs the gradients that it makes {unmade[0]} with"
         if fit.saved and not {r for _, r in fit.saved} & {r for s in steps for r in s.reads()}:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
+        again, gathered = self._gathered_again(fit.nodes)
+        steps = [*again, *steps]
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
-        bytes_kept = self.prices.kept_bytes([*kept, *self._left_for_hanging(fit.nodes)])
+        bytes_kept = self.prices.kept_bytes(
+            [*(r for r in kept if r not in gathered), *self._left_for_hanging(fit.nodes)]
+        )
         all_steps = with_turned(self.problem, self.prices, steps, (fit.start, fit.stop))
-        return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole)
+        return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole, gathered)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
@@ -305,14 +320,15 @@ class BackwardCandidates:
         if absent is not None:
             return absent
         read = [self.problem.in_match(fusion, covered, name) for name in named if name not in fusion.saves]
-        taken = {ref.index for ref in read if ref.kind is GRADIENT}
+        inner = {ref.index for ref in self.problem.inner_gradients(fusion, covered).values()}
+        taken = {ref.index for ref in read if ref.kind is GRADIENT} - inner
         made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
         untaken = [v for v in leaving if self.graph.needs_grad(v) and v not in taken]
         if untaken:
-            inner = ", ".join(plain(self.graph.values[v].name) for v in untaken)
-            return f"{inner} is also read outside the pattern"
-        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken])
+            names = ", ".join(plain(self.graph.values[v].name) for v in untaken)
+            return f"{names} is also read outside the pattern"
+        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken, *inner])
 
     def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
         """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""

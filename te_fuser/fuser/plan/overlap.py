@@ -81,6 +81,8 @@ def said_of(plan: Plan, step: Step) -> str:
     if ref := awaited(step):
         takes = max(way_of(s, plan.device) for s in plan.steps if started(s) == ref)
         return f"{(takes - step.seconds) * 1e6:.1f} us of {takes * 1e6:.1f} hidden"
+    if step.cost.sent:
+        return f"sends {size_text(step.cost.sent)}, {step.cost.beside:.0%} of that time hidden beside its product"
     return ""
 
 

@@ -383,7 +383,7 @@ class Problem:
             raise ValueError(
                 f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
                 '"k.<parameter>", "k.<named input>" or "k.<named output>", maybe with a form, as in "input.float32" or '
-                '"input.transposed", or "k.d_<named output>" or "dy.transposed" for a gradient'
+                '"input.transposed", or "k.d_output", "k.d_<named output>" or "dy.transposed" for a gradient'
             )
         return ref
 
@@ -409,9 +409,15 @@ class Problem:
         return self.read_ref(nodes[int(place)], what) or self._gradient_read(nodes[int(place)], what)
 
     def _gradient_read(self, node: Node, name: str) -> Ref | None:
-        """The gradient of a named output of an op, by the name that its methods have for it."""
-        named = zip(node.op.named_outputs(), node.named_out, strict=True)
-        return next((gradient_ref(v) for own, v in named if name == f"d_{own}"), None)
+        """The gradient of an output of an op, by the name that its methods have for a named one."""
+        values = zip(("output", *node.op.named_outputs()), (node.output, *node.named_out), strict=True)
+        return next((gradient_ref(v) for own, v in values if name == f"d_{own}"), None)
+
+    def inner_gradients(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
+        """The gradients of values inside that a node of a backward fusion makes, for its other nodes to read."""
+        names = dict.fromkeys(name for gradient in fusion.gradients for name in gradient.produces)
+        found = {name: self._named_in_match(nodes, name) for name in names}
+        return {name: ref for name, ref in found.items() if ref is not None and ref.kind is GRADIENT}
 
     def _in_form(self, ref: Ref, form: Form) -> Ref | None:
         """A value or a parameter in a dtype, a value or a gradient transposed; None of anything else."""
