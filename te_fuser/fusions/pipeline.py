@@ -48,10 +48,10 @@ def as_multiplied(m: Match) -> Match:
 
 # -------------------------------------------------------------------------------------------------- what it costs
 
-# Ranks -> the share of the time of sending that products beside it do not feel. A layer of 8192 tokens, hidden 4096, on
-# two H200 took 9.63 ms with pipelines of these operators and 9.85 without, which is what 37% give; on four it took 7.73
-# and 5.88 (2026-11-22): with more ranks nothing is taken to be hidden, and only `tune` takes them there.
-_BESIDE = {2: 0.37}
+# Ranks -> the share of the time of sending that products beside it do not feel. Compiled by PyTorch, a layer of 8192
+# tokens, hidden 4096, took 9.63 ms with these operators on two H200 and 9.85 without, which is what 37% give; on four
+# 7.73 and 5.88 (2026-11-22). No plan with them has been measured, so nothing is taken to be hidden: `tune` tries them.
+_BESIDE: dict[int, float] = {}
 # What a call launches behind one another, and what it asks of PyTorch: once, and for each rank.
 _LAUNCHES, _CALLS = (2, 1), (15.0, 10.0)
 

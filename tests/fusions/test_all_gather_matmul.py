@@ -12,6 +12,7 @@ from te_fuser import ops
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.explain import step_rows
+from te_fuser.fusions import pipeline
 from te_fuser.kernels import symmetric
 from te_fuser.ops.group import Group
 from tests.symmetric import NAMES
@@ -61,8 +62,15 @@ def reasons(plan: Plan) -> dict[str, set[str]]:
     return {name: {r.reason for r in plan.refusals if r.name == name} for name in NAMES}
 
 
-def test_large_products_of_two_ranks_take_them() -> None:
+def half_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices as if 37% of what two ranks send were not felt beside products."""
+    monkeypatch.setattr(pipeline, "_BESIDE", {2: 0.37})
+
+
+def test_large_products_of_two_ranks_take_them_where_that_hides_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward; in backward an exchange goes beside gradients of weights for less, which is said."""
+    assert taken(planned()) == []
+    half_hidden(monkeypatch)
     plan = planned()
     assert taken(plan) == ["all_gather_matmul", "matmul_reduce_scatter"]
     assert not any("gather." in s.name or "scatter." in s.name for s in plan.forward)
@@ -93,16 +101,18 @@ def test_what_is_gathered_is_gathered_again() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(4, 8192), (8, 8192), (2, 256), (2, 32)])
-def test_others_do_not(ranks: int, tokens: int) -> None:
+def test_others_do_not(ranks: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More ranks lose by it, and so do small products: said with what it would take more."""
+    half_hidden(monkeypatch)
     plan = planned(ranks, tokens)
     assert taken(plan) == []
     for name in ("all_gather_matmul_backward", "matmul_reduce_scatter_backward"):
         assert any("us more than" in reason for reason in reasons(plan)[name]), reasons(plan)[name]
 
 
-def test_prices_say_what_is_sent() -> None:
+def test_prices_say_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what is gathered on two ranks; of that time 37% runs beside the product."""
+    half_hidden(monkeypatch)
     step = next(s for s in planned().forward if s.name == "all_gather_matmul")
     cost, whole = step.cost, 8192 * FEATURES * 2
     assert (cost.sent, cost.ranks, cost.beside) == (whole / 2, 2, 0.37)
