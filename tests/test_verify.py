@@ -93,7 +93,7 @@ def test_every_built_in_fusion_that_runs_here_passes() -> None:
         try:
             assert check(name).passed
         except VerificationError as error:
-            reasons = ("on cuda, the input is on cpu", "accumulate_into_main_grad is off")
+            reasons = ("on cuda, the input is on cpu", "accumulate_into_main_grad is off", "one rank exchanges")
             assert any(reason in str(error) for reason in reasons)
 
 

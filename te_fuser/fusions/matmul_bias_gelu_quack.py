@@ -53,6 +53,8 @@ def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | N
 
 def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
     """Why the GPU or the package is none for it; `unusable` says why what is called of the package is not."""
+    if m.capability is None and not torch.cuda.is_available():
+        return "no GPU is at hand"
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
     if major != 9:
         return f"it was measured on compute capability 9 alone, this GPU has {major}.{minor}"

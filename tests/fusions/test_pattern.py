@@ -96,7 +96,8 @@ def test_a_family_is_every_kind_below_it():
     assert list(matches([ops.GatedUnit], [ops.SiLU()], 0)) == []
     families = [k for k in vars(ops).values() if getattr(k, "family", False)]
     general = {ops.FusableOperation, ops.RowOp, ops.UnfusedOperation, ops.FusedOperation}
-    assert set(families) == {*general, ops.Collective, ops.Cut, ops.GatedUnit, ops.Norm, ops.OfHeads}
+    of_heads = {ops.OfHeads, ops.OfPositions, ops.SharedAttention}
+    assert set(families) == {*general, *of_heads, ops.Collective, ops.Cut, ops.GatedUnit, ops.Norm}
 
 
 def test_a_fusion_of_a_family_fires():

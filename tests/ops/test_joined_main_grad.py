@@ -99,8 +99,8 @@ def test_values(layout: str, together: bool, over: bool, verify: bool) -> None:
 def test_how_many_products(layout: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     m, x, seen = Projection(), normal(3, IN).float(), list[torch.Size]()
     LAYOUTS[layout](m.weights, 0.0)
-    right = matmul._weight_gradient
-    monkeypatch.setattr(matmul, "_weight_gradient", lambda dy, x: seen.append(dy.shape) or right(dy, x))
+    right = matmul.weight_gradient_of
+    monkeypatch.setattr(matmul, "weight_gradient_of", lambda dy, x: seen.append(dy.shape) or right(dy, x))
     m(x).sum().backward()
     assert len(seen) == count and sum(shape[-1] for shape in seen) == OUT
 
@@ -196,8 +196,8 @@ def test_runs_that_measure_leave_it_alone(run: str, tmp_path: Path, monkeypatch:
 
 def test_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_fuser.verify(Projection(), normal(3, IN).float()).passed
-    right = matmul._weight_gradient
-    monkeypatch.setattr(matmul, "_weight_gradient", lambda dy, x: 1.01 * right(dy, x))
+    right = matmul.weight_gradient_of
+    monkeypatch.setattr(matmul, "weight_gradient_of", lambda dy, x: 1.01 * right(dy, x))
     with pytest.raises(te_fuser.VerificationError, match="gradient of (query|key|value)_weight"):
         te_fuser.verify(Projection(), normal(3, IN).float())
 

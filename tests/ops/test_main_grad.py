@@ -363,8 +363,8 @@ def test_it_is_verified(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (dw,) = torch.autograd.grad(m.reference(x).sum(), weight)
     torch.testing.assert_close(weight.main_grad, 1 + dw if how == "steps" else torch.ones(OUT, IN))
     assert weight.grad_added_to_main_grad is (how == "steps")
-    right = matmul._weight_gradient
-    monkeypatch.setattr(matmul, "_weight_gradient", lambda dy, x: 1.01 * right(dy, x))
+    right = matmul.weight_gradient_of
+    monkeypatch.setattr(matmul, "weight_gradient_of", lambda dy, x: 1.01 * right(dy, x))
     with pytest.raises(te_fuser.VerificationError, match=r"gradient of (1\.)?weight"):
         run_and_verify(how, x)
 

@@ -126,16 +126,16 @@ def test_one_layout_is_kept() -> None:
 @contextlib.contextmanager
 def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCublasLt]:
     """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
-    patch.setattr(quantized_matmul, "obstacle_on", lambda *given: None)
-    patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
-    quantized_matmul.configured.cache_clear()
     library = fake_cublaslt.compile_library(folder)
-    with patch.context(), emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
-        yield fake
-    patch.undo()
-    quantized_matmul.configured.cache_clear()
+    with contextlib.ExitStack() as scope:
+        patch = scope.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
+        patch.setattr(quantized_matmul, "obstacle_on", lambda *given, **more: None)
+        patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
+        quantized_matmul.configured.cache_clear()
+        scope.callback(quantized_matmul.configured.cache_clear)
+        scope.enter_context(emulation.in_plans())
+        yield scope.enter_context(fake_cublaslt.in_place(library))
 
 
 def trained(
