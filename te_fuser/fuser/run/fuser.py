@@ -80,7 +80,7 @@ class Fuser:
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._kept = PlanCache()
         self._known: Known | None = None  # the last call
-        self._agreed: Recent[bool] = Recent(lambda: config.shapes_kept)  # what ranks were found to run alike
+        self._agreed: Recent[int] = Recent(lambda: config.shapes_kept)  # what ranks were found to run alike, its seed
         self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
         self._plain = self._list(0)
         self._within: dict[tuple[Hashable, ...], Listing] = {}  # by what surrounds calls
@@ -181,17 +181,18 @@ class Fuser:
             found, graph = self._found(call, modes)
         if agreed is not None:
             lockstep.check(call.listing.groups, call, found.plan, modes.words, found.draws)
-            self._agreed.put(agreed, True)
+            self._agreed.put(*agreed)
         self._note(call, modes, found)
         return found, call, graph
 
-    def _agreed_as(self, call: Call, modes: Modes) -> Hashable | None:
-        """By what ranks that share ops of the list compare this call; None where they have, or none share."""
+    def _agreed_as(self, call: Call, modes: Modes) -> tuple[Hashable, int] | None:
+        """By what ranks that share ops of the list compare this call, and its seed; None where there is no need to."""
         if not call.listing.groups:
             return None
         draws = any(op.draws() for op in call.listing.lowered)
-        key = call.signature(modes), lockstep.seed_of(call.x.device) if draws else None
-        return None if self._agreed.get(key) else key
+        key, seed = call.signature(modes), lockstep.seed_of(call.x.device) if draws else 0
+        known = self._agreed.get(key)
+        return None if known is not None and seed in (known, None) else (key, seed or 0)
 
     def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""

@@ -53,18 +53,18 @@ def check(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bo
     telling.compare(groups, [*_call(call, plan), ("mode", modes), *_steps(plan), *_sums(call, plan), *drawn])
 
 
-def seed_of(device: torch.device) -> int:
-    """The seed of the generator that calls draw from; 0 while a CUDA graph is captured, when it cannot be asked."""
+def seed_of(device: torch.device) -> int | None:
+    """The seed of the generator that calls draw from; None while a CUDA graph is captured, when it cannot be asked."""
     if device.type != "cuda":
         return torch.default_generator.initial_seed()
     if torch.cuda.is_current_stream_capturing():
-        return 0
+        return None
     return torch.cuda.default_generators[device.index or 0].initial_seed()
 
 
 def seed_facts(device: torch.device) -> Facts:
     """That it is the one of now."""
-    ask: Callable[[], int] = torch.default_generator.initial_seed
+    ask: Callable[[], int | None] = torch.default_generator.initial_seed
     if device.type == "cuda":
         ask = functools.partial(seed_of, device)
     return Facts(calls=((ask, ask()),))
