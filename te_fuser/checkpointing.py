@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from te_fuser.ops.collective import Exchange
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
-from te_fuser.quantization.checkpointing import checkpoint_contexts
+from te_fuser.quantization.checkpointing import Anew, checkpoint_contexts
 
 States = dict[str, torch.Tensor]
 
@@ -54,7 +54,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def contexts() -> Any:
         forward, again = checkpoint_contexts()
-        return forward, again if tracker is None else _both(again, _with_states(tracker(), states))
+        return forward, again if tracker is None else Anew(lambda: _both(again, _with_states(tracker(), states)))
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -49,6 +49,21 @@ def test_it_is_the_function(form: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_backward_may_run_twice(form: str) -> None:
+    """With retain_graph=True, inside of a region and outside; gradients are those of the function."""
+    m, x = model(), tensor(4, WIDTH, dtype=torch.float32)
+    for enabled in (False, True):
+        torch.manual_seed(1)
+        with te_fuser.fp8_autocast(enabled=enabled):
+            y = FORMS[form](m, x)
+        first = torch.autograd.grad(y.square().sum(), [x, *m.parameters()], retain_graph=True)
+        second = torch.autograd.grad(y.square().sum(), [x, *m.parameters()])
+        for one, other in zip(first, second, strict=True):
+            assert one.abs().sum() > 0
+            torch.testing.assert_close(one, other)
+
+
 def test_it_keeps_the_arguments_alone() -> None:
     m, x = model(), tensor(4, WIDTH, dtype=torch.float32)
     kept: list[torch.Tensor] = []

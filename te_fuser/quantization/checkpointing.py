@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,10 +26,30 @@ def checkpoint_contexts() -> tuple[Any, Any]:
     `te_fuser.checkpoint` does so by itself.
 
     Returns:
-        A context for forward, and one for what runs again.
+        A context for forward, and one for what runs again, which may be entered for each backward.
     """
     kept = _Kept()
-    return kept.forward(), kept.again()
+    return kept.forward(), Anew(kept.again)
+
+
+class Anew(contextlib.AbstractContextManager[None]):
+    """A context that is made each time it is entered.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        made = self._make()
+        made.__enter__()
+        self._entered.append(made)
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.pop().__exit__(*raised)
 
 
 class _Kept:
