@@ -289,8 +289,11 @@ class Collective(OfRanks, UnfusedOperation):
         forth, way, ranks = self.forth, self._way(self.back if back else self.forth), self.group.size
         if way is None:
             return 0.0
+        if not back:
+            return way.sent(x.nbytes, ranks)
         grown = 1.0 if forth is None else (ranks if forth.join is not None else 1) / (1 if forth.cut is None else ranks)
-        return way.sent(x.nbytes * (grown if back else 1.0), ranks)
+        wider = self.gradient_dtype(x.dtype).itemsize / x.dtype.itemsize
+        return way.sent(x.nbytes * grown * wider, ranks)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         if self._way(self.back) is None:

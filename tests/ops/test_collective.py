@@ -13,9 +13,10 @@ from te_fuser import ops, verify
 from te_fuser.fuser.plan.tuned import list_key
 from te_fuser.fusions import fusion
 from te_fuser.ops.base import FusableOperation, Spec
-from te_fuser.ops.collective import Collective, Exchange
+from te_fuser.ops.collective import Carried, Collective, Exchange
 from tests.twins import assert_as_meant, sequential, tensor
 
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ALL: dict[str, tuple[Any, ...]] = {
     "AllGather": (-1,), "ReduceScatter": (1,), "AllReduce": (), "AllReduceGradient": (), "AllToAll": (0, 1),
 }  # fmt: skip
@@ -34,6 +35,17 @@ def test_alone(name: str) -> None:
     torch.testing.assert_close(assert_as_meant(model, x)[0], sequential(ops.GELU(), model[2])(x).detach())
     assert torch.equal(op(x), x) and op(x) is not x
     assert not [s.name for s in model.plan(x).forward if s.name.endswith((".start", ".wait"))]
+
+
+@pytest.mark.parametrize("name, dtypes", [("AllGather", (FP8, BF16)), ("ReduceScatter", (BF16, FP8))])
+def test_bytes_that_are_sent_in_8_bits(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Of two ranks each sends one's part of the values, and back one's part of their gradients, in its own dtype."""
+    op = made(name, ops.Group("tp", 2))
+    op.carried = Carried(*dtypes)
+    x = Spec((4, 6, 8), dtypes[0], torch.device("cpu"))
+    part = 4 * 6 * 8 // (1 if name == "AllGather" else 2)
+    assert op.sent_bytes(x, back=False) == part * dtypes[0].itemsize
+    assert op.sent_bytes(x, back=True) == part * dtypes[1].itemsize
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -107,7 +107,7 @@ def _over_ranks(problem: Problem, prices: Prices, group: Group, parameters: list
     covers = ops[0], ops[-1] + 1
     terms = [(f"term {p}", own_term_ref(p)) for p in parameters]
     whole = [(f"sum {p}", parameter_gradient_ref(p)) for p in parameters]
-    way = [("started", Ref(STARTED, ops[0], name=f"sums over {group.title}"))]
+    way = [("started", Ref(STARTED, ops[0], name=f"sums over {group.title} ({group.name})"))]
     for phase, inputs, outputs in (("start", terms, way), ("wait", [*way, *terms], whole)):
         task = SumTask(group, tuple(parameters), phase, ops)
         price = Price("of_sums_over_ranks", ([r for _, r in terms] if phase == "start" else [], group.size))

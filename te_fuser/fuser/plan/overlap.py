@@ -261,12 +261,15 @@ class _Parts:
         return sorted((starts[ref], k) for k, s in enumerate(self.chain) if (ref := awaited(s)) is not None)
 
     def laid_out(self, where: Mapping[int, int]) -> Steps:
-        """All steps, with some of the free ones behind a start."""
+        """All steps, with some of the free ones behind a start, and none before what it reads."""
         placed: dict[int, Steps] = {}
+        made_at: dict[Ref, int] = {}
         for number, step in enumerate(self.free):
-            at = where.get(number, self.own[number])
+            at = max(where.get(number, -1), self.own[number])
             while at + 1 < len(self.chain) and number in where and started(self.chain[at + 1]):
                 at += 1  # behind all that start there
+            at = max([at, *(made_at[r] for r in step.reads() if r in made_at)])
+            made_at.update(dict.fromkeys(step.writes(), at))
             placed.setdefault(at, []).append(step)
         found = list(placed.get(-1, []))
         for k, step in enumerate(self.chain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -53,6 +54,20 @@ def plan_of(ranks: int, memory: str | int, layers: int = 1) -> Plan:
         ]
         model = te_fuser.Sequential(*(shared(b, ranks) if ranks > 1 else b for b in branches), memory=memory)
         x = torch.empty(2048 // ranks, 4, HIDDEN, dtype=BF16, requires_grad=True)
+    with fusions.disabled(*PIPELINES):
+        (plan,) = model.plans(x, device="h200")
+    return plan
+
+
+@functools.cache
+def tied_plan(ranks: int, memory: str) -> Plan:
+    """That of two MLPs that share their weights, whose gradients are sums of terms."""
+    with torch.device("meta"):
+        branch = shared(mlp_branch(1024, BF16, 0.0), ranks)
+        products = list(branch.children())[1:]
+        tied = [te_fuser.Residual(ops.LayerNorm(1024, dtype=BF16), *products) for _ in range(2)]
+        x = torch.empty(512 // ranks, 1, 1024, dtype=BF16, requires_grad=True)
+        model = te_fuser.Sequential(*tied, memory=memory)
     with fusions.disabled(*PIPELINES):
         (plan,) = model.plans(x, device="h200")
     return plan
@@ -117,9 +132,11 @@ def test_without_gaps_they_run_at_once() -> None:
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_order_can_run(memory: str, ranks: int) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_order_can_run(memory: str, ranks: int, tied: bool) -> None:
     """Each step runs once, behind what makes what it reads; what is under way is held until the wait."""
-    plan = plan_of(ranks, memory, 2)
+    plan = tied_plan(ranks, memory) if tied else plan_of(ranks, memory, 2)
+    assert tied == any(s.name == "add_gradients" and s.reads()[0].kind is PARAMETER_GRADIENT for s in plan.backward)
     for segment in plan.segments:
         for steps, given in ((segment.forward, segment.takes), (segment.backward, [k.ref for k in segment.kept])):
             there = {LEFT, *given, *(r for r in segment.arriving if r is not None)}
@@ -135,7 +152,22 @@ def test_every_order_can_run(memory: str, ranks: int) -> None:
                 sent = {r for start in under_way.values() for r in (*start.reads(), *start.writes())}
                 assert not sent.intersection(step.task.overwritten() if isinstance(step.task, KernelTask) else ())
             assert not under_way
-    assert any(s.task.overwritten() for s in plan.backward if isinstance(s.task, KernelTask))
+    assert tied or any(s.task.overwritten() for s in plan.backward if isinstance(s.task, KernelTask))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_free_steps_behind_any_start(tied: bool) -> None:
+    """They run behind what they read, and before others that read what they make, whatever start is asked for."""
+    plan = tied_plan(2, "fast") if tied else plan_of(2, "lean", 2)
+    for segment in plan.segments:
+        parts = overlap._Parts.of(segment.backward, H200)
+        for number, (start, _) in itertools.product(range(len(parts.free)), parts.gaps()):
+            steps = parts.laid_out({number: start})
+            assert sorted(map(id, steps)) == sorted(map(id, segment.backward))
+            missing = {r for s in steps for r in s.writes()}
+            for step in steps:
+                assert missing.isdisjoint(step.reads()), (number, start, step.name)
+                missing.difference_update(step.writes())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
