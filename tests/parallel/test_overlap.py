@@ -78,6 +78,25 @@ def test_training(memory: str, sequence_parallel: bool, cut: bool) -> None:
     assert len(again) == (4 if sequence_parallel and memory != "fast" else 0)
 
 
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize("norm", [False, True])
+@on_ranks
+def test_what_needs_no_gradient_before_products(norm: bool, memory: str) -> None:
+    """x, or all that a frozen norm gives: weights' gradients are the last steps, and wait for what they read."""
+    twin = sequential(ops.LayerNorm(64), ops.Linear(64, 512), ops.GELU(), ops.Linear(512, 64), memory=memory)[
+        1 - norm :
+    ]
+    for p in twin[0].parameters() if norm else ():
+        p.requires_grad_(False)
+    model, x = shared(twin), tensor(128, 64)
+    y = model(x.chunk(WORLD)[dist.get_rank()])
+    y.square().sum().backward()
+    twin(x).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if q.requires_grad:
+            torch.testing.assert_close(p.grad.full_tensor().reshape(q.shape), q.grad, msg=name)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 @on_ranks
 def test_what_is_under_way_is_held(late: int) -> None:
