@@ -126,16 +126,25 @@ def test_one_layout_is_kept() -> None:
 @contextlib.contextmanager
 def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCublasLt]:
     """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
-    patch.setattr(quantized_matmul, "obstacle_on", lambda *given: None)
-    patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
-    quantized_matmul.configured.cache_clear()
     library = fake_cublaslt.compile_library(folder)
-    with patch.context(), emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
-        yield fake
-    patch.undo()
     quantized_matmul.configured.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
+        patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
+        patch.setattr(quantized_matmul, "obstacle_on", lambda *given: None)
+        patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
+        try:
+            yield fake
+        finally:
+            quantized_matmul.configured.cache_clear()
+
+
+@needs_compiler
+def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation, tmp_path: Path) -> None:
+    """Tests behind one that failed find the GPU that there is."""
+    before = fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
+    with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation, tmp_path):
+        raise ZeroDivisionError
+    assert (fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
 
 
 def trained(
