@@ -43,6 +43,11 @@ def agreement_of(group: Any) -> Agreement | None:
     return found
 
 
+def any_agrees() -> bool:
+    """Whether any ranks agree on amaxes, or did."""
+    return len(_kept) > 0
+
+
 class _Told:
     """Numbers on their way to the host, which nobody waits for until they are read, a fold later."""
 
@@ -71,7 +76,7 @@ class Agreement:
     """The products whose amaxes the ranks of a group agree on.
 
     They are those that there are when the group's first region is entered. With each fold the ranks tell each other how
-    many others there are by then, and from the next one on agree on these, too.
+    many others there are by then, and from the next one on agree on these, too; what these recorded waits for that.
     """
 
     def __init__(self, group: Any) -> None:
@@ -89,6 +94,28 @@ class Agreement:
     def differs(self) -> bool:
         """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
         return self._warned
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those of the group."""
+        return frozenset(dist.get_process_group_ranks(self._group()))
+
+    @property
+    def known(self) -> int:
+        """How many products all ranks told of."""
+        return len(self._states)
+
+    def reduced(self) -> set[State]:
+        """The products whose amaxes folds reduce now."""
+        found = [state for ref in self._states if (state := ref()) is not None]
+        return {state for state in found if getattr(state.recipe, "reduce_amax", False)}
+
+    def waiting(self) -> list[State]:
+        """Products that all ranks may have made, which the next fold reduces: until then their scales stay."""
+        if self._warned:
+            return []
+        found = [state for weight in self._coming if (state := _state_at(weight)()) is not None]
+        return [s for s in found if s.block is not None and getattr(s.recipe, "reduce_amax", False)]
 
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.

@@ -23,6 +23,7 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.quantization.agreement import agreement_of
+from te_fuser.quantization.state import known_state_of
 from te_fuser.recipe import region
 
 
@@ -44,15 +45,19 @@ def quantized_first(
 
     Args:
         ranks: that agree on amaxes.
-        reduces: whether they do on those of a product.
+        reduces: whether they do on those of a product; where a fold before did not, its scales are each rank's own.
     """
     found = list(listed)
     for at in range(len(found)):
         item = found[at]
         product = item.lowered.op
-        if not isinstance(product, Float8MatMul) or not ranks or not reduces(item):
+        if not isinstance(product, Float8MatMul) or not ranks:
             continue
-        if isinstance(item.lowered.bindings["weight"], GivenBinding):  # whose scales are each rank's own
+        weight = item.lowered.bindings["weight"]
+        if isinstance(weight, GivenBinding) or not reduces(item):  # scales of the former are each rank's own
+            continue
+        state = known_state_of(weight)
+        if state is not None and state.alike is not None and not state.alike.issuperset(ranks):
             continue
         before, behind = found[max(at - 2, 0) : at], found[at + 1 : at + 3]
         if [_kind(i) for i in before] == [AllGather, Quantize] and _in(before[0], ranks):

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.ops.facts import Facts, still_hold, tensor_place
+from te_fuser.ops.group import has_ranks
 from te_fuser.ops.narrow import HISTORY, SCALE
-from te_fuser.quantization.agreement import Agreement, agreement_of
+from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
 from te_fuser.quantization.state import (
     ROLES,
     Block,
@@ -33,7 +35,7 @@ from te_fuser.quantization.state import (
 )
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
-from te_fuser.recipe.region import Region, is_capturing, on_entry
+from te_fuser.recipe.region import Region, is_capturing, on_entry, settings_changed
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -66,6 +68,7 @@ class Snapshot:
     is_captured = False
 
 
+_noted: list[Any] = [None]  # what `_note_alike` went by last
 _snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
 _captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
 
@@ -122,8 +125,42 @@ def fold() -> None:
         if last is not None and agreement is not None:
             agreement.reduce(seen, last.recipe)
         _recorded.is_new = False
+        waiting = [] if agreement is None else agreement.waiting()
+        held = _taken_out(waiting, seen)
         for block, amaxes in seen.items():
             _fold_block(block, parts[block], amaxes)
+        for slots, amaxes in held:
+            slots.copy_(amaxes)
+        if has_ranks():
+            _note_alike(agreement, waiting)
+
+
+def _taken_out(states: Sequence[State], seen: dict[Block, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take what products recorded out of what is folded: their slots, and what these hold on."""
+    found = []
+    for state in states:
+        if state.block is not None:
+            row = seen[state.block][state.row]
+            found.append((state.block.amaxes[state.row], row.clone()))
+            row.zero_()
+    return found
+
+
+def _note_alike(agreement: Agreement | None, waiting: Sequence[State]) -> None:
+    """Note of each product that was folded whose amaxes went into that; plans follow where ranks' scales part."""
+    now = changes(), dist.get_rank(), agreement, 0 if agreement is None else agreement.known, [*map(id, waiting)]
+    if _noted[0] == now:
+        return
+    _noted[0] = now
+    alone, parted = frozenset([dist.get_rank()]), False
+    ranks, reduced = (alone, set()) if agreement is None else (agreement.ranks, agreement.reduced())
+    for state in [s for block in blocks() for s in block.states() if s not in waiting]:
+        if isinstance(state.recipe, DelayedScaling):
+            by, before = ranks if state in reduced else alone, state.alike
+            state.alike = by if before is None else by & before
+            parted = parted or state.alike != (by if before is None else before) or state.alike == alone != before
+    if parted and any_agrees():
+        settings_changed()
 
 
 def fold_alone() -> None:

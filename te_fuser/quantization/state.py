@@ -130,6 +130,7 @@ class State:
         ran_by, ran_in: the recipe of its last call of all, whatever that recorded, None: outside of regions; and the
             number of the outermost region.
         block, row: where its slots are; None before it has tensors.
+        alike: the ranks whose amaxes went into each of its folds, which have the same scales; None before the first.
     """
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
@@ -146,6 +147,7 @@ class State:
         self.entry = -1
         self.block: Block | None = None
         self.row = -1
+        self.alike: frozenset[int] | None = None
         self._buffers = owner._buffers
         self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         _all.add(self)

@@ -16,6 +16,7 @@ from te_fuser import ops
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import WORLD, on_ranks
+from tests.quantization.test_agreement import is_the_same_on_all
 
 F, FFN, TOKENS = 32, 64, 8
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -105,8 +106,41 @@ def test_what_has_no_common_scale_is_sent_as_it_is(why: str) -> None:
 
 
 @on_ranks
+def test_what_is_made_in_a_region_is_agreed_on() -> None:
+    """What it records waits for the fold that reduces it: scales are 1 on all ranks until then."""
+    first = cut()
+    steps(first, True)
+    made: list[te.Sequential] = []
+
+    def run(_: Any, x: torch.Tensor) -> torch.Tensor:
+        made[:] = made or [cut()]
+        return made[0](x)  # type: ignore[no-any-return]
+
+    with sent() as dtypes:
+        found = steps(first, True, run=run)
+    assert dtypes[:6] == [torch.uint8] * 6, dtypes
+    assert is_the_same_on_all(*(t for pair in states(made[0]).values() for t in pair))
+    wanted = steps(mlp(), False)
+    for a, b in zip(found[:2], wanted[:2], strict=True):
+        assert (a - mine(b)).norm() <= 0.1 * mine(b).norm()
+
+
+@on_ranks
+def test_scales_of_each_rank_stay_its_own_where_a_later_region_agrees() -> None:
+    """Histories of ranks hold different amaxes yet: what the later region exchanges is sent as it is."""
+    model, own = cut(), DelayedScaling(amax_history_len=4, reduce_amax=False)
+    steps(model, True, own)
+    with sent() as dtypes:
+        found = steps(model, True)
+    assert set(dtypes) == {torch.float32}
+    wanted = steps(mlp(), False)
+    for a, b in zip(found[:2], wanted[:2], strict=True):
+        assert (a - mine(b)).norm() <= 0.1 * mine(b).norm()
+
+
+@on_ranks
 def test_plans_follow_the_ranks_that_agree() -> None:
-    """A plan of one region is none of another, whose scales may differ."""
+    """A plan of one region is none of another, whose scales may differ; what each rank folded alone keeps its own."""
     model = cut()
     x = torch.randn(TOKENS // WORLD, F, requires_grad=True)
     alone = [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
@@ -115,7 +149,7 @@ def test_plans_follow_the_ranks_that_agree() -> None:
         with sent() as dtypes, te.autocast(recipe=RECIPE, amax_reduction_group=group):
             model(x)
         kinds.append(set(dtypes))
-    assert kinds == [{torch.uint8}, {torch.float32}, {torch.uint8}]
+    assert kinds == [{torch.uint8}, {torch.float32}, {torch.float32}]
 
 
 @on_ranks

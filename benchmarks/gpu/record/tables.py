@@ -47,7 +47,7 @@ COLUMNS = (
     Column("GB/s", "gbps", "{:.0f}"),
     Column("of copy", "of_copy", "{:.0%}"),
     Column("beyond the floor over collectives", "excess_over_communication"),
-    Column("of one GPU", "speed_up"),
+    Column("of one GPU", "of_one_gpu"),
     Column("efficiency", "efficiency", "{:.3f}"),
     Column("over products", "over_products", "{:.3f}"),
     Column("us a parameter", "us_a_parameter", "{:.1f}"),

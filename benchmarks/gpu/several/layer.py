@@ -310,7 +310,7 @@ def layer(ranks: Ranks, say: Callable[..., None], without: Sequence[str] = ()) -
         entry = shared(ranks, say, without)
     mine, single = entry["contenders"], whole["contenders"]
     for data in mine.values():
-        data["speed_up"] = single["eager"]["ms"] / data["ms"]
+        data["of_one_gpu"] = single["eager"]["ms"] / data["ms"]
     lean = f"{OURS} lean"
     goals: list[Goal] = []
     if lean in mine:

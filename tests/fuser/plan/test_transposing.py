@@ -127,15 +127,24 @@ def test_one_layout_is_kept() -> None:
 def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCublasLt]:
     """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
     library = fake_cublaslt.compile_library(folder)
-    with contextlib.ExitStack() as scope:
-        patch = scope.enter_context(pytest.MonkeyPatch.context())
+    quantized_matmul.configured.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
         patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
         patch.setattr(quantized_matmul, "obstacle_on", lambda *given, **more: None)
         patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
-        quantized_matmul.configured.cache_clear()
-        scope.callback(quantized_matmul.configured.cache_clear)
-        scope.enter_context(emulation.in_plans())
-        yield scope.enter_context(fake_cublaslt.in_place(library))
+        try:
+            yield fake
+        finally:
+            quantized_matmul.configured.cache_clear()
+
+
+@needs_compiler
+def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation, tmp_path: Path) -> None:
+    """Tests behind one that failed find the GPU that there is."""
+    before = fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
+    with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation, tmp_path):
+        raise ZeroDivisionError
+    assert (fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
 
 
 def trained(
