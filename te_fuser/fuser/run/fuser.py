@@ -22,15 +22,16 @@ from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run import lockstep, telling
+from te_fuser.fuser.run import lockstep
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache, Recent
 from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
+from te_fuser.ops import telling
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
-from te_fuser.ops.dtensor import arrived, is_dtensor
+from te_fuser.ops.dtensor import is_dtensor, waited
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
@@ -131,7 +132,7 @@ class Fuser:
         if y is not None:
             return y
         if type(x) not in PLAIN:
-            x = arrived(x)
+            x = waited(x)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
             call = self.call(x, named_tensors(inputs), outputs)
@@ -353,7 +354,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises:
         TypeError: when one is not a plain, dense tensor.
     """
-    found = {name: t if type(t) in PLAIN else arrived(t) for name, t in inputs.items() if t is not None}
+    found = {name: t if type(t) in PLAIN else waited(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
