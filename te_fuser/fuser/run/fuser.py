@@ -13,7 +13,7 @@ import torch
 from te_fuser import _native, dtypes
 from te_fuser.config import config
 from te_fuser.fuser.graph import surroundings
-from te_fuser.fuser.graph.graph import Graph, GraphBuilder
+from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.lowering import numbered
@@ -37,6 +37,7 @@ from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan
 
 _MODES = ("auto", "generated", "reference")
