@@ -8,9 +8,9 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.cublaslt import why_no_backward, why_no_gelu
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.float8_matmul_bias_quack import cost_by_quack, why_no_quack
 from te_fuser.fusions.match import Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.packages import quack_float8 as products
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
