@@ -1,16 +1,15 @@
 """Fusions: how to declare one, the registry, and the built-in ones (rows of cuBLASLt's, a file for each other)."""
 
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     RECORDED,
     STRETCH,
-    Details,
     Fusion,
     active,
     disabled,
     enabled,
-    fusion,
     get,
     names,
     only,

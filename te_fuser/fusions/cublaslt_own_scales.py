@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
+from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, quantize_blocks
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
@@ -129,8 +130,20 @@ def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
 def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
     if method == "forward":
-        return Body(functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m)), plain=True)
-    return Body(functools.partial(_backward, form=form))
+        run = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
+        return Body(run, plain=True, describe=functools.partial(_algorithms, m.exact(), ("y",)))
+    return Body(
+        functools.partial(_backward, form=form), describe=functools.partial(_algorithms, m.exact(), ("dx", "dW"))
+    )
+
+
+def _algorithms(m: Match, which: Iterable[str]) -> str:
+    """What the products of a match run by, as far as that is known."""
+    found = []
+    for product in which:
+        how, sizes = _asked(m, product, m.x.rows)
+        found.append(algorithms_of(products.form_of(*how), sizes))
+    return ", ".join(dict.fromkeys(filter(None, found)))
 
 
 def _keeps_weight(m: Match) -> bool:
@@ -183,16 +196,21 @@ def _scales(m: Match) -> str:
 
 
 def _refusal(m: Match, which: str, rows: int) -> str | None:
-    op = cast(OwnScalesMatMul, m[0])
     if not rows:
         return None
+    (kind, a, b, dtype, *how), sizes = _asked(m, which, rows)
+    return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
+
+
+def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+    """What a product of so many rows is configured by, and its sizes (m, n, k)."""
+    op = cast(OwnScalesMatMul, m[0])
     inner, out, turned = op.in_features, op.out_features, padded(rows)
     rows = turned if rows % FOUR else rows
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
     kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
     out_dtype = torch.float32 if kind == "onto" else None
-    _, a, b, dtype, *how = _configuration(op.form, which, kind, out_dtype)
-    return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
+    return _configuration(op.form, which, kind, out_dtype), sizes
 
 
 def _forward_cost(m: Match) -> Cost:

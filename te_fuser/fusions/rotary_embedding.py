@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.lanes import Scaled, reason_not
 from te_fuser.ops.bias import Bias
