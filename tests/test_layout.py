@@ -106,7 +106,8 @@ ABSTRACT = {
     "te_fuser.ops.share",
     "te_fuser.ops.sizes",
     "te_fuser.ops.spread",
-    "te_fuser.ops.telling",  # of ranks, not an op
+    "te_fuser.ops.stuck",  # of ranks, not an op
+    "te_fuser.ops.telling",  # the same
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
@@ -148,6 +149,7 @@ OP_HELPERS = {
     "share",
     "sizes",
     "spread",
+    "stuck",
     "telling",
     "tensor_function",
     "transposed",
