@@ -218,7 +218,9 @@ def test_a_model_without_values_is_planned_and_stays_as_it_is() -> None:
     assert float(real[1].fp8_scale[0]) == 1.0
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
 def test_gradients_of_a_reference_are_differentiated_no_more(recipe: Recipe) -> None:
     model, x = trained(mlp()), data(1).requires_grad_()
     with on(recipe):
