@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.formula.float8 import rounded
+from te_fuser.formula.float8 import once, rounded
 from te_fuser.ops.matmul import as_rows, in_shape_of
 from te_fuser.ops.own_scales import Scaling, dequantized
 
@@ -117,8 +117,8 @@ class _Products(torch.autograd.Function):
         x, weight, *numbers = ctx.saved_tensors
         numbers = numbers if ctx.late is None else ctx.late
         given, (dy,) = _by_name(ctx.names, weight, numbers), gradients
-        dx = input_gradient(ctx.form, given, dy).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(ctx.form, given, dy, x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dx = once(input_gradient(ctx.form, given, dy).to(x.dtype)) if ctx.needs_input_grad[0] else None
+        dw = once(weight_gradient(ctx.form, given, dy, x).to(weight.dtype)) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None, *[None for _ in numbers]
 
 

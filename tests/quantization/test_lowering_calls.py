@@ -11,7 +11,7 @@ import torch.nn.utils.parametrize
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.emulation import Emulated
 from tests.quantization.regions import OTHER, amaxes, call, mlp, on, trained
 from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
@@ -216,3 +216,18 @@ def test_a_model_without_values_is_planned_and_stays_as_it_is() -> None:
     with on():
         real(data(1)).sum().backward()
     assert float(real[1].fp8_scale[0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
+def test_gradients_of_a_reference_are_differentiated_no_more(recipe: Recipe) -> None:
+    model, x = trained(mlp()), data(1).requires_grad_()
+    with on(recipe):
+        y = model.reference(x)
+    wanted = [x, *model.parameters()]
+    once = torch.autograd.grad(y.square().sum(), wanted, retain_graph=True)
+    again = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    with pytest.raises(RuntimeError, match="are not differentiated again.*outside of regions of FP8"):
+        again[0].square().sum().backward()
