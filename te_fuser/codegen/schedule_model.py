@@ -15,7 +15,8 @@ to 16,384 features, 16 to 32,768 rows; `python -m benchmarks.gpu.kernels --varia
   partial sums cost more, and so do reads and writes that get in each other's way.
 - Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block, because
   wide blocks leave few rows for each of them and make more partial sums.
-- What stores nothing, and raises maxima, walks down columns likewise: each block raises them once.
+- What stores nothing, and raises maxima, walks down columns likewise: each block raises them once. It begins at the
+  last row, as the kernel behind it reads the first ones, which are then still in L2.
 - Tiles, which are stored transposed: a warp reads whole lines, and blocks are as small as their 128 rows allow, so that
   some load while others store. Of those of the seed layer no other schedule was more than 1% faster than what is picked
   (by hand, commit 5229e97): 95 to 108% of a copy's speed without sums, 85 to 88% with them.
