@@ -288,14 +288,15 @@ def _without_values(weight: Binding, product: MatMul) -> State:
 
 def _own_numbers(weight: Binding, state: State) -> dict[str, Binding]:
     """What each call makes: scales of what it quantizes, their reciprocals, amaxes; and the weight in 8 bits."""
+    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
+    return {**found, **_made_of(weight, state)}
+
+
+def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
+    """A weight in 8 bits as each call makes it."""
     data, turned, _ = KEPT
     again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
-    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
-    return {
-        **found,
-        data: MadeBinding(state, data),
-        turned: (MadeAgainBinding if again else MadeBinding)(state, turned),
-    }
+    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
 def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
@@ -304,12 +305,9 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     recipe = cast(DelayedScaling, recipe_for(weight, around))
     if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
-    given = isinstance(weight, GivenBinding)
-    if _is_in_microbatch(key) and not given:
+    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
         return {name: KeptBinding(state, name) for name in KEPT}
-    data, turned, _ = KEPT
-    again = not given and is_taken_away(weight.owner)
-    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
+    return _made_of(weight, state)
 
 
 def _with_numbers(item: ListedOp, key: Hashable) -> ListedOp:
