@@ -11,6 +11,7 @@ import torch.nn.utils.parametrize
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.quantization import lowering
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.emulation import Emulated
 from tests.quantization.regions import OTHER, amaxes, call, mlp, on, trained
@@ -131,6 +132,14 @@ def test_calibrating_records_and_does_not_quantize() -> None:
     assert not torch.equal(z, plain) and torch.allclose(z, plain, atol=0.2)
 
 
+def test_calibrating_without_gradients_says_that_it_records_nothing() -> None:
+    lowering._say_once.cache_clear()
+    model = mlp()
+    with torch.no_grad(), on(enabled=False, calibrating=True), pytest.warns(UserWarning, match="records nothing"):
+        model(data(2))
+    assert amaxes(model) == {}
+
+
 def test_explain_says_what_runs_how() -> None:
     said = plan_of(MODELS["odd"](), RECIPE)
     assert "products in 8 bits (E4M3, gradients in E5M2), emulated on cpu: multiplied in float32: 4.matmul" in said
@@ -218,7 +227,9 @@ def test_a_model_without_values_is_planned_and_stays_as_it_is() -> None:
     assert float(real[1].fp8_scale[0]) == 1.0
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, Float8CurrentScaling(), MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
 def test_gradients_of_a_reference_are_differentiated_no_more(recipe: Recipe) -> None:
     model, x = trained(mlp()), data(1).requires_grad_()
     with on(recipe):
