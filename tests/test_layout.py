@@ -309,13 +309,17 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
 
 
 def test_autograd_functions():
-    """Segments are the only nodes that plans make; references, joined parameters and late inputs have one each."""
+    """Segments are the only nodes that plans make; references, joined parameters and late inputs have one each.
+
+    One more refuses to differentiate gradients of 8 bits.
+    """
     found = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
                 found.append((module_of(path), node.name))
     assert found == [
+        ("te_fuser.formula.float8", "_Once"),
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
