@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -89,9 +91,11 @@ class Regions(surroundings.Surrounding):
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
+        records = _records()
         if any(scalings_of(recipe) is None for _, recipe, _ in found):
             refuse_by_hand()
-        records = _records()
+            if calibrating and not (records or is_looking() or _only_reads.get() or any(map(is_only_narrow, weights))):
+                _say_once()
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
         for weight, recipe, device in found if not is_looking() else ():
@@ -166,6 +170,13 @@ class Regions(surroundings.Surrounding):
                         block.amaxes.zero_()
                 for state in every_state():
                     state.noted = noted.get(state, (None, None, -1, -1))
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "calibrating=True without gradients records nothing: call the model outside of torch.no_grad()", stacklevel=2
+    )
 
 
 def _records() -> bool:
