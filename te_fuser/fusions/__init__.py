@@ -36,6 +36,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     swiglu_matmul_quack,
     cublaslt_quantized,
     cublaslt_float8,
+    float8_weights,
     float8_matmul_bias_quack,
     float8_matmul_gelu_quack,
     partly_float8_mat_mul,

@@ -9,27 +9,24 @@ from micro-batch to micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
-from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
-from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
+from te_fuser.kernels.quantize_weights import KINDS
 from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.base import FusableOperation, Gradient
+from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.joined import made_of
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
@@ -251,58 +248,3 @@ FUSIONS = (
         for main in (False, True)
     ),
 )
-
-
-# -------------------------------------------------------------------------------------------------- the weights
-
-
-class Weights8(Maker):
-    """All weights of a list in 8 bits by one launch, which raises their amaxes, too."""
-
-    name = "quantize_weights"
-    of = ("weight", "weight_scale", "weight_amax")
-    makes = ("weight_data", "weight_turned")
-    in_forward = ("weight_data",)
-
-    def takes(self, op: FusableOperation) -> bool:
-        return isinstance(op, Float8MatMul) and not op.form.weight_is_kept
-
-    def cost(self, wanted: Sequence[Wanted]) -> Cost:
-        specs = [(w, w.given["weight"]) for w in wanted]
-        written = sum([len(w.makes) * spec.rows * spec.features for w, spec in specs])
-        return Cost(sum([spec.nbytes for _, spec in specs]), written, calls=1.0 + 0.5 * len(wanted))
-
-    def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
-        return (QuantizeWeights(),)
-
-    def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
-        run = quantizer_on(device, [_told(w) for w in wanted])
-        if not any(w.again for w in wanted):
-            return run
-        again = [
-            quantizer_on(device, [Weight8(w.given["weight"].dtype, rows=False)]) if w.again else None for w in wanted
-        ]
-        return functools.partial(_noting, run, wanted, again)
-
-
-def _told(w: Wanted) -> Weight8:
-    return Weight8(
-        w.given["weight"].dtype, "weight_data" in w.makes, "weight_turned" in w.makes, "weight_amax" in w.given
-    )
-
-
-def _noting(
-    run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
-) -> Any:
-    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
-    made = run(*given)
-    tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
-    for w, turn in zip(wanted, again, strict=True):
-        sources = [next(parts) for _ in w.given]
-        for name, t in [(name, next(tensors)) for name in w.makes]:
-            if name in w.again and turn is not None:
-                made_of(t, sources[:2], turn)
-    return made
-
-
-register_maker(Float8MatMul, Weights8())

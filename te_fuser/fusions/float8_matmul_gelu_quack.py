@@ -25,6 +25,8 @@ def _why_not_gelu(m: Match, bias: int, recorded: bool) -> str | bool:
     quantize = cast(Quantize, m[len(m) - 1])
     if quantize.dtype != torch.float8_e4m3fn:
         return f"it quantizes to float8_e4m3fn, and this is {text_of(quantize.dtype)}"
+    if quantize.own is not None:
+        return "its scale follows from what it quantizes, which has to be there first"
     if quantize.reads("amax") != recorded or not quantize.reads("scale"):
         return "its scale comes with the call" if quantize.op.scale else "its amax is for plans with a backward alone"
     return why_no_gelu(m, len(m) - 2) or why_no_quack(m, bias) or True

@@ -83,14 +83,15 @@ def test_products_of_8_bits(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.
             y = model(x)
         return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
 
-    for _ in range(2):  # the scales are those of these data then
+    for _ in range(4):  # scales are those of these data in the second call, of what it makes of them in the third
         before = results()
     with te_fuser.autocast(recipe=recipe):
         report = model.tune(x)
-        said = str(model.explain(x))
     tried = [t for t in report.trials if t.place.startswith("quantized")]
     assert any(t.taken for t in tried) and all(t.taken or t.reason or t.ratio for t in tried), report
-    assert "algorithm: tuned: candidate" in said and list(tmp_path.rglob("*.products.json"))
+    assert list(tmp_path.rglob("*.products.json"))
     quantized_matmul.configured.cache_clear()  # as in a new process
     for after, exact in zip(results(), before, strict=True):
         assert (after.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
+    with te_fuser.autocast(recipe=recipe):
+        assert "algorithm: tuned: candidate" in str(model.explain(x))
