@@ -125,12 +125,7 @@ def run_part(writer: Writer, console: Console) -> bool:
     except Exception:
         problem = traceback.format_exc()
     writer.write(entries, problem)
-    if entries:
-        console.print(tables.rich_table(f"{writer.name}: {part.meaning}", entries))
-    for line in tables.remarks(entries):
-        console.print(line, soft_wrap=True, markup=False)
-    if problem:
-        console.print(f"the part {writer.name} is not complete: {problem}", style="red", markup=False, soft_wrap=True)
+    tables.print_part(console, writer.name, part.meaning, entries, problem)
     return not problem
 
 
@@ -139,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     if chosen.list:
-        for name, part in PARTS.items():
-            console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
+        tables.print_list(console, PARTS)
         return 0
     for file in chosen.take_in or ():
         console.print(f"{file} -> {records.take_in(file)}", soft_wrap=True)

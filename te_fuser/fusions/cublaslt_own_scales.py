@@ -1,4 +1,4 @@
-"""OwnScalesMatMul by cuBLASLt: what it multiplies is quantized beside it, by rows and turned, from one reading.
+"""OwnScalesMatMul by cuBLASLt: what it multiplies is quantized by blocks beside it, by rows and turned.
 
 Forward keeps x and W in 8 bits, turned as dW and dx read them. Backward quantizes dy once for both of its products; and
 W again, where `fully_shard` takes it away in between.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import why_no_bias
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
-from te_fuser.fusions.pattern import PatternPart, check
+from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, sides_of
+from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, quantize_blocks
 from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.float8_products import Form
 from te_fuser.ops.main_grad import put_gradient
@@ -33,7 +32,7 @@ from te_fuser.ops.sizes import asked
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
-_SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
+_SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
     "dx": (2, 1),
@@ -46,10 +45,10 @@ def _scaling(form: Form, role: int) -> Scaling:
     return form.scalings[role]
 
 
-def _multiply(form: Form, which: str, a: Factor, b: Factor, *bias: torch.Tensor) -> torch.Tensor:
+def _multiply(form: Form, which: str, a: Factor, b: Factor) -> torch.Tensor:
     """a b^T, one of the three products."""
-    run = products.configured(*_configuration(form, which, "bias" if bias else "plain"))
-    return cast(torch.Tensor, run.make(a.data, b.data, a.inverse, b.inverse, *bias))
+    run = products.configured(*_configuration(form, which, "plain"))
+    return cast(torch.Tensor, run.make(a.data, b.data, a.inverse, b.inverse))
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -72,44 +71,40 @@ def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = 
 def _lie(form: Form, role: int) -> str:
     """How the scales of a factor lie, as the native product calls it."""
     block = _scaling(form, role).block
-    return "one" if block is None else "rows" if block[0] == 1 else "squares"
+    return "squares" if block is not None and block[0] > 1 else "rows"
 
 
 # ------------------------------------------------------------------------------------------- what runs
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, *, form: Form, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = x W^T + b; and what backward reads, where there is one: of W the turned side, or what makes it again."""
-    room = (None, None) if _scaling(form, 0).block else own_scales.room_for(x.device, 2)
-    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows", room=room[0])
-    wanted = "both" if keeps_weight else "rows"
-    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room[1])
-    y = _rows_of(x, _multiply(form, "y", mine.rows, weights.rows, *bias))
-    if not keeps:
-        return y
-    nothing = weights.amax.new_empty(0)
-    of_weight = (*weights.turned, nothing) if keeps_weight else (weights.turned.data, nothing, weights.amax)
-    return y, *mine.turned, *of_weight
+    """y = x W^T; and what backward reads, where there is one: x turned, and W unless it is made again."""
+    by_rows, turned = quantize_blocks(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
+    weights, weight_turned = quantize_blocks(
+        weight, form.formats[1], _scaling(form, 1), "both" if keeps_weight else "rows"
+    )
+    y = _rows_of(x, _multiply(form, "y", by_rows, weights))
+    return (y, *turned, *weight_turned) if keeps else y
 
 
 def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """dx = dy W and dW = dy^T x, as far as somebody needs them."""
     for_input, for_weight = m.needs("input"), m.needs("0.weight")
     wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    mine, op, dx = sides_of(dy, form.formats[2], _scaling(form, 2), wanted), m[0], None
+    (by_rows, turned), op, dx = quantize_blocks(dy, form.formats[2], _scaling(form, 2), wanted), m[0], None
     if for_input:
         weight = Factor(m["weight_turned"], m["weight_inverse"])
         if not op.keeps_weight:
-            weight = sides_of(op.weight, form.formats[1], _scaling(form, 1), "turned", m["weight_amax"]).turned
-        dx = _rows_of(dy, _multiply(form, "dx", mine.rows, weight))
+            _, weight = quantize_blocks(op.weight, form.formats[1], _scaling(form, 1), "turned")
+        dx = _rows_of(dy, _multiply(form, "dx", by_rows, weight))
     if not for_weight:
         return dx, {}
     x = Factor(m["turned"], m["inverse"])
     if op.accumulate_into_main_grad:
-        return dx, {"0.weight": _main_gradient(form, mine.turned, x, op.weight, op.overwrite_main_grad)}
-    return dx, {"0.weight": _multiply(form, "dW", mine.turned, x)}
+        return dx, {"0.weight": _main_gradient(form, turned, x, op.weight, op.overwrite_main_grad)}
+    return dx, {"0.weight": _multiply(form, "dW", turned, x)}
 
 
 def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over: bool) -> torch.Tensor:
@@ -126,7 +121,7 @@ def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over
 
 def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
     """The scales of some rows of a factor."""
-    if not whole.inverse.dim() or len(part) == len(whole.data):
+    if len(part) == len(whole.data):
         return whole.inverse
     first = (part.storage_offset() - whole.data.storage_offset()) // part.stride(0)
     return whole.inverse[:, first : first + len(part)].contiguous()
@@ -135,8 +130,20 @@ def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
 def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
     if method == "forward":
-        return Body(functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m)), plain=True)
-    return Body(functools.partial(_backward, form=form))
+        run = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
+        return Body(run, plain=True, describe=functools.partial(_algorithms, m.exact(), ("y",)))
+    return Body(
+        functools.partial(_backward, form=form), describe=functools.partial(_algorithms, m.exact(), ("dx", "dW"))
+    )
+
+
+def _algorithms(m: Match, which: Iterable[str]) -> str:
+    """What the products of a match run by, as far as that is known."""
+    found = []
+    for product in which:
+        how, sizes = _asked(m, product, m.x.rows)
+        found.append(algorithms_of(products.form_of(*how), sizes))
+    return ", ".join(dict.fromkeys(filter(None, found)))
 
 
 def _keeps_weight(m: Match) -> bool:
@@ -149,26 +156,24 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     form, weight = op.form, m[0].dtype_of("weight")
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
-        yield from own_scales.kernels_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
+        yield own_scales.kernel_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
         sides = "both" if _keeps_weight(m) else "rows"
-        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), sides)
+        yield own_scales.kernel_of(weight, form.formats[1], _scaling(form, 1), sides)
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
-    yield from own_scales.kernels_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
+    yield own_scales.kernel_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
     if "input" in needed and not op.keeps_weight:
-        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), "turned", measured=True)
+        yield own_scales.kernel_of(weight, form.formats[1], _scaling(form, 1), "turned")
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
 
 
-def _why_not(m: Match, bias: bool, keeps: bool) -> str | bool:
+def _why_not(m: Match, keeps: bool) -> str | bool:
     """Why cuBLASLt cannot run the products of a match; True when it can."""
     if m.needs_grad != keeps:
         return "there is no backward to read what it keeps" if keeps else "it keeps nothing that backward reads"
-    if bias and (why := _why_no_bias(m)):
-        return why
     why = products.obstacle_on(m.device, m.capability, _scales(m))
     if why is not None:
         return f"{why}; it is emulated"
@@ -180,57 +185,51 @@ def _why_not(m: Match, bias: bool, keeps: bool) -> str | bool:
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
     which = ("y", "dx", "dW") if keeps else ("y",)
-    found = (asked(_refusal, m, product, m.x.rows, bias and product == "y") for product in which)
+    found = (asked(_refusal, m, product, m.x.rows) for product in which)
     return next((words for words in found if words), True)
-
-
-def _why_no_bias(m: Match) -> str | None:
-    if _scales(m) != "tensor":
-        return "products with a scale for each block have no epilogue"
-    return why_no_bias(m)
 
 
 def _scales(m: Match) -> str:
     """What has one scale, as `obstacle_on` calls it."""
     block = _scaling(cast(OwnScalesMatMul, m[0]).form, 0).block
-    return "tensor" if block is None else "block" if block[1] == 128 else "mx"
+    return "block" if block is not None and block[1] == 128 else "mx"
 
 
-def _refusal(m: Match, which: str, rows: int, bias: bool) -> str | None:
-    op = cast(OwnScalesMatMul, m[0])
+def _refusal(m: Match, which: str, rows: int) -> str | None:
     if not rows:
         return None
-    inner, out, turned = op.in_features, op.out_features, padded(rows)
-    rows = turned if _scales(m) == "block" and rows % FOUR else rows
-    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
-    kind = "bias" if bias else "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
-    out_dtype = torch.float32 if kind == "onto" else None
-    _, a, b, dtype, *how = _configuration(op.form, which, kind, out_dtype)
+    (kind, a, b, dtype, *how), sizes = _asked(m, which, rows)
     return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
 
 
+def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+    """What a product of so many rows is configured by, and its sizes (m, n, k)."""
+    op = cast(OwnScalesMatMul, m[0])
+    inner, out, turned = op.in_features, op.out_features, padded(rows)
+    rows = turned if rows % FOUR else rows
+    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
+    kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
+    out_dtype = torch.float32 if kind == "onto" else None
+    return _configuration(op.form, which, kind, out_dtype), sizes
+
+
 def _forward_cost(m: Match) -> Cost:
-    op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
+    op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
-    read = readings * (x * m.dtype.itemsize + w * weight.itemsize)
+    read = x * m.dtype.itemsize + w * weight.itemsize
     written = (2 if m.needs_grad else 1) * x + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
-    return _cost(op, m.x.rows, 1, read, written, x + w, made, 3 * readings - 1)
+    return _cost(op, m.x.rows, 1, read, written, x + w, made, 2)
 
 
 def _backward_cost(m: Match) -> Cost:
-    op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
+    op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     rows, inner, out = m.x.rows, op.in_features, op.out_features
     again = 0 if op.keeps_weight else inner * out
-    read = readings * rows * out * op.form.dtype.itemsize + again * weight.itemsize
+    read = rows * out * op.form.dtype.itemsize + again * weight.itemsize
     made = rows * inner * op.form.dtype.itemsize + inner * out * op.form.weight_dtype.itemsize
-    written, launches = 2 * rows * out + again, 2 + 2 * readings - op.keeps_weight
+    written, launches = 2 * rows * out + again, 4 - op.keeps_weight
     return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, launches)
-
-
-def _readings(m: Match) -> int:
-    """How often a factor is read to be quantized: by one scale for all it is measured first."""
-    return 2 if _scales(m) == "tensor" else 1
 
 
 def _cost(
@@ -238,37 +237,35 @@ def _cost(
 ) -> Cost:
     """What is read and written to quantize counts as bytes apart."""
     flops = 2.0 * products * rows * op.in_features * op.out_features
-    name, blocks = name_of(op.form.formats[0]), _scaling(op.form, 0).block is not None
-    share = _OF_BLOCKS[products] if blocks else 1.0
+    name, share = name_of(op.form.formats[0]), _OF_BLOCKS[products]
     return Cost(read + factors, written + made, flops, launches, efficiency=share, apart=read + written, dtype=name)
 
 
 def _saved_bytes(m: Match) -> Mapping[str, int]:
     op = cast(OwnScalesMatMul, m[0])
     weight = op.in_features * op.out_features if op.keeps_weight else 0
-    numbers = dict.fromkeys(("inverse", "weight_inverse", "weight_amax"), 4)
+    numbers = dict.fromkeys(("inverse", "weight_inverse"), 4)
     return {"turned": op.in_features * padded(m.x.rows), "weight_turned": weight, **numbers}
 
 
 # ---------------------------------------------------------------------------------------------- the fusions
 
 
-def _declare(name: str, doc: str, bias: bool, keeps: bool) -> Fusion:
-    pattern: tuple[PatternPart, ...] = (OwnScalesMatMul, Bias) if bias else (OwnScalesMatMul,)
+def _declare(name: str, doc: str, keeps: bool) -> Fusion:
     return register(
         Fusion(
             name,
             "joint" if keeps else "forward",
-            check(pattern, name),
+            check((OwnScalesMatMul,), name),
             run_forward=None,
             run_backward=None,
-            when=lambda m: _why_not(m, bias, keeps),
+            when=lambda m: _why_not(m, keeps),
             cost=(lambda m: (_forward_cost(m), _backward_cost(m))) if keeps else _forward_cost,
             reads=("0.weight",) if keeps else (),
             saves=_SAVED if keeps else (),
             saved_bytes=_saved_bytes if keeps else None,
             doc=doc,
-            takes=("input", "0.weight", *(["1.bias"] if bias else [])),
+            takes=("input", "0.weight"),
             gives=("output", *(_SAVED if keeps else ())),
             backward_ops=slice(0, 1) if keeps else slice(None),
             choose=_choose,
@@ -278,8 +275,6 @@ def _declare(name: str, doc: str, bias: bool, keeps: bool) -> Fusion:
 
 
 FUSIONS = (
-    _declare("own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", False, True),
-    _declare("own_scales_matmul_bias", "The same, where the product's epilogue adds the bias.", True, True),
-    _declare("own_scales_matmul_alone", "y by cuBLASLt where nothing needs a gradient.", False, False),
-    _declare("own_scales_matmul_bias_alone", "The same with its bias.", True, False),
+    _declare("own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", True),
+    _declare("own_scales_matmul_alone", "y by cuBLASLt where nothing needs a gradient.", False),
 )
