@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,13 @@ ENDED = "ended"  # what is said of a process that did not answer and is no more
 LOG = 8000  # the characters at the end of a log that a failure shows
 
 Body = Callable[..., None]
+
+
+def forking() -> ForkServerContext:
+    """Starts processes that have torch and the package at once: a server imports them for the ranks of all files."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def on_ranks(body: Body) -> Callable[..., None]:
@@ -104,8 +113,7 @@ class Ranks:
     def _start(self) -> None:
         self._starts += 1
         (self._folder / f"{self._starts}").mkdir()
-        context = multiprocessing.get_context("forkserver")  # which imports once for all ranks of all files
-        context.set_forkserver_preload(IMPORTED)
+        context = forking()
         for rank in range(self._world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -172,6 +180,7 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, gpu: bool
     )
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EOFError):
         settle(patch, cpu, Path(log).parent)
+        gc.freeze()  # collections look at what bodies make
         orders.send("passed")
         while True:
             module, name, given = orders.recv()

@@ -35,9 +35,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("libraries")
-    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+def libraries() -> tuple[Path, Path]:
+    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
 
 
 @pytest.fixture(autouse=True)
