@@ -91,7 +91,8 @@ class GraphBuilder:
             known[name] = self.call.parameters[key]
         like, named_in = self._taken(label, listed, kind, current, known)
         x = self.values[current]
-        told = self._told(label, op, like, x.spec, {arg: self.values[v].spec for arg, v in named_in.items()})
+        named = {arg: self.values[v].spec for arg, v in named_in.items()} if named_in else {}
+        told = self._told(label, op, like, x.spec, named)
         needs = self.call.grad and (
             x.needs_grad
             or True in [p.requires_grad for p in known.values()]
