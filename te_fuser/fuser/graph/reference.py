@@ -10,7 +10,7 @@ import torch
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
-from te_fuser.ops.dtensor import in_parts, recorded_part
+from te_fuser.ops.dtensor import recorded_part
 from te_fuser.ops.gradient_sums import with_sum
 from te_fuser.ops.share import Share, stream_of
 
@@ -36,7 +36,7 @@ def reference_run(
         around: what surrounds the call.
     """
     lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
-    tensors = {b.key: recorded_part(t, _parts_of(b)) for b, t in given.items()}
+    tensors = {b.key: recorded_part(t) for b, t in given.items()}
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
@@ -54,14 +54,6 @@ def reference_run(
                 narrow |= {name: stored[own]} if own in stored else {}
     values.update((name, values[name].to(dtype)) for name, dtype in narrow.items())
     return x.to(stored["output"]) if "output" in stored else x
-
-
-def _parts_of(binding: Binding) -> int:
-    """How many parts a parameter has that are cut each by itself; one where no module has it among its own."""
-    try:
-        return in_parts(binding.owner, binding.name)
-    except ReferenceError:
-        return 1
 
 
 def run_nodes(
