@@ -182,7 +182,7 @@ def test_verify_of_dtensors() -> None:
     gated = te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 4 * F), ops.SwiGLU(), ops.Linear(2 * F, F))
     m = te_fuser.parallelize(te_fuser.Sequential(gated, ops.Dropout(0.1)), mesh, sequence_parallel=True)
     assert te_fuser.verify(m, x_of()).passed
-    assert m[0][1].weight.shape == (2, 2 * F, F), "the model is left as it is"
+    assert m[0][1].weight.shape == (4 * F, F), "the model is left as it is"
 
 
 @on_ranks
