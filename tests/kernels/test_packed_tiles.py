@@ -50,7 +50,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases, and those that store rows alone, run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("tiles")
     native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 
