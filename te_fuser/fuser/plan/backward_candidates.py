@@ -24,7 +24,7 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows
+from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.plan.transposing import given_transposed, in_forward, row_steps, wanted_of, with_turned
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
@@ -317,6 +317,8 @@ class BackwardCandidates:
         if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
             return NO_TENSOR
         covered = self.nodes[slice(*fusion.covers("backward", start, stop))]
+        if (unmeasured := why_unmeasured(covered, forward=False)) is not None:
+            return unmeasured
         named = (
             *self.problem.read_in_match(fusion, covered),
             *(name for gradient in fusion.gradients for name in gradient.reads),

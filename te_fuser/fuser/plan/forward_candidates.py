@@ -18,7 +18,7 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows
+from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.plan.transposing import row_steps
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
@@ -194,7 +194,8 @@ class ForwardCandidates:
         """Why no backward plan could make room for the fusion."""
         if not self.problem.ends_in_a_tensor(nodes):
             return NO_TENSOR
-        return self.problem.why_not_there(fusion, nodes, _forms(fusion), stored=True)
+        unmeasured = why_unmeasured(nodes, forward=True)
+        return unmeasured or self.problem.why_not_there(fusion, nodes, _forms(fusion), stored=True)
 
     def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> Set[Ref]:
         """The values of a range that backward or somebody outside it reads."""

@@ -13,7 +13,7 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -49,6 +49,15 @@ def measuring_steps(
         price = Price("of_launch", (inputs, outputs, 0.0))
         made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
     return tuple(made)
+
+
+def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
+    """Why a fusion cannot stand for some ops in a direction: it would quantize what nobody has measured."""
+    for op, label in [(node.op, node.label) for node in nodes if _own_scale(node) is not None]:
+        assert isinstance(op, RowOp)
+        if op.measured_in_forward if forward else op.measured_in_backward:
+            return f"the scale of {label} follows from what it quantizes, which has to be there first"
+    return None
 
 
 def _own_scale(node: Node) -> tuple[torch.dtype, Scaling] | None:

@@ -10,6 +10,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fusions import Details
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 F, WIDE, ROWS = 128, 256, 64
@@ -67,9 +68,15 @@ def test_without_gradients() -> None:
 
 
 def test_what_quantizes_on_its_way_says_why_not() -> None:
-    p = planned()
-    why = [r.reason for r in p.refusals if r.name.startswith("float8_matmul_gelu_quack")]
-    assert any("its scale follows from what it quantizes" in words for words in why)
+    @te_fuser.fusions.fusion(forward=[ops.GELU, ops.Quantize], details=Details(registered=False))
+    def gelu_quantize(m: Any, x: Any) -> Any:
+        """Would read a scale that nobody has made."""
+
+    with te_fuser.fusions.only(gelu_quantize):
+        p = planned(grad=False)
+    (refused,) = [r for r in p.refusals if r.name == "gelu_quantize"]
+    assert "the scale of" in refused.reason and "which has to be there first" in refused.reason
+    assert names(p.forward).count("scale_of_amax") == 2
 
 
 def test_main_grad() -> None:
