@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.quantization.test_agreement import is_the_same_on_all
 
@@ -103,6 +103,26 @@ def test_what_has_no_common_scale_is_sent_as_it_is(why: str) -> None:
         torch.testing.assert_close(y, model.reference(x), rtol=0.05, atol=0.05)
         y.sum().backward()
     assert set(dtypes) == {torch.float32}
+
+
+@on_ranks
+def test_current_scales_of_ranks_with_other_data() -> None:
+    """What is gathered is sent as it is and scaled as a whole then; what ranks cut each scales alone."""
+    model, twin, recipe, rows = cut(), mlp(), Float8CurrentScaling(), 4 * TOKENS
+    g = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(rows, F, generator=g) * torch.logspace(-3, 3, rows)[:, None] for _ in range(2))
+    found = []
+    with sent() as dtypes:
+        for m, shared in ((model, True), (twin, False)):
+            own_x, own_dy = (mine(t).clone() if shared else t for t in (x, dy))
+            with te.autocast(recipe=recipe):
+                y = m(own_x.requires_grad_())
+            y.backward(own_dy)
+            gradients = [whole(p.grad) for p in m.parameters()]
+            found.append([y.detach(), own_x.grad, *gradients])
+    assert torch.uint8 not in dtypes
+    for a, b in zip(found[0], [*map(mine, found[1][:2]), *found[1][2:]], strict=True):
+        assert (a - b).norm() <= 0.15 * b.norm(), ((a - b).norm(), b.norm())  # E5M2 rounds by up to 1/8
 
 
 @on_ranks
