@@ -255,12 +255,19 @@ def _text(kernel: QuantizeByAmax | QuantizeBlocks, **flags: bool) -> str:
     """The constants of a kernel, and its text."""
     flags |= {"kByRows": kernel.wanted != "turned", "kTurned": kernel.wanted != "rows"}
     flags |= {"kPowerOfTwo": kernel.power_of_two}
-    lines = [*_head(kernel.dtype), f"using Narrow = {CTYPES[text_of(kernel.narrow)]};"]
+    lines = [
+        *_head(kernel.dtype, blocks=isinstance(kernel, QuantizeBlocks)),
+        f"using Narrow = {CTYPES[text_of(kernel.narrow)]};",
+    ]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     most = torch.finfo(kernel.narrow).max
     lines += [f"constexpr float kMost = {most}f, kEpsilon = {float(kernel.epsilon)!r}f;", ""]
     return "\n".join([*lines, (_FOLDER / f"{kernel.name}.cu").read_text()])
 
 
-def _head(dtype: torch.dtype) -> list[str]:
-    return ['#include "te_cuda_quantize.cuh"', "", f"using Element = {CTYPES[text_of(dtype)]};"]
+def _head(dtype: torch.dtype, blocks: bool = False) -> list[str]:
+    return [
+        f'#include "te_cuda_{"blocks" if blocks else "quantize"}.cuh"',
+        "",
+        f"using Element = {CTYPES[text_of(dtype)]};",
+    ]
