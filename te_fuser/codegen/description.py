@@ -53,7 +53,8 @@ class Store:
     One in "blocks" is FULL and in 8 bits: it is rounded to `made_in`, then each 128 numbers of a row are multiplied by
     the power of two that their largest magnitude leaves room for, and rounded again. Behind the rows lie the
     reciprocals of these scales, float32 [ceil(width / 128), rows]. "transposed_blocks" are the same of what is
-    transposed, so each 128 numbers of a column have their scale: [width, rows] with zeros, and [ceil(rows / 128), width].
+    transposed, so each 128 numbers of a column have their scale: [width, rows] with zeros, and
+    [ceil(rows / 128), width].
     """
 
     name: str

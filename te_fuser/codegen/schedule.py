@@ -258,7 +258,7 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
     remaining = iter(replaced)
     sums = tuple(dataclasses.replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
     between = tuple(Store(names[id(n)], (n,), Axes.ROWS, 1, "float32") for n in needed)
-    rows = _narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
+    rows = narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
     values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
     columns = dataclasses.replace(
         description,
@@ -268,7 +268,7 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
         sums=sums,
         maxima=(),
     )
-    return rows, _narrowed(columns)
+    return rows, narrowed(columns)
 
 
 def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
@@ -286,7 +286,7 @@ def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
             yield node
 
 
-def _narrowed(description: KernelDescription) -> KernelDescription:
+def narrowed(description: KernelDescription) -> KernelDescription:
     """The description without the loads and streams that it does not use."""
     used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
     return dataclasses.replace(

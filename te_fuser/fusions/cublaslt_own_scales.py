@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.description import Layout
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
-from te_fuser.fusions.match import Body, Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
@@ -33,6 +34,8 @@ from te_fuser.ops.sizes import asked
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
+_OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
+_SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
 _SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
@@ -84,32 +87,77 @@ def _forward(
     """y = x W^T + b; and what backward reads, where there is one: of W the turned side, or what makes it again."""
     room = (None, None) if _scaling(form, 0).block else own_scales.room_for(x.device, 2)
     mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows", room=room[0])
+    return _output(x, mine.rows, mine.turned if keeps else None, weight, room[1], bias, form, keeps_weight)
+
+
+def _output(
+    x: torch.Tensor,
+    rows: Factor,
+    turned: Factor | None,
+    weight: torch.Tensor,
+    room: torch.Tensor | None,
+    bias: Sequence[torch.Tensor],
+    form: Form,
+    keeps_weight: bool,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same of x in 8 bits; what stands for x says how many rows there are."""
     wanted = "both" if keeps_weight else "rows"
-    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room[1])
-    y = _rows_of(x, _multiply(form, "y", mine.rows, weights.rows, *bias))
-    if not keeps:
+    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room)
+    y = _rows_of(x, _multiply(form, "y", rows, weights.rows, *bias))
+    if turned is None:
         return y
     nothing = weights.amax.new_empty(0)
     of_weight = (*weights.turned, nothing) if keeps_weight else (weights.turned.data, nothing, weights.amax)
-    return y, *mine.turned, *of_weight
+    return y, *turned, *of_weight
+
+
+def _forward_by_blocks(
+    x8: torch.Tensor, *given: torch.Tensor, form: Form, features: int, keeps: bool, keeps_weight: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same of x by blocks, and of x^T by blocks where that is kept."""
+    rows = own_scales.unpacked(x8, features)
+    turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if keeps else None
+    weight, *bias = given[1:] if keeps else given
+    return _output(rows.data, rows, turned, weight, None, bias, form, keeps_weight)
 
 
 def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """dx = dy W and dW = dy^T x, as far as somebody needs them."""
     for_input, for_weight = m.needs("input"), m.needs("0.weight")
     wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    mine, op, dx = sides_of(dy, form.formats[2], _scaling(form, 2), wanted), m[0], None
-    if for_input:
+    mine = sides_of(dy, form.formats[2], _scaling(form, 2), wanted)
+    return _gradients(m, dy, mine.rows, mine.turned, form)
+
+
+def _backward_by_blocks(
+    m: FusionCall, dy8: torch.Tensor, form: Form, features: int
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The same of dy and dy^T by blocks."""
+    rows = own_scales.unpacked(dy8, features)
+    turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+    return _gradients(m, rows.data, rows, turned, form)
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _gradients(
+    m: FusionCall, dy: torch.Tensor, rows: Factor, turned: Factor, form: Form
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The same of dy in 8 bits; what stands for dy says how many rows there are."""
+    op, dx = m[0], None
+    if m.needs("input"):
         weight = Factor(m["weight_turned"], m["weight_inverse"])
         if not op.keeps_weight:
             weight = sides_of(op.weight, form.formats[1], _scaling(form, 1), "turned", m["weight_amax"]).turned
-        dx = _rows_of(dy, _multiply(form, "dx", mine.rows, weight))
-    if not for_weight:
+        dx = _rows_of(dy, _multiply(form, "dx", rows, weight))
+    if not m.needs("0.weight"):
         return dx, {}
     x = Factor(m["turned"], m["inverse"])
     if op.accumulate_into_main_grad:
-        return dx, {"0.weight": _main_gradient(form, mine.turned, x, op.weight, op.overwrite_main_grad)}
-    return dx, {"0.weight": _multiply(form, "dW", mine.turned, x)}
+        return dx, {"0.weight": _main_gradient(form, turned, x, op.weight, op.overwrite_main_grad)}
+    return dx, {"0.weight": _multiply(form, "dW", turned, x)}
 
 
 def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over: bool) -> torch.Tensor:
@@ -134,9 +182,35 @@ def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
 
 def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
+    by_blocks = _by_blocks(m, method)
     if method == "forward":
-        return Body(functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m)), plain=True)
-    return Body(functools.partial(_backward, form=form))
+        function = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
+        return Body(function, plain=True, by_blocks=by_blocks)
+    return Body(functools.partial(_backward, form=form), by_blocks=by_blocks)
+
+
+def _by_blocks(m: Match, method: str) -> ByBlocks | None:
+    """How a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
+
+    These have the scales that the recipe has by default, and products take as many rows as they come.
+    """
+    op, role = cast(OwnScalesMatMul, m[0]), 0 if method == "forward" else 2
+    form = op.form
+    if _scaling(form, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
+        return None
+    cost = functools.partial(_forward_cost if role == 0 else _backward_cost, by_blocks=True)
+    if role == 2:
+        backward = functools.partial(_backward_by_blocks, form=form, features=op.out_features)
+        written = () if op.keeps_weight else _of_weight_again(m)
+        return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
+    forward = functools.partial(
+        _forward_by_blocks, form=form, features=op.in_features, keeps=m.needs_grad, keeps_weight=_keeps_weight(m)
+    )
+    return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, _of_weight(m))
+
+
+def _are_whole_fours(rows: int) -> bool:
+    return rows % FOUR == 0
 
 
 def _keeps_weight(m: Match) -> bool:
@@ -146,18 +220,29 @@ def _keeps_weight(m: Match) -> bool:
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
     """Those that its bodies launch beside the products."""
     op = cast(OwnScalesMatMul, m[0])
-    form, weight = op.form, m[0].dtype_of("weight")
+    form = op.form
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
         yield from own_scales.kernels_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
-        sides = "both" if _keeps_weight(m) else "rows"
-        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), sides)
+        yield from _of_weight(m)
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
     yield from own_scales.kernels_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
     if "input" in needed and not op.keeps_weight:
-        yield from own_scales.kernels_of(weight, form.formats[1], _scaling(form, 1), "turned", measured=True)
+        yield from _of_weight_again(m)
+
+
+def _of_weight(m: Match) -> tuple[WrittenKernel, ...]:
+    """Those that forward quantizes W by."""
+    form, sides = cast(OwnScalesMatMul, m[0]).form, "both" if _keeps_weight(m) else "rows"
+    return tuple(own_scales.kernels_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides))
+
+
+def _of_weight_again(m: Match) -> tuple[WrittenKernel, ...]:
+    """Those that backward quantizes it by once more."""
+    form, dtype = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
+    return tuple(own_scales.kernels_of(dtype, form.formats[1], _scaling(form, 1), "turned", measured=True))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -209,22 +294,24 @@ def _refusal(m: Match, which: str, rows: int, bias: bool) -> str | None:
     return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
 
 
-def _forward_cost(m: Match) -> Cost:
+def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:
     op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
-    read = readings * (x * m.dtype.itemsize + w * weight.itemsize)
-    written = (2 if m.needs_grad else 1) * x + (2 if _keeps_weight(m) else 1) * w
+    quantized = 0 if by_blocks else x
+    read = readings * (quantized * m.dtype.itemsize + w * weight.itemsize)
+    written = (2 if m.needs_grad else 1) * quantized + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
-    return _cost(op, m.x.rows, 1, read, written, x + w, made, 3 * readings - 1)
+    return _cost(op, m.x.rows, 1, read, written, x + w, made, 3 * readings - 1 - by_blocks)
 
 
-def _backward_cost(m: Match) -> Cost:
+def _backward_cost(m: Match, by_blocks: bool = False) -> Cost:
     op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
     rows, inner, out = m.x.rows, op.in_features, op.out_features
     again = 0 if op.keeps_weight else inner * out
-    read = readings * rows * out * op.form.dtype.itemsize + again * weight.itemsize
+    quantized = 0 if by_blocks else rows * out
+    read = readings * quantized * op.form.dtype.itemsize + again * weight.itemsize
     made = rows * inner * op.form.dtype.itemsize + inner * out * op.form.weight_dtype.itemsize
-    written, launches = 2 * rows * out + again, 2 + 2 * readings - op.keeps_weight
+    written, launches = 2 * quantized + again, 2 + 2 * readings - op.keeps_weight - by_blocks
     return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, launches)
 
 

@@ -7,6 +7,7 @@ from one reading. One scale for all takes a reading before, of its largest magni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,22 @@ def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wante
         leads = tuple([numbers.shape[1] for numbers in inverses])
         kernel.ready(x.device)((rows, data, turned, *inverses), tiles, 1, 1, (tokens, features, *leads))
     return Factor(data, inverses[0]), Factor(turned, inverses[1])
+
+
+def unpacked(made: torch.Tensor, features: int) -> Factor:
+    """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales]."""
+    *leading, _ = made.shape
+    tokens, flat = math.prod(leading), made.view(-1)
+    data, inverse = flat[: tokens * features], flat[tokens * features :]
+    return Factor(data.view(*leading, features), inverse.view(torch.float32).view(_scales_of(tokens, features, False)))
+
+
+def unpacked_turned(made: torch.Tensor, tokens: int) -> Factor:
+    """The same, turned: [features, tokens up to a multiple of 16 and room for their scales]."""
+    features, flat = len(made), made.view(-1)
+    data, inverse = flat[: features * padded(tokens)], flat[features * padded(tokens) :]
+    scales = inverse.view(torch.float32).view(_scales_of(features, tokens, False))
+    return Factor(data.view(features, padded(tokens)), scales)
 
 
 def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
