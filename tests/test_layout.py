@@ -31,7 +31,7 @@ KNOWS = {
     "record": set(),
     "formula": {"dtypes"},
     "look": set(),
-    "ops": {"dtypes", "formula", "record", "_native"},
+    "ops": {"dtypes", "formula", "config", "record", "_native"},
     "codegen": {"dtypes", "formula", "config", "record", "_native"},
     "kernels": {"dtypes", "formula", "ops", "codegen", "config", "_native"},
     "fusions": {"dtypes", "formula", "ops", "codegen", "kernels"},
@@ -103,6 +103,7 @@ ABSTRACT = {
     "te_fuser.ops.share",
     "te_fuser.ops.sizes",
     "te_fuser.ops.spread",
+    "te_fuser.ops.telling",  # of ranks, not an op
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
@@ -144,6 +145,7 @@ OP_HELPERS = {
     "share",
     "sizes",
     "spread",
+    "telling",
     "tensor_function",
     "transposed",
 }
@@ -316,7 +318,7 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
-        ("te_fuser.ops.dtensor", "_Arrived"),
+        ("te_fuser.ops.dtensor", "_Waited"),
         ("te_fuser.ops.float8_products", "_Products"),
         ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),

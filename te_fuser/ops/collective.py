@@ -79,7 +79,7 @@ class Exchange:
         return 2 if self.balanced else 1
 
     def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Send x; what comes back is there when `arrived` has waited for it."""
+        """Send x; what comes back is there when `wait` has waited for it."""
         ops, n = torch.ops._c10d_functional, group.size
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
@@ -92,7 +92,7 @@ class Exchange:
         sizes = [sent.shape[0] // n] * n
         return ops.all_to_all_single(sent, sizes, sizes, group.name)  # type: ignore[no-any-return]
 
-    def arrived(self, started: torch.Tensor, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def wait(self, started: torch.Tensor, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Wait for what `start` gave, and join it.
 
         Args:
@@ -115,7 +115,7 @@ class Exchange:
 
     def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Both at once."""
-        return self.arrived(self.start(x, group), group)
+        return self.wait(self.start(x, group), group)
 
 
 def _blocks(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
@@ -273,7 +273,7 @@ class Collective(OfRanks, UnfusedOperation):
 
     @property
     def op_wait(self) -> Callable[..., Any] | None:  # type: ignore[override]
-        return None if self._way(self.forth) is None else self.arrived
+        return None if self._way(self.forth) is None else self.wait
 
     def infer(self, x: Spec) -> Spec:
         if x.dtype not in self.input_dtypes:
@@ -298,16 +298,16 @@ class Collective(OfRanks, UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         if self._way(self.back) is None:
             return (Gradient(("input",), (), "pass_gradient"),)
-        return (Gradient(("input",), (), "start_gradient", wait="gradient_arrived"),)
+        return (Gradient(("input",), (), "start_gradient", wait="wait_gradient"),)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         forth = self._way(self.forth)
         return x.view_as(x) if forth is None else forth.start(x, self._known())
 
-    def arrived(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
+    def wait(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
         """y of what came back."""
         assert self.forth is not None
-        return self.forth.arrived(started, self.group, _bits(self.carried and self.carried.values))
+        return self.forth.wait(started, self.group, _bits(self.carried and self.carried.values))
 
     def pass_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
         """dx = dy."""
@@ -318,10 +318,10 @@ class Collective(OfRanks, UnfusedOperation):
         assert self.back is not None
         return self.back.start(dy, self._known())
 
-    def gradient_arrived(self, call: OpCall, started: torch.Tensor) -> dict[str, torch.Tensor]:
+    def wait_gradient(self, call: OpCall, started: torch.Tensor) -> dict[str, torch.Tensor]:
         """dx of what came back."""
         assert self.back is not None
-        return {"input": self.back.arrived(started, self.group, _bits(self.carried and self.carried.gradients))}
+        return {"input": self.back.wait(started, self.group, _bits(self.carried and self.carried.gradients))}
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return _Exchanged.apply(x, self._way(self.forth), self._way(self.back), self._known())  # type: ignore[no-any-return]

@@ -158,13 +158,13 @@ def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
     return owner.__dict__.get(_LAID, {})  # type: ignore[no-any-return]
 
 
-def arrived(t: Any) -> Any:
+def waited(t: Any) -> Any:
     """What a collective of PyTorch sends, once it is there (AsyncCollectiveTensor); anything else as it is."""
     known = sys.modules.get("torch.distributed._functional_collectives")
-    return _Arrived.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
+    return _Waited.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
 
 
-class _Arrived(torch.autograd.Function):
+class _Waited(torch.autograd.Function):
     """The plain tensor, whose gradient is that of what waited for it."""
 
     @staticmethod

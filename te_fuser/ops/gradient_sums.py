@@ -30,7 +30,7 @@ def is_left(parameter: torch.Tensor) -> bool:
     return marks.pop()
 
 
-def started(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
+def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
     """Sums over the ranks of tensors that each of them has, on their way: one collective for each dtype among them."""
     found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
@@ -40,11 +40,11 @@ def started(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
     return found
 
 
-def arrived(under_way: UnderWay, gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+def wait_for_sums(under_way: UnderWay, gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of these tensors, which were started."""
     found = list(gradients)
     for places, flat in under_way:
-        made = Exchange().arrived(flat, group)
+        made = Exchange().wait(flat, group)
         if len(places) == 1:
             found[places[0]] = made
             continue
@@ -68,4 +68,4 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
-        return arrived(started([dy], ctx.group), [dy], ctx.group)[0], None
+        return wait_for_sums(start_sums([dy], ctx.group), [dy], ctx.group)[0], None

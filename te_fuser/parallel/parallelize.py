@@ -12,12 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.fuser.run import telling
-from te_fuser.fuser.run.telling import Line
-from te_fuser.ops import Bound, Cut, FusableOperation
+from te_fuser.ops import Bound, Cut, FusableOperation, telling
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
+from te_fuser.ops.telling import Line
 from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets

@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.fuser.run import telling
-from te_fuser.fuser.run.telling import Line
-from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul
+from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul, telling
 from te_fuser.ops.binding import place_of
 from te_fuser.ops.dtensor import InParts, InTurns, Laid, is_dtensor, own_part, set_laid
 from te_fuser.ops.group import Group
+from te_fuser.ops.telling import Line
 from te_fuser.parallel.checkpoint import keep_whole_shapes
 
 Parts = int | tuple[int, ...]  # that lie side by side: how many equal ones, or their sizes as far as they matter

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fuser.fuser.run import telling
+from te_fuser.ops import telling
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import latest
 from te_fuser.ops.group import Group, groups_given

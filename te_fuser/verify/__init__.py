@@ -10,10 +10,10 @@ from te_fuser.compare import Row
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
 from te_fuser.fuser.run.lockstep import groups_of
-from te_fuser.fuser.run.telling import telling_errors
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.group import Group as RankGroup
+from te_fuser.ops.telling import telling_errors
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck

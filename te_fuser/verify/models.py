@@ -17,9 +17,8 @@ from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import telling
 from te_fuser.fusions import registry
-from te_fuser.ops import Bound, DotProductAttention
+from te_fuser.ops import Bound, DotProductAttention, telling
 from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.dtensor import in_parts, is_dtensor, own_part
 from te_fuser.ops.group import Group as RankGroup

@@ -11,7 +11,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.show.explain import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions import pipeline
 from te_fuser.kernels import symmetric
 from te_fuser.ops.group import Group

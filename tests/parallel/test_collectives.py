@@ -195,7 +195,7 @@ def test_what_is_in_flight_is_held(name: str) -> None:
     started = op.forth.start(mine, op.group)
     del mine
     others = [torch.full((64, 32, 32), torch.nan, dtype=torch.float64) for _ in range(16)]
-    found = op.forth.arrived(started, op.group)
+    found = op.forth.wait(started, op.group)
     torch.testing.assert_close(found, expected(xs)[rank], rtol=1e-13, atol=1e-13)
     assert all(bool(t.isnan().all()) for t in others)
 

@@ -16,10 +16,10 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.capture import _Captured
 from te_fuser.config import config
-from te_fuser.fuser.run import telling
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.fuser.run.telling import Disagreement
+from te_fuser.ops import telling
 from te_fuser.ops.group import Group
+from te_fuser.ops.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
 

@@ -18,10 +18,10 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.codegen import entry_file
 from te_fuser.fuser.plan.tuned import ON
-from te_fuser.fuser.run.telling import Disagreement
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
+from te_fuser.ops.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
 

@@ -68,11 +68,11 @@ def test_one_collective_for_all_of_a_segment() -> None:
 
     def counted(gradients: Any, group: Any) -> Any:
         calls.append(len(gradients))
-        return started(gradients, group)
+        return start_sums(gradients, group)
 
-    started = sum_task.started
+    start_sums = sum_task.start_sums
     cut, whole = pair(CASES[LAYER], True)
-    with mock.patch.object(sum_task, "started", counted):
+    with mock.patch.object(sum_task, "start_sums", counted):
         assert_as_whole(cut, whole, inputs(CASES[LAYER]), {}, ends(CASES[LAYER], 0))
     assert calls == [len(TERMS)]
     shown = str(cut.explain(part(inputs(CASES[LAYER])["x"], 0)))

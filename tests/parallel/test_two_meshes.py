@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_fuser.fuser.run import telling
+from te_fuser.ops import telling
 from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize, shard_placement
 from tests.parallel.ranks import on_ranks

@@ -13,7 +13,7 @@ import torch
 from te_fuser import _native, dtypes
 from te_fuser.config import config
 from te_fuser.fuser.graph import surroundings
-from te_fuser.fuser.graph.graph import Graph, GraphBuilder
+from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.lowering import numbered
@@ -22,20 +22,22 @@ from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run import lockstep, telling
+from te_fuser.fuser.run import lockstep
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache, Recent
 from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
+from te_fuser.ops import telling
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
-from te_fuser.ops.dtensor import arrived, is_dtensor
+from te_fuser.ops.dtensor import is_dtensor, waited
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan
 
 _MODES = ("auto", "generated", "reference")
@@ -131,7 +133,7 @@ class Fuser:
         if y is not None:
             return y
         if type(x) not in PLAIN:
-            x = arrived(x)
+            x = waited(x)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
             call = self.call(x, named_tensors(inputs), outputs)
@@ -353,7 +355,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises:
         TypeError: when one is not a plain, dense tensor.
     """
-    found = {name: t if type(t) in PLAIN else arrived(t) for name, t in inputs.items() if t is not None}
+    found = {name: t if type(t) in PLAIN else waited(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.dtypes import text_of
-from te_fuser.fuser.run import telling
+from te_fuser.ops import telling
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.gradient_sums import is_left
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.run.known import Call
-    from te_fuser.fuser.run.telling import Line
     from te_fuser.ops.group import Group
+    from te_fuser.ops.telling import Line
 
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:

@@ -195,7 +195,7 @@ class SegmentFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         may_overwrite = segment.overwrites and not stays and not ctx.hooked
         # From here on the slots alone hold the tensors, so that each is freed after its last use.
-        slots = program.slots((*_arrived(ctx, segment, grads), *saved))
+        slots = program.slots((*_arriving(ctx, segment, grads), *saved))
         del saved, grads
         for k, (_, slot) in enumerate(segment.notes):
             slots[slot] = ctx.notes[k]
@@ -232,7 +232,7 @@ def _exchanged(
     return found
 
 
-def _arrived(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
+def _arriving(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
     """The gradients of the results that take one; zeros for those that nobody used."""
     if len(grads) == 1:
         return grads  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import LEFT
 from te_fuser.fuser.steps.step import Task
-from te_fuser.ops.gradient_sums import arrived, started
+from te_fuser.ops.gradient_sums import start_sums, wait_for_sums
 
 if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Bench, Runner, Slots, Step
@@ -43,7 +43,7 @@ class SumTask(Task):
         left, group = bench.slots[LEFT], self.group
 
         def start(slots: Slots) -> None:
-            slots[under_way] = started([slots[k] for p, k in terms if p not in slots[left]], group)
+            slots[under_way] = start_sums([slots[k] for p, k in terms if p not in slots[left]], group)
 
         if not self.waits:
             return start
@@ -51,7 +51,7 @@ class SumTask(Task):
 
         def wait(slots: Slots) -> None:
             own = [slots[k] for p, k in terms if p not in slots[left]]
-            sums = iter(arrived(slots[under_way], own, group))
+            sums = iter(wait_for_sums(slots[under_way], own, group))
             for (p, term), k in zip(terms, made, strict=True):
                 slots[k] = slots[term] if p in slots[left] else next(sums)
 

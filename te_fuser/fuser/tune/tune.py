@@ -23,13 +23,13 @@ from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.fuser.run import telling
 from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions.library import Library, libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
+from te_fuser.ops import telling
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

@@ -1,4 +1,4 @@
-"""What a generated kernel makes and a product reads by blocks: where plans hand it over so, and nothing else changes."""
+"""What a generated kernel makes and a product reads by blocks: where plans hand it over so, and nothing changes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, VALUE, Form
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import fuser
-from te_fuser.fuser.show.explain import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions import cublaslt_float8
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion

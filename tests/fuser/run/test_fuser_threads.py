@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fuser import Sequential, ops
-from te_fuser.fuser.graph.graph import GraphBuilder
+from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.run import fuser
 from te_fuser.ops import UnfusedOperation
 from te_fuser.ops.base import OpCall

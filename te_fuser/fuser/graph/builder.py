@@ -1,0 +1,212 @@
+"""How a list of ops becomes a graph: one way through it, on which every error in the list or the input is raised."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.alike import Kind, Kinds, Told, is_identity
+from te_fuser.fuser.graph.checks import (
+    check_input,
+    check_named,
+    check_outputs,
+    check_parameters,
+    check_some_features,
+)
+from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
+from te_fuser.fuser.graph.graph import Graph, Node, Value
+from te_fuser.fuser.graph.listed import outputs_of
+from te_fuser.fuser.graph.lowering import lower
+from te_fuser.fuser.graph.names import Names
+from te_fuser.fuser.graph.spread import gradient_sums
+from te_fuser.ops.binding import standing_in
+from te_fuser.ops.row_op import RowOp
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs
+    from te_fuser.ops.base import FusableOperation, NamedInput, Spec
+    from te_fuser.ops.binding import Key
+
+
+class GraphBuilder:
+    """Builds the graph of a flattened list, lowered for one call signature."""
+
+    def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.ops, self.call = lower(ops, call), call
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.bindings = tuple([b.weak() for b in call.bindings])
+        self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
+        self.names = Names(ops, self.ops, call)
+        self.kinds = Kinds()
+        self.checked: dict[Hashable, int] = {}
+        self.told: dict[Hashable, Told] = {}
+
+    def build(self) -> Graph:
+        """Run through the list once; every error in the list or in the inputs is raised here."""
+        with standing_in(self.call.stand_ins()):
+            return self._build()
+
+    def _build(self) -> Graph:
+        current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
+        for listed in self.ops:
+            current = self._append(listed, current)
+        self.names.check()
+        named_inputs = self.names.inputs
+        check_gives_gradients(self.nodes, {name: v for name, v in named_inputs.items() if self.values[v].needs_grad})
+        outputs = {name: self.names.exported(name) for name in self.call.outputs}
+        self.values = with_gradients(self.nodes, self.values, {current, *outputs.values()})
+        known = [self.call.parameters[b.key] for b in self.bindings]
+        return Graph(
+            tuple(self.nodes),
+            tuple(self.values),
+            self.bindings,
+            tuple(p.spec for p in known),
+            tuple(self.call.grad and p.requires_grad for p in known),
+            tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
+            named_inputs,
+            current,
+            outputs,
+            {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
+            sums=gradient_sums(self.ops, self.parameters),
+            lies=tuple(p.lies for p in known),
+        )
+
+    def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
+        value = Value(len(self.values), name, spec, axes, needs, alias)
+        self.values.append(value)
+        return value.index
+
+    def _append(self, listed: ListedOp, current: int) -> int:
+        op, bindings = listed.lowered.op, listed.lowered.bindings
+        label = self._label(listed)
+        kind = self.kinds.of(label, op, bindings)
+        parameters, known = {}, {}
+        for name, b in bindings.items():
+            parameters[name] = self.parameters[key := b.key]
+            known[name] = self.call.parameters[key]
+        like, named_in = self._taken(label, listed, kind, current, known)
+        x, named = self.values[current], {arg: self.values[v] for arg, v in named_in.items()}
+        told = self._told(label, op, like, x.spec, {arg: v.spec for arg, v in named.items()})
+        needs = self.call.grad and (
+            x.needs_grad
+            or True in [p.requires_grad for p in known.values()]
+            or True in [v.needs_grad and kind.reads[arg].gradient for arg, v in named.items()]
+        )
+        alias, needed = current if told.same else None, needs and "output" in told.differentiable
+        output = self._value(f"{kind.role}.output", told.specs["output"], Axes.FULL, needed, alias)
+        named_out = self._named_out(label, listed, told, output, needs) if listed.names_out else ()
+        self.nodes.append(
+            Node(
+                len(self.nodes),
+                op,
+                label,
+                kind.role,
+                parameters,
+                current,
+                output,
+                named_in,
+                named_out,
+                kind.draws,
+                listed.stream,
+                listed.casts,
+                listed.path,
+                listed.lowered.places,
+                kind.number,
+                kind.is_row,
+                kind.reads,
+                kind.gradients(op, (*parameters, *named_in)),
+                listed.share,
+            )
+        )
+        return output
+
+    def _label(self, listed: ListedOp) -> str:
+        where = f" {listed.path!r}" if listed.path else ""
+        return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{where})"
+
+    def _taken(
+        self, label: str, listed: ListedOp, kind: Kind, current: int, known: Mapping[str, ParameterSpecs]
+    ) -> tuple[int, dict[str, int]]:
+        """A number that ops share which are alike and take what is alike, checked once; and its named inputs."""
+        op, x, number = listed.lowered.op, self.values[current].spec, len(self.checked)
+        given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
+        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), number)
+        if like == number:
+            check_input(label, op, x)
+            check_some_features(label, op, x)
+        if kind.is_row:
+            self._tie_features(current)
+        named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
+        if like == number:
+            check_parameters(label, self.values[current].spec, listed, known, self.call.autocast is None)
+        return like, named_in
+
+    def _tie_features(self, value: int) -> None:
+        """What a formula reads has so many features in every call of a plan."""
+        v = self.values[value]
+        if type(v.spec.features) is not int:
+            self.values[value] = dataclasses.replace(v, spec=_with_tied_features(v.spec))
+
+    def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for argument, name in listed.names_in.items():
+            given = named[argument]
+            value = self.names.read(name)
+            if value is None and name in self.call.named:
+                value = self._call_input(name, given)
+            if value is None and given.optional:
+                continue
+            if value is None:
+                raise ValueError(self.names.missing(label, name, listed.lowered.op))
+            if given.axes is not None and given.axes & Axes.FEATURE:
+                self._tie_features(value)
+            check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
+            if self.values[value].axes is None:
+                self.values[value] = dataclasses.replace(self.values[value], axes=given.axes)
+            found[argument] = value
+        return found
+
+    def _call_input(self, name: str, given: NamedInput) -> int:
+        if name not in self.names.inputs:
+            spec, needs = self.call.named[name]
+            self.names.inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad)
+        return self.names.inputs[name]
+
+    def _told(self, label: str, op: FusableOperation, like: int, x: Spec, named: Mapping[str, Spec]) -> Told:
+        """What an op says of its outputs; once for all that are alike."""
+        key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
+        if key not in self.told:
+            specs = _inferred(label, op, x, named)
+            check_outputs(label, op, specs)
+            if isinstance(op, RowOp):
+                specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
+            able = frozenset([name for name, spec in specs.items() if is_differentiable(op, name, spec)])
+            self.told[key] = Told(specs, able, isinstance(op, RowOp) and is_identity(op, x))
+        return self.told[key]
+
+    def _named_out(self, label: str, listed: ListedOp, told: Told, output: int, needs: bool) -> tuple[int, ...]:
+        """The values that an op names, each bound to its name in the list."""
+        op, found = listed.lowered.op, []
+        axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
+        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
+            called, same = (f"{op.kind.role}.{own}", None) if own in op.values else (name, output)
+            needed = needs and own in told.differentiable
+            found.append(self._value(called, told.specs[own], axes, needed, same))
+            self.names.bind(label, name, op, found[-1])
+        return tuple(found)
+
+
+def _inferred(label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
+    try:
+        op.check_inputs(x, dict(named))
+        return outputs_of(op, x, named)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{label}: {error}") from error
+
+
+def _with_tied_features(spec: Spec) -> Spec:
+    return dataclasses.replace(spec, shape=(*spec.shape[:-1], *map(int, spec.shape[-1:])))
