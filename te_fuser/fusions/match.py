@@ -140,6 +140,8 @@ class Body:
         transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
             "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
         by_blocks: how it runs with a tensor that comes by blocks.
+        in_blocks: of a backward that is one step, the gradients that it can give by blocks in float8_e4m3fn in the
+            place of their rows: where `m.needs("input.blocks")`, it gives that and "input.transposed_blocks".
     """
 
     function: Callable[..., Any]
@@ -147,6 +149,7 @@ class Body:
     describe: Callable[[], str] | None = field(default=None, compare=False)
     transposed: tuple[str, ...] = ()
     by_blocks: ByBlocks | None = None
+    in_blocks: tuple[str, ...] = ()
 
 
 class MatchedOp:

@@ -1,8 +1,8 @@
 """What a generated kernel makes and a product reads by blocks of 8 bits: handed over so, and never stored as it is.
 
 Covers know nothing of it: a product that quantizes its factors by blocks reads rows, and what it says of another way to
-run (`Body.by_blocks`) is taken in a pass over the plan, where a kernel by tiles makes what nobody else reads. Only the
-cuts between segments are told, so that none is in between.
+run (`Body.by_blocks`) is taken in a pass over the plan, where a kernel by tiles makes what nobody else reads, or a
+fusion that can (`Body.in_blocks`). Only the cuts between segments are told, so that none is in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import Store
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.problem import Options, Problem
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import ByBlocks
+
+
+_OF_FUSIONS = torch.float8_e4m3fn, ("blocks", "transposed_blocks")  # what their bodies give by blocks
 
 
 class _Pair(NamedTuple):
@@ -82,10 +87,10 @@ def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
 def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
     made = list(steps)
     for maker, reader, ref in _pairs(steps, limits):
-        step, task = made[maker], _making(made[maker], made[reader], ref, limits)
-        if ref not in held and task is not None:
+        blocks, task = _taken_by(made[reader]), _making(made[maker], made[reader], ref, limits)
+        if ref not in held and task is not None and blocks is not None:
+            made[maker] = _made_by(task, made[maker], ref, blocks, prices)
             made[reader] = _reading(made[reader], ref, prices)
-            made[maker] = replace(kernel_step(prices.problem, prices, task, step.start, step.stop), chain=step.chain)
     return tuple(made)
 
 
@@ -97,7 +102,7 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
     readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := _taken_by(step)) is not None]
     if not readers:
         return []
-    makers = {r: k for k, step in enumerate(steps) if isinstance(step.task, KernelTask) for r in step.writes()}
+    makers = {r: k for k, step in enumerate(steps) for r in step.writes()}
     reads = Counter(r for step in steps for r in step.reads())
     found = []
     for k, blocks in readers:
@@ -120,11 +125,26 @@ def _taken_by(step: Step) -> ByBlocks | None:
 # ------------------------------------------------------------------------------------------------ both steps
 
 
-def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | None:
-    """The kernel that makes a tensor by blocks in the place of its rows; None where none can."""
+def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | FusionTask | None:
+    """What makes a tensor by blocks in the place of its rows; None where nothing can."""
     task, blocks = step.task, _taken_by(reader)
-    if not isinstance(task, KernelTask) or blocks is None:
+    if blocks is None:
         return None
+    if isinstance(task, FusionTask):
+        return _fusion_making(task, step, ref, blocks)
+    return _kernel_making(task, ref, blocks, limits) if isinstance(task, KernelTask) else None
+
+
+def _fusion_making(task: FusionTask, step: Step, ref: Ref, blocks: ByBlocks) -> FusionTask | None:
+    """A backward that says that it can."""
+    able = () if task.body is None or task.gradient is not None else task.body.in_blocks
+    names = [name for name, r in step.outputs if r == ref]
+    if not able or not set(names) <= set(able) or (blocks.dtype, blocks.layouts) != _OF_FUSIONS:
+        return None
+    return replace(task, needed=task.needed.union(f"{name}.{layout}" for name in names for layout in blocks.layouts))
+
+
+def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits) -> KernelTask | None:
     d, dtype = task.description, name_of(blocks.dtype)
     at = next((k for k, o in enumerate(task.outputs[: len(d.stores)]) if o.ref == ref), None)
     if at is None or ref in {r for pair in task.aliases for r in pair} or d.stores[at].axes != Axes.FULL:
@@ -139,6 +159,17 @@ def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | 
     if tile_refusal(rewrite(description), limits):
         return None
     return replace(task, description=description, outputs=(*task.outputs[:at], *outputs, *task.outputs[at + 1 :]))
+
+
+def _made_by(task: KernelTask | FusionTask, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
+    """The step that makes a tensor by blocks."""
+    if isinstance(task, KernelTask):
+        return replace(kernel_step(prices.problem, prices, task, step.start, step.stop), chain=step.chain)
+    outputs: list[tuple[str, Ref]] = []
+    for name, made in step.outputs:
+        forms = [(f"{name}.{r.form.layout}", r) for r in _forms(ref, blocks)]
+        outputs += forms if made == ref else [(name, made)]
+    return replace(step, task=task, outputs=tuple(outputs))
 
 
 def _forms(ref: Ref, blocks: ByBlocks) -> list[Ref]:

@@ -12,8 +12,10 @@ from te_fuser import fusions, ops
 from te_fuser.fuser.plan import finish
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions.match import Match
 from te_fuser.recipe import Float8BlockScaling, Format, QParams, Recipe
 from tests.fusions.emulated_gpu import on_an_emulated_gpu as on_an_emulated_gpu
+from tests.kernels.test_packed_heads_float8 import ATTENTION
 from tests.needs import needs_compiler
 
 IN, WIDE, ROWS = 128, 256, 132
@@ -110,6 +112,39 @@ def test_no_segment_ends_between(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(forms(p.forward)) == len(forms(p.backward)) == 2
     with fusions.disabled(fusions.BY_BLOCKS):
         assert len(planned().segments) > len(p.segments)
+
+
+def attention() -> te_fuser.Sequential:
+    """A norm, a projection with its bias, and attention."""
+    heads = ops.DotProductAttention(8, 16)
+    return te_fuser.Sequential(ops.LayerNorm(IN), ops.MatMul(IN, 3 * IN), ops.Bias(3 * IN), heads)
+
+
+@needs_compiler
+def test_attention_packs_its_gradients_by_blocks(on_an_emulated_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit as with the product that quantizes them; the bias's gradient is that of what is not rounded again."""
+    monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
+    torch.manual_seed(1)
+    model = attention().to(torch.bfloat16)
+    x, dy = torch.randn(33, 4, IN).bfloat16(), torch.randn(33, 4, IN).bfloat16()
+
+    def run() -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+        model.zero_grad()
+        with te_fuser.autocast(recipe=BLOCKS):
+            taken = [name for step, name in forms(model.plan(given).backward)]
+            assert taken == [f"dy.{layout}" for layout in BOTH] * fusions.enabled(fusions.BY_BLOCKS)
+            model(given).backward(dy)
+        assert given.grad is not None
+        return [given.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+    names = fusions.STRETCH, "own_scales_matmul", ATTENTION
+    with fusions.only(*names, fusions.BY_BLOCKS):
+        found = run()
+    with fusions.only(*names):
+        wanted = run()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01 * b.abs().max().item() if a.dim() == 1 else 0)
 
 
 @needs_compiler
