@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import networkx
 
-from te_fuser.codegen.description import BLOCK, KernelDescription, Load, Store
+from te_fuser.codegen.description import BLOCK, KernelDescription, Load, Store, item_size
 from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula.expr import Axes, Expr, leaf
 from te_fuser.formula.functions import FUNCTIONS
@@ -330,8 +330,10 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.TILE:  # one is written while another one is read
         parts = sum(len(t.parts) for t in description.transposed)
-        blocks = any(t.layout == "transposed_blocks" for t in description.in_blocks)
-        return [(None, s.covered * s.rows)] * (2 * parts + blocks)
+        turned = any(t.layout == "transposed_blocks" for t in description.in_blocks)
+        waiting = {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
+        bytes_waiting = sum(count * item_size(str(made_in)) for (*_, made_in), count in waiting.items())
+        return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + turned)
     if s.kind == Kind.SHARED:
         found += [(n, s.ahead * own * description.load_bytes[n.attrs[0]]) for n in full_loads(description)]
         values = {id(n): n for p in passes(description, s.kind) for n in p.waits if n.op != "input"}

@@ -57,7 +57,9 @@ _TILE_THREADS = 256
 _TILE_SHARED = 64 * _KIB  # of a block
 _MOST_TILES = 8  # blocks on a multiprocessor
 _MADE_IN = ("float32", "bfloat16", "float16")  # what waits to be quantized by blocks
-_BLOCK_VECTORS = (8, 4)
+_BLOCK_VECTORS, _BLOCK_AHEAD = (8, 4), (2, 4, 1)
+_BLOCK_REGISTERS = 72  # of a thread that quantizes by blocks
+_BLOCK_SHARED = 160 * _KIB  # of a block whose values wait there
 _LINE = 128  # bytes
 # Vectors of a row per thread: with more, the compiler takes more registers than it is given.
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
@@ -153,7 +155,8 @@ def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
         return f"kind {s.kind.value} is not for a kernel that stores {what}"
     if description.in_blocks and (s.covered, s.threads) != (BLOCK, _TILE_THREADS):
         return f"tiles of blocks have {BLOCK} columns for {_TILE_THREADS} threads, which {s} has not"
-    wrong = s.rows != TILE_ROWS or s.ahead != _TILE_AHEAD or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
+    ahead = _BLOCK_AHEAD if description.in_blocks else (_TILE_AHEAD,)
+    wrong = s.rows != TILE_ROWS or s.ahead not in ahead or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
     if s.kind == Kind.TILE and wrong:
         return f"tiles have {TILE_ROWS} rows, four for a thread, and warps of 8 x 4 threads, which {s} has not"
     if s.owns_columns == bool(description.reductions):
@@ -218,12 +221,13 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
     vector = _tile_vector(description)
     while vector:
         found = []
-        for rounds, lanes in itertools.product((1,) if description.sums else (0, 1), _tile_lanes(description, vector)):
+        walks, rows = (1,) if description.sums else (0, 1), _BLOCK_AHEAD if description.in_blocks else (_TILE_AHEAD,)
+        for rounds, ahead, lanes in itertools.product(walks, rows, _tile_lanes(description, vector)):
             slots, sums = _TILE_THREADS // lanes, Sums.REGISTERS if description.sums else Sums.NONE
-            turns = TILE_ROWS // (slots * _TILE_AHEAD)
-            draft = Schedule(Kind.TILE, vector, lanes, slots, turns, _TILE_AHEAD, 1, sums, rounds)
+            draft = Schedule(Kind.TILE, vector, lanes, slots, TILE_ROWS // (slots * ahead), ahead, 1, sums, rounds)
             shared = shared_bytes(description, draft) + static_bytes(description, draft)
-            blocks = min(_MOST_TILES, resident(description, draft, limits)) if shared <= _TILE_SHARED else 0
+            most = _BLOCK_SHARED if description.in_blocks else _TILE_SHARED
+            blocks = min(_MOST_TILES, resident(description, draft, limits)) if shared <= most else 0
             found += [dataclasses.replace(draft, blocks_per_multiprocessor=blocks)] if blocks else []
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
@@ -404,10 +408,12 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
     if s.kind == Kind.TILE:
         stored = sum(len(t.parts) for t in description.transposed)
         numbers = sum(n.op == "input" and n.axes == Axes.ROWS for n in description.nodes) + 6 * (s.chunks > 1)
-        values = {(*[p.digest for p in t.parts], t.made_in): t for t in description.in_blocks}.values()
-        held = sum(len(t.parts) * item_size(t.made_in) for t in values) / 4 * TILE_ROWS / s.slots
-        words = _travelling_bytes(description) / 4 * s.ahead + features + stored + sums + held
-        return math.ceil(26 + draws * 0.375 + numbers + s.vector * words + max(0.0, instructions(description) - 6) / 2)
+        words = _travelling_bytes(description) / 4 * s.ahead + features + stored + sums
+        least = _BLOCK_REGISTERS if description.in_blocks else 0
+        return max(
+            least,
+            math.ceil(26 + draws * 0.375 + numbers + s.vector * words + max(0.0, instructions(description) - 6) / 2),
+        )
     if s.kind == Kind.COLUMNS:
         words = _travelling_bytes(description) / 4 * s.ahead + features
         results = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)

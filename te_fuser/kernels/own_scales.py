@@ -265,7 +265,8 @@ class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
         """The kernel as the native runtime takes it."""
         narrow, number = (text_of(self.narrow), STEP), ("float32", 4)
         tensors = [(text_of(self.dtype), STEP), narrow, narrow, number, number]
-        return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS)
+        tile = _SIDE * _SIDE * (self.dtype.itemsize + (self.wanted != "rows"))
+        return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS, shared_bytes=tile)
 
 
 def _text(kernel: QuantizeByAmax | QuantizeBlocks, **flags: bool) -> str:

@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
     int key_position, int key_sample, int key_group, int value_position, int value_sample, int value_group) {
   te::wait_for_earlier();
   if (kSums) te::let_next_start();
-  __shared__ uint4 tiles[kInBlocks ? 1 : 2][te::kTileRows * kColumns / 16];
+  extern __shared__ uint4 shelves[];  // by blocks: the tile as it is read, and what is turned
+  __shared__ uint4 tiles[kInBlocks ? 1 : 2][kInBlocks ? 1 : te::kTileRows * kColumns / 16];
   __shared__ te::BlockScales block_scales;
   // As TileText has it: a warp is 8 lanes by four fours.
   const int lane = kLanes == 8 ? threadIdx.x % 8 : threadIdx.x % 8 + threadIdx.x / 32 * 8 % kLanes;
@@ -61,14 +62,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
                                   query_group, query_head, key_group, value_group);
   const Element* const from = source.from + column % kHeadDim;
   const unsigned inner = kSamplesFirst ? static_cast<unsigned>(rows / samples) : static_cast<unsigned>(samples);
+  const te::Waiting<Element, kVector> waiting(shelves);
   const float factor = kInBlocks ? 1.0f : scale[0];
   float total[kVector] = {};
   unsigned largest = 0u;
   int phase = 0;
   const long long step = static_cast<long long>(groups) * te::kTileRows;
-  for (long long start = static_cast<long long>(group) * te::kTileRows; start < rows; start += step, phase ^= 1) {
-    te::Vector<Element, kVector> read[kTurns][kAhead] = {};
-#pragma unroll
+  for (long long start = static_cast<long long>(group) * te::kTileRows; start < rows; start += step, phase ^= kInBlocks ? 0 : 1) {
+    te::Vector<Element, kVector> read[kAhead] = {};
+    if (kInBlocks && (start + te::kTileRows > rows || left + kColumns > kFeatures)) waiting.clear();
+#pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
       for (int ahead = 0; ahead < kAhead; ++ahead) {
@@ -76,30 +79,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
         if (works && row < rows) {
           const unsigned outer = static_cast<unsigned>(row) / inner, within = static_cast<unsigned>(row) % inner;
           const long long position = kSamplesFirst ? within : outer, sample = kSamplesFirst ? outer : within;
-          const long long at = position * source.by_position + sample * source.by_sample;
-          read[turn][ahead] = te::load<kVector>(from + at * kVector);
+          const Element* const at = from + (position * source.by_position + sample * source.by_sample) * kVector;
+          if constexpr (kInBlocks) te::fetch<kVector>(&waiting.at(turn, ahead), at);
+          else read[ahead] = te::load<kVector>(at);
         }
       }
-    unsigned* const words = reinterpret_cast<unsigned*>(tiles[phase]);
     if constexpr (kInBlocks) {
+      te::depart();
+      te::arrived<0>();
       if constexpr (kSums)
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
           for (int ahead = 0; ahead < kAhead; ++ahead)
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) total[i] += te::get(read[turn][ahead], i);
-      te::store_blocks<true, true>(read, block_scales, words, lane, slot, out, turned, left, kFeatures, start, rows);
-      phase = 1;  // which the next turn changes again: there is but one tile
+            for (int i = 0; i < kVector; ++i) total[i] += te::get(waiting.at(turn, ahead), i);
+      unsigned* const words = reinterpret_cast<unsigned*>(shelves + te::kTileRows * kColumns * sizeof(Element) / 16);
+      te::store_blocks<true, true>(waiting, block_scales, words, lane, slot, out, turned, left, kFeatures, start, rows);
       continue;
     }
+    unsigned* const words = reinterpret_cast<unsigned*>(tiles[phase]);
     te::FourRows<kVector> four;
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       float scaled[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const float number = te::get(read[0][ahead], i);
+        const float number = te::get(read[ahead], i);
         total[i] += number;
         largest = te::larger(largest, number);
         scaled[i] = number * factor;

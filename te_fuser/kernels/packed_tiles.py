@@ -75,8 +75,8 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a multiprocessor: what is read waits in registers for the scales of its blocks."""
-        return 2 if self.in_blocks else _BLOCKS
+        """Blocks of a multiprocessor: what is read waits in shared memory for the scales of its blocks."""
+        return _BLOCKS if not self.in_blocks or self.dtype.itemsize == 2 else 2
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_tiles.cu`."""
@@ -113,7 +113,8 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
         given = [*[("tensor", k) for k in range(read)], *[("tensor", read)] * (2 - scaled), ("tensor", read)]
         arguments = (*given, ("tensor", read + 1), *sums, *counts, *[("integer", k) for k in range(10)])
-        launches: list[_native.CudaLaunch] = [(self.name, _THREADS, 0, grid, arguments)]
+        waiting = BLOCK * _TILE_ROWS * (self.dtype.itemsize + 1) if self.in_blocks else 0
+        launches: list[_native.CudaLaunch] = [(self.name, _THREADS, waiting, grid, arguments)]
         if self.sums:
             tensors.append((name_of(self.sums), self.sums.itemsize))
             finish = (("partial", 0), ("tensor", made), ("groups", 0))

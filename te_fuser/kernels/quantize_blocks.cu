@@ -8,8 +8,8 @@
 
 constexpr int kSide = te::kTileRows, kVector = 16 / sizeof(Element), kLanes = kSide / kVector;
 constexpr int kSlots = te::kTileThreads / kLanes, kTurns = kSide / 4 / kSlots;
-// Of a multiprocessor: what is read stays in registers, and in float32 takes twice as many.
-constexpr int kBlocks = sizeof(Element) == 4 && kByRows && kTurned && !kSquare ? 1 : te::kTileBlocks - 1;
+// Of a multiprocessor: what is read waits in shared memory, and in float32 takes twice as much.
+constexpr int kBlocks = sizeof(Element) == 4 ? 2 : te::kTileBlocks + 1;
 static_assert(te::kTileColumns == kSide && te::kTileThreads >= 2 * kSide);
 
 struct Scale {
@@ -23,9 +23,10 @@ extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
                     float* column_inverses, long long tiles, int groups, int height, int width, int lead,
                     int turned_lead) {
   te::wait_for_earlier();
-  __shared__ uint4 shared[kSide * kSide / 16];
+  extern __shared__ uint4 shelves[];  // the tile as it is read, and what is transposed
   __shared__ te::BlockScales scales;
-  unsigned* const words = reinterpret_cast<unsigned*>(shared);
+  unsigned* const words = reinterpret_cast<unsigned*>(shelves + kSide * kSide * sizeof(Element) / 16);
+  const te::Waiting<Element, kVector> waiting(shelves);
   // As TileText has it: a warp is 8 lanes by four fours.
   const int lane = threadIdx.x % 8 + threadIdx.x / 32 * 8 % kLanes;
   const int slot = threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4;
@@ -33,17 +34,19 @@ extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
   for (long long tile = blockIdx.x; tile < tiles; tile += groups) {
     const int top = static_cast<int>(tile / across) * kSide, left = static_cast<int>(tile % across) * kSide;
     const int column = left + kVector * lane;
-    te::Vector<Element, kVector> read[kTurns][4] = {};
+    if (top + kSide > height || left + kSide > width) waiting.clear();
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int row = top + 4 * (turn * kSlots + slot) + r;
         if (row < height && column < width)
-          read[turn][r] = te::load<kVector>(elements + static_cast<long long>(row) * width + column);
+          te::fetch<kVector>(&waiting.at(turn, r), elements + static_cast<long long>(row) * width + column);
       }
-    const te::BlockTile<Element, Narrow, kByRows, kTurned, kSquare, kVector, kTurns, Scale> tile_of{
-        read, scales, words, lane, slot, Scale{}};
+    te::depart();
+    te::arrived<0>();
+    const te::BlockTile<Element, Narrow, kByRows, kTurned, kSquare, kVector, Scale> tile_of{
+        waiting.own, scales, words, lane, slot, Scale{}};
     tile_of.store({by_rows, row_inverses, lead}, {by_columns, column_inverses, turned_lead}, left, width, top, height);
     __syncthreads();
   }
