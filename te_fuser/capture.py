@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
+from te_fuser.ops import telling
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.facts import still_hold
 from te_fuser.ops.main_grad import held_main_grad, restored
@@ -115,6 +116,7 @@ class _Captured:
                     f"the ranks of {name or 'the model'} (group {group.title!r}) were connected anew since capture, "
                     "and the graph goes by the old connection: capture again"
                 )
+            telling.replay(group)
         for label, tensor, address in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")

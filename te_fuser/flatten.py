@@ -1,27 +1,25 @@
-"""What a nested list of ops comes to: parts in a row, the names that cross them, and the walk from one to the next.
+"""What a nested list of ops comes to: parts in a row, and the names that cross them.
 
 Ops that are planned together are a group; a module that runs by its own __call__ is a border between groups.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 import torch
 
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
-from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
-from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.parts import Border, Group, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
@@ -101,161 +99,6 @@ class OpList(torch.nn.Sequential):
         """
 
 
-@dataclass(frozen=True)
-class Border:
-    """A module that runs by its own __call__: a plain nn.Module, one that carries hooks or has its own forward."""
-
-    module: torch.nn.Module
-    path: str
-    reads: Mapping[str, str] = field(default_factory=dict)  # keyword -> qualified name
-    gives: tuple[str, ...] = ()  # other names of its result
-    outputs: Mapping[str, str] = field(default_factory=dict)  # qualified name -> what the module calls it
-    later: frozenset[str] = frozenset()  # what parts behind it read
-    last: LastCall = field(default_factory=LastCall, compare=False)
-
-    def run(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """The module's result; what it names goes to `values`."""
-        given, asked = self._given(values), self._asked(wanted)
-        made = self._made(self.module, x, given, asked)
-        self.last.note(self.module, (x, *given.values()), asked, made)
-        return self._named(made, asked, values)
-
-    def tried(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """The module's result in a run that only measures and calls no hooks of users.
-
-        Where it has such, which may change what it gives, that is random numbers in the form of its last result.
-        """
-        given, asked = self._given(values), self._asked(wanted)
-        gave = self.last.gave(self.module, (x, *given.values()), asked) if has_users_hooks(self.module) else None
-        if gave is None:
-            return self._named(self._made(self.module, x, given, asked), asked, values)
-        return self._named([_random(*form) for form in gave], asked, values)
-
-    def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """What stands for the module's result, where x and `values` are stand-ins: nothing of the module runs.
-
-        Raises:
-            NotSeenError: where that takes a real call.
-        """
-        given, asked = self._given(values), self._asked(wanted)
-        gave = self.last.gave(self.module, (x, *given.values()), asked)
-        with looking() as look:
-            if gave is not None:
-                return self._named([look.made(*form) for form in gave], asked, values)
-            try:
-                made = look.run(self._made, look.copied(self.module), x, given, asked)
-            except Exception as error:  # whatever a user's module raises that looks at values
-                raise NotSeenError(
-                    f"what {self.path!r} ({type(self.module).__name__}) gives cannot be told without values "
-                    f"({type(error).__name__}: {error}); call the model once with an input like this one, then look"
-                ) from error
-        return self._named(made, asked, values)
-
-    def _given(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {keyword: values[name] for keyword, name in self.reads.items() if name in values}
-
-    def _asked(self, wanted: Sequence[str]) -> list[str]:
-        return [name for name in self.outputs if name in self.later or name in wanted]
-
-    def _made(self, module: torch.nn.Module, x: Any, given: Mapping[str, Any], asked: Sequence[str]) -> Sequence[Any]:
-        if asked:
-            return module(x, outputs=tuple(self.outputs[name] for name in asked), **given)  # type: ignore[no-any-return]
-        return (module(x, **given),)
-
-    def _named(self, made: Sequence[Any], asked: Sequence[str], values: dict[str, torch.Tensor]) -> Any:
-        y, *extra = made
-        values.update(zip(asked, extra, strict=True))
-        values.update(dict.fromkeys(self.gives, y))
-        return y
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive ops that are planned together, and the names that cross its ends."""
-
-    fuser: Fuser
-    listed: tuple[ListedOp, ...]
-    reads: tuple[str, ...]
-    gives: tuple[str, ...]
-    verify: bool
-    notes: tuple[str, ...]  # why its ops are planned by themselves
-    later: frozenset[str] = frozenset()  # what parts behind it read
-    held: Mapping[str, tuple[Given, str]] = field(default_factory=dict)  # name in a call -> who reads it, and as what
-
-    def run(self, run: GroupRun, x: Any, given: Mapping[str, torch.Tensor], asked: tuple[str, ...]) -> Any:
-        """`run` for this group, where ops may read what the call gives in place of parameters.
-
-        Raises:
-            TypeError: when it gives none.
-        """
-        if not self.held:
-            return run(self, x, given, asked)
-        tensors: dict[Given, dict[str, torch.Tensor]] = {}
-        for name, (reader, own) in self.held.items():
-            if given.get(name) is not None:
-                tensors.setdefault(reader, {})[own] = given[name]
-            elif not has_tensor(reader, own):
-                raise TypeError(f"an op reads {own!r} of the call: call the model with **{{{name!r}: tensor}}")
-        with contextlib.ExitStack() as stack:
-            for reader, held in tensors.items():
-                stack.enter_context(reader.holding(**held))
-            return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
-
-
-def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-    numbers = torch.randn(tuple(shape), device=device).to(dtype)
-    return numbers.requires_grad_(needs_grad)
-
-
-Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time
-GroupRun = Callable[[Group, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
-
-
-def walk_parts(
-    parts: Sequence[Part],
-    x: Any,
-    inputs: Mapping[str, torch.Tensor],
-    wanted: Sequence[str],
-    run: GroupRun,
-    run_border: Callable[..., Any] = Border.run,
-) -> Any:
-    """Go through the parts of a list from x to y.
-
-    Args:
-        wanted: qualified names of the outputs to return beside y.
-        run: takes a group, its input, its named inputs and the names of its outputs that are asked for, and gives what
-            the group returns.
-
-    Returns:
-        y, or (y, *outputs).
-
-    Raises:
-        TypeError: for a named input that no part reads; of one group alone its graph says so where calls give no
-            parameters.
-    """
-    values = {name: t for name, t in inputs.items() if t is not None}
-    if len(parts) > 1 or getattr(parts[0], "held", None):
-        _check_read(parts, values)
-    for part in parts:
-        if isinstance(part, Border):
-            x = run_border(part, x, values, wanted)
-            continue
-        given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
-        asked = tuple(n for n in part.gives if n in part.later or n in wanted)
-        made = part.run(run, x, given, asked)
-        x, *extra = made if asked else (made,)
-        values.update(zip(asked, extra, strict=True))
-    return (x, *(values[n] for n in wanted)) if wanted else x
-
-
-def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> None:
-    read = {name for part in parts for name in _reads(part)}
-    unknown = sorted(set(values) - read)
-    if unknown:
-        takes = ", ".join(sorted(n for n in read if "/" not in n)) or "none"
-        raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
-
-
 def flatten(root: OpList, holding: Facts | None = None) -> list[Part]:
     """The parts that a list comes to.
 
@@ -270,7 +113,7 @@ def flatten(root: OpList, holding: Facts | None = None) -> list[Part]:
     for found in reversed(all_found):
         part = found if isinstance(found, Border) else _group(found, holding if len(all_found) == 1 else None)
         parts.insert(0, replace(part, later=later))
-        later |= set(_reads(part))
+        later |= set(names_read(part))
     return parts
 
 
@@ -495,7 +338,3 @@ def _inside(here: str, name: str) -> str:
 def exported(name: str) -> str:
     """A qualified name as callers write it: its path and itself, joined by dots."""
     return name.replace("/", ".").lstrip(".")
-
-
-def _reads(part: Part) -> Iterable[str]:
-    return part.reads if isinstance(part, Group) else part.reads.values()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.compiler import is_compiling
 
-from te_fuser.flatten import Border, Group, GroupRun, OpList, Options, Part, flatten, qualified, walk_parts
+from te_fuser.flatten import OpList, Options, flatten, qualified
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
@@ -26,6 +26,7 @@ from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
+from te_fuser.parts import Border, Group, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.fuser import Fuser

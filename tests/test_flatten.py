@@ -13,7 +13,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.flatten import Border, Group, flatten
+from te_fuser.flatten import flatten
+from te_fuser.parts import Border, Group
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)

@@ -125,12 +125,7 @@ def run_part(writer: Writer, console: Console) -> bool:
     except Exception:
         problem = traceback.format_exc()
     writer.write(entries, problem)
-    if entries:
-        console.print(tables.rich_table(f"{writer.name}: {part.meaning}", entries))
-    for line in tables.remarks(entries):
-        console.print(line, soft_wrap=True, markup=False)
-    if problem:
-        console.print(f"the part {writer.name} is not complete: {problem}", style="red", markup=False, soft_wrap=True)
+    tables.print_part(console, writer.name, part.meaning, entries, problem)
     return not problem
 
 

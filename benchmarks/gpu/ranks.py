@@ -163,12 +163,7 @@ def run_part(name: str, chosen: argparse.Namespace, path: Path | None, about: di
         effort = effort_of(chosen.quick, chosen.toy)
         record = records.part_record({**about, **found}, effort, options, seconds, entries)
         records.merge(path, name, {**record, **({"problem": problem} if problem else {})})
-    if entries:
-        console.print(tables.rich_table(f"{name}: {PARTS[name].meaning} ({seconds:.0f} s)", entries))
-    for line in tables.remarks(entries):
-        console.print(line, soft_wrap=True, markup=False)
-    if problem:
-        console.print(f"the part {name} is not complete: {problem}", style="red", markup=False, soft_wrap=True)
+    tables.print_part(console, name, f"{PARTS[name].meaning} ({seconds:.0f} s)", entries, problem)
     return not problem
 
 

@@ -69,6 +69,32 @@ def check_float8(dtype: torch.dtype) -> None:
         raise TypeError(f"numbers are quantized to torch.{' or torch.'.join(FLOAT8)}, got {dtype!r}")
 
 
+class _Once(torch.autograd.Function):
+    """A gradient as it is, which is not differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(
+            "gradients that were rounded to 8 bits are not differentiated again: their scales are not those of second "
+            "derivatives; take model.reference(x) outside of regions of FP8"
+        )
+
+
+def once(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient made of numbers in 8 bits, whose own derivatives are refused."""
+    return _Once.apply(gradient)  # type: ignore[no-any-return]
+
+
 class Quantized(torch.autograd.Function):
     """x times scale, rounded to 8 bits and given in x's dtype; the gradient passes to x as it is."""
 
@@ -88,7 +114,7 @@ class Quantized(torch.autograd.Function):
 
 
 class QuantizedGradient(torch.autograd.Function):
-    """x as it is; the gradient times scale, rounded to 8 bits and given in its own dtype."""
+    """x as it is; the gradient times scale, rounded to 8 bits and given in its own dtype, and differentiated no more."""
 
     generate_vmap_rule = True
 
@@ -105,4 +131,4 @@ class QuantizedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         scale = ctx.saved_tensors[0] if ctx.number is None else ctx.number
-        return rounded(gradients[0] * scale, ctx.dtype).to(gradients[0].dtype), None, None
+        return once(rounded(gradients[0] * scale, ctx.dtype).to(gradients[0].dtype)), None, None

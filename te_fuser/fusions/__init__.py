@@ -1,17 +1,16 @@
 """Fusions: how to declare one, the registry, and the built-in ones (rows of cuBLASLt's, a file for each other)."""
 
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     BY_BLOCKS,
     RECORDED,
     STRETCH,
-    Details,
     Fusion,
     active,
     disabled,
     enabled,
-    fusion,
     get,
     names,
     only,
@@ -38,6 +37,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     swiglu_matmul_quack,
     cublaslt_quantized,
     cublaslt_float8,
+    float8_weights,
     float8_matmul_bias_quack,
     float8_matmul_gelu_quack,
     partly_float8_mat_mul,

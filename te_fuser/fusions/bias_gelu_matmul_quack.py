@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_product
+from te_fuser.fusions.declaration import fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack
 from te_fuser.fusions.matmul_main_grad import put_weight_gradient
-from te_fuser.fusions.registry import fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.bias import Bias

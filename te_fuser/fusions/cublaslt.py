@@ -18,7 +18,6 @@ from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Costs, Fusion, register
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.cublaslt.tuning import tune_products
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
@@ -155,9 +154,9 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
 
 def body_of(m: Match, kind: str, at: int = 0) -> Body:
     """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
-    form, sizes = ProductForm(kind, m.dtype, m.dtype), _sizes(m, kind, at, m.x.exact())
+    form, sizes = products.form_of(kind, m.dtype, m.dtype), _sizes(m, kind, at, m.x.exact())
     describe = functools.partial(products.algorithms_of, form, sizes)
-    return Body(products.configured(*form).make, plain=True, describe=describe)
+    return Body(products.configured(kind, m.dtype, m.dtype).make, plain=True, describe=describe)
 
 
 # ------------------------------------------------------------------------------------------------------- rows

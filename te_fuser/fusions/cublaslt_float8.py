@@ -9,26 +9,24 @@ from micro-batch to micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
-from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
+from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.quantize_weights import KINDS
 from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.base import FusableOperation, Gradient
+from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.joined import made_of
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
@@ -40,6 +38,7 @@ _OF_INPUT_BY_ROWS = ("0.weight_data", "0.output_gradient_inverse", "0.weight_inv
 _OF_WEIGHT_BY_ROWS = ("input", "0.output_gradient_inverse", "0.input_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.output_gradient_inverse", "0.input_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
+_MAIN_GRAD = torch.float32  # as it usually is
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,24 @@ class Product:
 
     def configured(self, kind: str = "plain", out: torch.dtype | None = None) -> Any:
         """The native product."""
-        return products.configured(kind, self.a, self.b, out or self.out, self.fast, self.transposes)
+        return products.configured(*self._how(kind, out))
+
+    def algorithms(
+        self, m: Match, which: str, kind: str = "plain", out: torch.dtype | None = None
+    ) -> Callable[[], str]:
+        """Says what it runs by in a match, as far as that is known."""
+        sizes = sizes_of(m, which, m.x.exact().rows)
+        return functools.partial(algorithms_of, products.form_of(*self._how(kind, out)), sizes)
+
+    def _how(self, kind: str, out: torch.dtype | None) -> tuple[Any, ...]:
+        return kind, self.a, self.b, out or self.out, self.fast, self.transposes
+
+
+def sizes_of(m: Match, which: str, rows: int) -> tuple[int, int, int]:
+    """(rows, columns, what is summed over) of one of the products of op 0, for so many rows of its input."""
+    inner, out = m[0].in_features, m[0].out_features
+    tokens = rows if _is_by_rows(m) else padded(rows)
+    return {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, tokens)}[which]
 
 
 # ------------------------------------------------------------------------------------------- what runs
@@ -101,16 +117,18 @@ def _is_by_rows(m: Match) -> bool:
 
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
-        return _native(Product.of(m, "y"), "bias" if m[len(m) - 1].kind is Bias else "plain")
-    product = Product.of(m, "dx" if method == "input_gradient" else "dW")
-    if method == "weight_gradient" and m[0].accumulate_into_main_grad:
-        return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
-    return _native(product)
+        return _native(m, "y", "bias" if m[len(m) - 1].kind is Bias else "plain")
+    if method == "input_gradient" or not m[0].accumulate_into_main_grad:
+        return _native(m, "dx" if method == "input_gradient" else "dW")
+    product, over = Product.of(m, "dW"), m[0].overwrite_main_grad
+    algorithms = product.algorithms(m, "dW", "plain" if over else "onto", _MAIN_GRAD)
+    return Body(functools.partial(_main_gradient, product=product, over=over), describe=algorithms)
 
 
-def _native(product: Product, kind: str = "plain") -> Body:
+def _native(m: Match, which: str, kind: str = "plain") -> Body:
     """A product that runs in the native loop."""
-    return Body(product.configured(kind).make, plain=True)
+    product = Product.of(m, which)
+    return Body(product.configured(kind).make, plain=True, describe=product.algorithms(m, which, kind))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -128,18 +146,15 @@ def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | 
         return f"weights are quantized from {', '.join(map(text_of, KINDS))}, this one is in {text_of(weight)}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
-    found = (asked(_refusal, m, Product.of(m, product), product, m.x.rows, kind) for product in which)
+    found = (asked(_refusal, m, product, m.x.rows, kind) for product in which)
     return next((words for words in found if words), True)
 
 
-def _refusal(m: Match, product: Product, which: str, rows: int, kind: str) -> str | None:
-    op = cast(Float8MatMul, m[0])
-    inner, out = op.in_features, op.out_features
-    tokens = padded(rows) if product.transposes == products.ALONG else rows
-    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, tokens)}[which]
+def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     if not rows:
         return None
-    out_dtype = torch.float32 if kind == "onto" else product.out
+    product, sizes = Product.of(m, which), sizes_of(m, which, rows)
+    out_dtype = _MAIN_GRAD if kind == "onto" else product.out
     return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast, product.transposes)
 
 
@@ -159,10 +174,7 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 def cost_of(m: Match, which: str) -> Cost:
     """What one of the products of op 0 takes: "y", "dx" or "dW"."""
-    product, tokens, inner, out = Product.of(m, which), m.x.rows, m[0].in_features, m[0].out_features
-    along = tokens if _is_by_rows(m) else padded(tokens)
-    sizes = {"y": (tokens, out, inner), "dx": (tokens, inner, out), "dW": (out, inner, along)}
-    rows, columns, summed = sizes[which]
+    product, (rows, columns, summed) = Product.of(m, which), sizes_of(m, which, m.x.rows)
     dtype = m[0].dtype_of("weight") if which == "dW" else product.out
     read, written = summed * (rows + columns), rows * columns * dtype.itemsize
     return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
@@ -236,58 +248,3 @@ FUSIONS = (
         for main in (False, True)
     ),
 )
-
-
-# -------------------------------------------------------------------------------------------------- the weights
-
-
-class Weights8(Maker):
-    """All weights of a list in 8 bits by one launch, which raises their amaxes, too."""
-
-    name = "quantize_weights"
-    of = ("weight", "weight_scale", "weight_amax")
-    makes = ("weight_data", "weight_turned")
-    in_forward = ("weight_data",)
-
-    def takes(self, op: FusableOperation) -> bool:
-        return isinstance(op, Float8MatMul) and not op.form.weight_is_kept
-
-    def cost(self, wanted: Sequence[Wanted]) -> Cost:
-        specs = [(w, w.given["weight"]) for w in wanted]
-        written = sum([len(w.makes) * spec.rows * spec.features for w, spec in specs])
-        return Cost(sum([spec.nbytes for _, spec in specs]), written, calls=1.0 + 0.5 * len(wanted))
-
-    def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
-        return (QuantizeWeights(),)
-
-    def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
-        run = quantizer_on(device, [_told(w) for w in wanted])
-        if not any(w.again for w in wanted):
-            return run
-        again = [
-            quantizer_on(device, [Weight8(w.given["weight"].dtype, rows=False)]) if w.again else None for w in wanted
-        ]
-        return functools.partial(_noting, run, wanted, again)
-
-
-def _told(w: Wanted) -> Weight8:
-    return Weight8(
-        w.given["weight"].dtype, "weight_data" in w.makes, "weight_turned" in w.makes, "weight_amax" in w.given
-    )
-
-
-def _noting(
-    run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
-) -> Any:
-    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
-    made = run(*given)
-    tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
-    for w, turn in zip(wanted, again, strict=True):
-        sources = [next(parts) for _ in w.given]
-        for name, t in [(name, next(tensors)) for name in w.makes]:
-            if name in w.again and turn is not None:
-                made_of(t, sources[:2], turn)
-    return made
-
-
-register_maker(Float8MatMul, Weights8())

@@ -1,4 +1,4 @@
-"""OwnScalesMatMul by cuBLASLt: what it multiplies is quantized beside it, by rows and turned, from one reading.
+"""OwnScalesMatMul by cuBLASLt: what it multiplies is quantized by blocks beside it, by rows and turned.
 
 Forward keeps x and W in 8 bits, turned as dW and dx read them. Backward quantizes dy once for both of its products; and
 W again, where `fully_shard` takes it away in between.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,7 +23,8 @@ from te_fuser.fusions.pattern import PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, sides_of
+from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, quantize_blocks
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
@@ -35,10 +36,10 @@ from te_fuser.ops.sizes import asked
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
-_BIASED = 0.91  # and of that those by blocks with a bias: 669 us for 613, which is less than a kernel that adds it
+_BIASED = 0.91  # and of that those with a bias: 669 us for 613, which is less than a kernel that adds it
 _OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
 _SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
-_SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
+_SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
     "dx": (2, 1),
@@ -77,7 +78,7 @@ def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = 
 def _lie(form: Form, role: int) -> str:
     """How the scales of a factor lie, as the native product calls it."""
     block = _scaling(form, role).block
-    return "one" if block is None else "rows" if block[0] == 1 else "squares"
+    return "squares" if block is not None and block[0] > 1 else "rows"
 
 
 # ------------------------------------------------------------------------------------------- what runs
@@ -86,74 +87,67 @@ def _lie(form: Form, role: int) -> str:
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = x W^T + b; and what backward reads, where there is one: of W the turned side, or what makes it again."""
-    room = (None, None) if _scaling(form, 0).block else own_scales.room_for(x.device, 2)
-    mine = sides_of(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows", room=room[0])
-    return _output(x, mine.rows, mine.turned if keeps else None, weight, room[1], bias, form, keeps_weight)
-
-
-def _output(
-    x: torch.Tensor,
-    rows: Factor,
-    turned: Factor | None,
-    weight: torch.Tensor,
-    room: torch.Tensor | None,
-    bias: Sequence[torch.Tensor],
-    form: Form,
-    keeps_weight: bool,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same of x in 8 bits; what stands for x says how many rows there are."""
-    wanted = "both" if keeps_weight else "rows"
-    weights = sides_of(weight, form.formats[1], _scaling(form, 1), wanted, room=room)
-    y = _rows_of(x, _multiply(form, "y", rows, weights.rows, *bias))
-    if turned is None:
-        return y
-    nothing = weights.amax.new_empty(0)
-    of_weight = (*weights.turned, nothing) if keeps_weight else (weights.turned.data, nothing, weights.amax)
-    return y, *turned, *of_weight
+    """y = x W^T + b; and what backward reads, where there is one: x turned, and W unless it is made again."""
+    by_rows, turned = quantize_blocks(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
+    return _output(x, by_rows, turned if keeps else None, weight, bias, form, keeps_weight)
 
 
 def _forward_by_blocks(
     x8: torch.Tensor, *given: torch.Tensor, form: Form, features: int, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same of x by blocks, and of x^T by blocks where that is kept."""
-    rows = own_scales.unpacked(x8, features)
+    by_rows = own_scales.unpacked(x8, features)
     turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if keeps else None
     weight, *bias = given[1:] if keeps else given
-    return _output(rows.data, rows, turned, weight, None, bias, form, keeps_weight)
+    return _output(by_rows.data, by_rows, turned, weight, bias, form, keeps_weight)
 
 
-def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """dx = dy W and dW = dy^T x, as far as somebody needs them."""
-    for_input, for_weight = m.needs("input"), m.needs("0.weight")
-    wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    mine = sides_of(dy, form.formats[2], _scaling(form, 2), wanted)
-    return _gradients(m, dy, mine.rows, mine.turned, form)
-
-
-def _backward_by_blocks(
-    m: FusionCall, dy8: torch.Tensor, form: Form, features: int
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """The same of dy and dy^T by blocks."""
-    rows = own_scales.unpacked(dy8, features)
-    turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
-    return _gradients(m, rows.data, rows, turned, form)
+def _output(
+    x: torch.Tensor,
+    by_rows: Factor,
+    turned: Factor | None,
+    weight: torch.Tensor,
+    bias: Sequence[torch.Tensor],
+    form: Form,
+    keeps_weight: bool,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same of x in 8 bits; what stands for x says how many rows there are."""
+    sides = "both" if keeps_weight else "rows"
+    weights, weight_turned = quantize_blocks(weight, form.formats[1], _scaling(form, 1), sides)
+    y = _rows_of(x, _multiply(form, "y", by_rows, weights, *bias))
+    return y if turned is None else (y, *turned, *weight_turned)
 
 
 def _tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
+def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """dx = dy W and dW = dy^T x, as far as somebody needs them."""
+    for_input, for_weight = m.needs("input"), m.needs("0.weight")
+    wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
+    return _gradients(m, dy, *quantize_blocks(dy, form.formats[2], _scaling(form, 2), wanted), form)
+
+
+def _backward_by_blocks(
+    m: FusionCall, dy8: torch.Tensor, form: Form, features: int
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The same of dy and dy^T by blocks."""
+    by_rows = own_scales.unpacked(dy8, features)
+    turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+    return _gradients(m, by_rows.data, by_rows, turned, form)
+
+
 def _gradients(
-    m: FusionCall, dy: torch.Tensor, rows: Factor, turned: Factor, form: Form
+    m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor, form: Form
 ) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """The same of dy in 8 bits; what stands for dy says how many rows there are."""
     op, dx = m[0], None
     if m.needs("input"):
         weight = Factor(m["weight_turned"], m["weight_inverse"])
         if not op.keeps_weight:
-            weight = sides_of(op.weight, form.formats[1], _scaling(form, 1), "turned", m["weight_amax"]).turned
-        dx = _rows_of(dy, _multiply(form, "dx", rows, weight))
+            _, weight = quantize_blocks(op.weight, form.formats[1], _scaling(form, 1), "turned")
+        dx = _rows_of(dy, _multiply(form, "dx", by_rows, weight))
     if not m.needs("0.weight"):
         return dx, {}
     x = Factor(m["turned"], m["inverse"])
@@ -176,7 +170,7 @@ def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over
 
 def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
     """The scales of some rows of a factor."""
-    if not whole.inverse.dim() or len(part) == len(whole.data):
+    if len(part) == len(whole.data):
         return whole.inverse
     first = (part.storage_offset() - whole.data.storage_offset()) // part.stride(0)
     return whole.inverse[:, first : first + len(part)].contiguous()
@@ -186,9 +180,10 @@ def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
     by_blocks = _by_blocks(m, method)
     if method == "forward":
-        function = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
-        return Body(function, plain=True, by_blocks=by_blocks)
-    return Body(functools.partial(_backward, form=form), by_blocks=by_blocks)
+        run = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
+        return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",)), by_blocks=by_blocks)
+    describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
+    return Body(functools.partial(_backward, form=form), describe=describe, by_blocks=by_blocks)
 
 
 def _by_blocks(m: Match, method: str) -> ByBlocks | None:
@@ -203,16 +198,32 @@ def _by_blocks(m: Match, method: str) -> ByBlocks | None:
     cost = functools.partial(_forward_cost if role == 0 else _backward_cost, by_blocks=True)
     if role == 2:
         backward = functools.partial(_backward_by_blocks, form=form, features=op.out_features)
-        written = () if op.keeps_weight else _of_weight_again(m)
+        written = () if op.keeps_weight else (_of_weight(m, "turned"),)
         return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
     forward = functools.partial(
         _forward_by_blocks, form=form, features=op.in_features, keeps=m.needs_grad, keeps_weight=_keeps_weight(m)
     )
-    return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, _of_weight(m))
+    weight = _of_weight(m, "both" if _keeps_weight(m) else "rows")
+    return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, (weight,))
 
 
 def _are_whole_fours(rows: int) -> bool:
     return rows % FOUR == 0
+
+
+def _of_weight(m: Match, sides: str) -> WrittenKernel:
+    """What quantizes W."""
+    form = cast(OwnScalesMatMul, m[0]).form
+    return own_scales.kernel_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides)
+
+
+def _algorithms(m: Match, which: Iterable[str]) -> str:
+    """What the products of a match run by, as far as that is known."""
+    found = []
+    for product in which:
+        how, sizes = _asked(m, product, m.x.rows)
+        found.append(algorithms_of(products.form_of(*how), sizes))
+    return ", ".join(dict.fromkeys(filter(None, found)))
 
 
 def _keeps_weight(m: Match) -> bool:
@@ -225,37 +236,25 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     form = op.form
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
-        yield from own_scales.kernels_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
-        yield from _of_weight(m)
+        yield own_scales.kernel_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
+        yield _of_weight(m, "both" if _keeps_weight(m) else "rows")
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
-    yield from own_scales.kernels_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
+    yield own_scales.kernel_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
     if "input" in needed and not op.keeps_weight:
-        yield from _of_weight_again(m)
-
-
-def _of_weight(m: Match) -> tuple[WrittenKernel, ...]:
-    """Those that forward quantizes W by."""
-    form, sides = cast(OwnScalesMatMul, m[0]).form, "both" if _keeps_weight(m) else "rows"
-    return tuple(own_scales.kernels_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides))
-
-
-def _of_weight_again(m: Match) -> tuple[WrittenKernel, ...]:
-    """Those that backward quantizes it by once more."""
-    form, dtype = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
-    return tuple(own_scales.kernels_of(dtype, form.formats[1], _scaling(form, 1), "turned", measured=True))
+        yield _of_weight(m, "turned")
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
 
 
-def _why_not(m: Match, bias: bool, keeps: bool) -> str | bool:
+def _why_not(m: Match, keeps: bool) -> str | bool:
     """Why cuBLASLt cannot run the products of a match; True when it can."""
     if m.needs_grad != keeps:
         return "there is no backward to read what it keeps" if keeps else "it keeps nothing that backward reads"
-    if bias and (why := why_no_bias(m)):
-        return why
+    if len(m) > 1 and (no_bias := why_no_bias(m)):
+        return no_bias
     why = products.obstacle_on(m.device, m.capability, _scales(m))
     if why is not None:
         return f"{why}; it is emulated"
@@ -267,55 +266,55 @@ def _why_not(m: Match, bias: bool, keeps: bool) -> str | bool:
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
     which = ("y", "dx", "dW") if keeps else ("y",)
-    found = (asked(_refusal, m, product, m.x.rows, bias and product == "y") for product in which)
+    found = (asked(_refusal, m, product, m.x.rows) for product in which)
     return next((words for words in found if words), True)
 
 
 def _scales(m: Match) -> str:
     """What has one scale, as `obstacle_on` calls it."""
     block = _scaling(cast(OwnScalesMatMul, m[0]).form, 0).block
-    return "tensor" if block is None else "block" if block[1] == 128 else "mx"
+    return "block" if block is not None and block[1] == 128 else "mx"
 
 
-def _refusal(m: Match, which: str, rows: int, bias: bool) -> str | None:
-    op = cast(OwnScalesMatMul, m[0])
+def _refusal(m: Match, which: str, rows: int) -> str | None:
     if not rows:
         return None
-    inner, out, turned = op.in_features, op.out_features, padded(rows)
-    rows = turned if _scales(m) == "block" and rows % FOUR else rows
-    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
-    kind = "bias" if bias else "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
-    out_dtype = torch.float32 if kind == "onto" else None
-    _, a, b, dtype, *how = _configuration(op.form, which, kind, out_dtype)
+    (kind, a, b, dtype, *how), sizes = _asked(m, which, rows)
     return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
 
 
+def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
+    """What a product of so many rows is configured by, and its sizes (m, n, k)."""
+    op = cast(OwnScalesMatMul, m[0])
+    inner, out, turned = op.in_features, op.out_features, padded(rows)
+    rows = turned if rows % FOUR else rows
+    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
+    kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
+    kind = "bias" if which == "y" and len(m) > 1 else kind
+    out_dtype = torch.float32 if kind == "onto" else None
+    return _configuration(op.form, which, kind, out_dtype), sizes
+
+
 def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:
-    op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
+    op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
     quantized = 0 if by_blocks else x
-    read = readings * (quantized * m.dtype.itemsize + w * weight.itemsize)
+    read = quantized * m.dtype.itemsize + w * weight.itemsize
     written = (2 if m.needs_grad else 1) * quantized + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
-    cost = _cost(op, m.x.rows, 1, read, written, x + w, made, 3 * readings - 1 - by_blocks)
-    biased = len(m) > 1 and _scales(m) == "block"
-    return replace(cost, efficiency=cost.efficiency * _BIASED) if biased else cost
+    cost = _cost(op, m.x.rows, 1, read, written, x + w, made, 2 - by_blocks)
+    return cost if len(m) == 1 else replace(cost, efficiency=cost.efficiency * _BIASED)
 
 
 def _backward_cost(m: Match, by_blocks: bool = False) -> Cost:
-    op, weight, readings = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight"), _readings(m)
+    op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     rows, inner, out = m.x.rows, op.in_features, op.out_features
     again = 0 if op.keeps_weight else inner * out
     quantized = 0 if by_blocks else rows * out
-    read = readings * quantized * op.form.dtype.itemsize + again * weight.itemsize
+    read = quantized * op.form.dtype.itemsize + again * weight.itemsize
     made = rows * inner * op.form.dtype.itemsize + inner * out * op.form.weight_dtype.itemsize
-    written, launches = 2 * quantized + again, 2 + 2 * readings - op.keeps_weight - by_blocks
+    written, launches = 2 * quantized + again, 4 - op.keeps_weight - by_blocks
     return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, launches)
-
-
-def _readings(m: Match) -> int:
-    """How often a factor is read to be quantized: by one scale for all it is measured first."""
-    return 2 if _scales(m) == "tensor" else 1
 
 
 def _cost(
@@ -323,15 +322,14 @@ def _cost(
 ) -> Cost:
     """What is read and written to quantize counts as bytes apart."""
     flops = 2.0 * products * rows * op.in_features * op.out_features
-    name, blocks = name_of(op.form.formats[0]), _scaling(op.form, 0).block is not None
-    share = _OF_BLOCKS[products] if blocks else 1.0
+    name, share = name_of(op.form.formats[0]), _OF_BLOCKS[products]
     return Cost(read + factors, written + made, flops, launches, efficiency=share, apart=read + written, dtype=name)
 
 
 def _saved_bytes(m: Match) -> Mapping[str, int]:
     op = cast(OwnScalesMatMul, m[0])
     weight = op.in_features * op.out_features if op.keeps_weight else 0
-    numbers = dict.fromkeys(("inverse", "weight_inverse", "weight_amax"), 4)
+    numbers = dict.fromkeys(("inverse", "weight_inverse"), 4)
     return {"turned": op.in_features * padded(m.x.rows), "weight_turned": weight, **numbers}
 
 
@@ -347,7 +345,7 @@ def _declare(name: str, doc: str, bias: bool, keeps: bool) -> Fusion:
             check(pattern, name),
             run_forward=None,
             run_backward=None,
-            when=lambda m: _why_not(m, bias, keeps),
+            when=lambda m: _why_not(m, keeps),
             cost=(lambda m: (_forward_cost(m), _backward_cost(m))) if keeps else _forward_cost,
             reads=("0.weight",) if keeps else (),
             saves=_SAVED if keeps else (),

@@ -12,6 +12,7 @@ from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
+from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
@@ -22,7 +23,10 @@ _TAKES = ("input", "0.weight", "0.input_scale", "0.weight_scale")
 
 def _body(m: Match, method: str, kind: str) -> Body:
     op, weight = cast(QuantizedMatMul, m[0]), m[0].dtype_of("weight")
-    return Body(products.configured(kind, m.dtype, weight, m.y.dtype, op.fast_accumulation).make, plain=True)
+    how = kind, m.dtype, weight, m.y.dtype, op.fast_accumulation
+    sizes = m.x.exact().rows, op.out_features, op.in_features
+    algorithms = functools.partial(algorithms_of, products.form_of(*how), sizes)
+    return Body(products.configured(*how).make, plain=True, describe=algorithms)
 
 
 def _cost(m: Match) -> Cost:

@@ -19,9 +19,10 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import Details, Fusion, fusion
+from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads, packed_tiles
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded

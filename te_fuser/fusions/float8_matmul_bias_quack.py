@@ -10,10 +10,10 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.cublaslt_float8 import cost_of, why_no_float8
+from te_fuser.fusions.declaration import fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.matmul_bias_gelu_quack import CALLS, why_not_here
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import fusion
 from te_fuser.kernels.packages import quack_float8 as products
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from te_fuser.dtypes import text_of
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import key_value_cache as kernel
 from te_fuser.kernels.key_value_cache import CacheWrite
 from te_fuser.ops.base import OpCall

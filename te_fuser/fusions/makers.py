@@ -63,15 +63,14 @@ class Maker(ABC):
         """f(*what is given) -> what is made, op after op, as a tuple; a tensor, where it is one."""
 
 
-_makers: dict[type[FusableOperation], Maker] = {}
+_makers: dict[type[FusableOperation], list[Maker]] = {}
 
 
-def register_maker(kind: type[FusableOperation], maker: Maker) -> None:
-    """Let the engine know who makes parameters of ops of a kind."""
-    _makers[kind] = maker
+def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
+    """Let the engine know who makes parameters of ops of a kind: the first that takes one."""
+    _makers[kind] = [*makers]
 
 
 def maker_for(op: FusableOperation) -> Maker | None:
     """Who makes parameters of an op; None where nobody does."""
-    found = _makers.get(op.kind)
-    return found if found is not None and found.takes(op) else None
+    return next((maker for maker in _makers.get(op.kind, ()) if maker.takes(op)), None)

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_backward, why_no_bias, why_no_gelu
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.packages import quack_matmul as products
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.gelu import GELU

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_product
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.main_grad import put_gradient

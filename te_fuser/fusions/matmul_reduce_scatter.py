@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from te_fuser.fusions.declaration import fusion
 from te_fuser.fusions.match import FusionCall
 from te_fuser.fusions.pipeline import Backward, cost_of_gathering, cost_of_scattering, why_no_pipeline
-from te_fuser.fusions.registry import fusion
 from te_fuser.kernels import symmetric
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.matmul import MatMul

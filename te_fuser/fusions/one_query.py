@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from te_fuser.dtypes import text_of
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import one_query
 from te_fuser.kernels.one_query import OneQuery
 from te_fuser.ops.attention_heads import ApartHeads

@@ -12,8 +12,8 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.cublaslt_float8 import Product, why_no_float8
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import transposed8
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on

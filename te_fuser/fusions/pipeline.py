@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from te_fuser.fusions.cublaslt import body_of, cost_of, why_no_product
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.matmul_main_grad import put_weight_gradient
-from te_fuser.fusions.registry import Costs, Details, Fusion, fusion
+from te_fuser.fusions.registry import Costs, Fusion
 from te_fuser.kernels import symmetric
 from te_fuser.ops.all_gather import AllGather
 from te_fuser.ops.base import FusableOperation, Gradient, Spec

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.lanes import Scaled, reason_not
 from te_fuser.ops.bias import Bias
@@ -38,6 +38,8 @@ def why_no_kernel(m: Match) -> str | None:
 
 def why_not_scaled(m: Match) -> str | None:
     """Why a kernel that quantizes cannot stand for QuantizeGradient at the beginning of the match."""
+    if m[0].kind is QuantizeGradient and m[0].own is not None:
+        return "its scale follows from the gradient that it quantizes, which has to be there first"
     if m[0].kind is QuantizeGradient and not m[0].reads("amax"):
         return "its kernel raises amax, and nobody bound one to QuantizeGradient"
     return None

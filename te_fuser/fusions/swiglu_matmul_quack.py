@@ -12,9 +12,9 @@ import torch
 
 from te_fuser.fusions.bias_gelu_matmul_quack import weight_gradient, weight_kind, with_weight_gradient
 from te_fuser.fusions.cublaslt import why_no_product
+from te_fuser.fusions.declaration import fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack_product, why_not_here
-from te_fuser.fusions.registry import fusion
 from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.glu import SwiGLU
 from te_fuser.ops.matmul import MatMul

@@ -16,9 +16,9 @@ import torch
 
 from te_fuser.dtypes import GENERATED, text_of
 from te_fuser.fusions import rotary_embedding
+from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
-from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import turned_heads as kernel
 from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 from te_fuser.ops.attention_heads import LAYOUTS

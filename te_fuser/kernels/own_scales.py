@@ -1,14 +1,12 @@
-"""Matrices in 8 bits by scales that follow from themselves, by rows and turned, on a GPU.
+"""Matrices in 8 bits by a scale for each block, which follows from that, by rows and turned, on a GPU.
 
 What products of 8 bits read lies along what they sum, so a matrix that two of them read is made by rows and turned,
-from one reading. One scale for all takes a reading before, of its largest magnitude. The kernels' texts are
-`largest_magnitude.cu`, `quantize_by_amax.cu` and `quantize_blocks.cu`; `ops/own_scales.py` says what they compute.
+from one reading. The kernel's text is `quantize_blocks.cu`; `ops/own_scales.py` says what it computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import TextKernel, WrittenKernel, over_rows
+from te_fuser.codegen.written import TextKernel, over_rows
 from te_fuser.dtypes import text_of
 from te_fuser.kernels.transposed8 import STEP, padded
 from te_fuser.ops.matmul import as_rows
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
 _ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one tile and ends
-_AT_ONCE = 5  # of those that raise one number: each does many tiles
 FOUR = 4  # products by blocks take rows in multiples of so many
 _MOST = 2**31 - _SIDE
 _FOLDER = Path(__file__).parent
@@ -41,93 +38,17 @@ class Factor(NamedTuple):
     inverse: torch.Tensor
 
 
-class Sides(NamedTuple):
-    """A matrix by rows and turned, and its largest magnitude, float32 [], where one scale follows from that.
-
-    By blocks, tokens are a multiple of 4, where need be with zeros behind them.
-    """
-
-    rows: Factor
-    turned: Factor
-    amax: torch.Tensor
-
-
-def sides_of(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scaling: Scaling,
-    wanted: str,
-    amax: torch.Tensor | None = None,
-    room: torch.Tensor | None = None,
-) -> Sides:
-    """x [.., features] in 8 bits by its own scales; plans compile the kernels, `kernels_of`.
-
-    Args:
-        wanted: "rows", "turned" or "both"; the other one is then empty.
-        amax: its largest magnitude, where that is known.
-        room: where that is to go, a zero as `room_for` makes them; None: it gets one of its own.
-    """
-    if scaling.block is not None:
-        return Sides(*quantize_blocks(x, dtype, scaling, wanted), x.new_empty(0, dtype=torch.float32))
-    inverse = x.new_empty((), dtype=torch.float32)
-    if amax is None:
-        amax = room_for(x.device)[0] if room is None else room
-        measure(x, amax)
-    data, turned = quantize_by_amax(x, amax, inverse, dtype, scaling, wanted)
-    return Sides(Factor(data, inverse), Factor(turned, inverse), amax)
-
-
-def room_for(device: torch.device, matrices: int = 1) -> torch.Tensor:
-    """Zeros for the largest magnitudes of so many, by one launch."""
-    return torch.zeros(matrices, dtype=torch.float32, device=device)
-
-
-def kernels_of(
-    x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str, measured: bool = False
-) -> Iterator[WrittenKernel]:
-    """What `sides_of` launches."""
-    if scaling.block is not None:
-        yield QuantizeBlocks(x, dtype, wanted, scaling.block[0] > 1, scaling.power_of_two, scaling.epsilon)
-        return
-    if not measured:
-        yield LargestMagnitude(x)
-    yield QuantizeByAmax(x, dtype, wanted, scaling.power_of_two, scaling.epsilon)
-
-
-def measure(x: torch.Tensor, amax: torch.Tensor) -> None:
-    """Raise a number, float32 [], to the largest magnitude of x, in one launch; plans compile the kernel."""
-    rows = readable(x)
-    if tiles := _tiles(rows):
-        LargestMagnitude(x.dtype).ready(x.device)((rows, amax), tiles, 1, 1, tuple(rows.shape))
-
-
-def quantize_by_amax(
-    x: torch.Tensor, amax: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wanted: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [.., features] by the scale of its largest magnitude, in one launch; plans compile the kernel.
-
-    Args:
-        amax: float32 [], as `measure` left it.
-        inverse: float32 []: becomes what the 8 bits are multiplied by to be x again; 0 where there are none.
-        wanted: "rows", "turned" or "both"; the other one is then empty.
-
-    Returns:
-        data [.., features] and turned [features, tokens up to a multiple of 16].
-    """
-    rows = readable(x)
-    tokens, features = rows.shape
-    data = rows.new_empty(x.shape if wanted != "turned" else 0, dtype=dtype)
-    turned = rows.new_empty((features, padded(tokens)) if wanted != "rows" else 0, dtype=dtype)
-    if tiles := _tiles(rows):
-        kernel = QuantizeByAmax(x.dtype, dtype, wanted, scaling.power_of_two, scaling.epsilon)
-        kernel.ready(x.device)((rows, amax, data, turned, inverse), tiles, 1, 1, (tokens, features))
-    else:
-        inverse.zero_()
-    return data, turned
+def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str) -> QuantizeBlocks:
+    """What `quantize_blocks` launches."""
+    square = scaling.block is not None and scaling.block[0] > 1
+    return QuantizeBlocks(x, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
 
 
 def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wanted: str) -> tuple[Factor, Factor]:
     """x [.., features] by a scale for each 1 x 128 or 128 x 128 numbers, in one launch; plans compile the kernel.
+
+    Args:
+        wanted: "rows", "turned" or "both"; the other one is then empty.
 
     Returns:
         By rows, [.., features], or [tokens up to a multiple of 16, features] where tokens are no multiple of 4; and
@@ -144,7 +65,7 @@ def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wante
         for made, size in ((data, (room, features)), (turned, (features, tokens)))
     ]
     if tiles := _tiles(rows):
-        kernel = QuantizeBlocks(x.dtype, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
+        kernel = kernel_of(x.dtype, dtype, scaling, wanted)
         leads = tuple([numbers.shape[1] for numbers in inverses])
         kernel.ready(x.device)((rows, data, turned, *inverses), tiles, 1, 1, (tokens, features, *leads))
     return Factor(data, inverses[0]), Factor(turned, inverses[1])
@@ -194,51 +115,6 @@ def _tiles(rows: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class LargestMagnitude(TextKernel["_native.CudaKernel"]):
-    """The kernel that measures, as plans compile it beside their generated ones."""
-
-    dtype: torch.dtype
-    name: ClassVar[str] = "largest_magnitude"
-
-    def text(self) -> str:
-        """The CUDA text."""
-        return "\n".join([*_head(self.dtype), "", (_FOLDER / "largest_magnitude.cu").read_text()])
-
-    def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
-        tensors = [(text_of(self.dtype), STEP), ("float32", 4)]
-        return over_rows(self.name, cubin, tensors, 1, 2, _THREADS, blocks=_AT_ONCE)
-
-
-@dataclass(frozen=True)
-class QuantizeByAmax(TextKernel["_native.CudaKernel"]):
-    """The kernel that quantizes.
-
-    Attributes:
-        dtype, narrow: of the matrix, and the 8 bits.
-        wanted: "rows", "turned" or "both".
-        power_of_two, epsilon: as `Scaling` has them.
-    """
-
-    dtype: torch.dtype
-    narrow: torch.dtype
-    wanted: str = "both"
-    power_of_two: bool = False
-    epsilon: float = 0.0
-    name: ClassVar[str] = "quantize_by_amax"
-
-    def text(self) -> str:
-        """The CUDA text."""
-        return _text(self)
-
-    def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it."""
-        narrow = (text_of(self.narrow), STEP)
-        tensors = [(text_of(self.dtype), STEP), ("float32", 4), narrow, narrow, ("float32", 4)]
-        return over_rows(self.name, cubin, tensors, 2, 2, _THREADS, blocks=_ENDLESS)
-
-
-@dataclass(frozen=True)
 class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
     """The kernel that quantizes by blocks.
 
@@ -259,7 +135,14 @@ class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
 
     def text(self) -> str:
         """The CUDA text."""
-        return _text(self, kSquare=self.square)
+        flags = {"kSquare": self.square, "kPowerOfTwo": self.power_of_two}
+        flags |= {"kByRows": self.wanted != "turned", "kTurned": self.wanted != "rows"}
+        lines = ['#include "te_cuda_blocks.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
+        lines += [f"using Narrow = {CTYPES[text_of(self.narrow)]};"]
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        most = torch.finfo(self.narrow).max
+        lines += [f"constexpr float kMost = {most}f, kEpsilon = {float(self.epsilon)!r}f;", ""]
+        return "\n".join([*lines, (_FOLDER / f"{self.name}.cu").read_text()])
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
@@ -267,25 +150,3 @@ class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
         tensors = [(text_of(self.dtype), STEP), narrow, narrow, number, number]
         tile = _SIDE * _SIDE * (self.dtype.itemsize + (self.wanted != "rows"))
         return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS, shared_bytes=tile)
-
-
-def _text(kernel: QuantizeByAmax | QuantizeBlocks, **flags: bool) -> str:
-    """The constants of a kernel, and its text."""
-    flags |= {"kByRows": kernel.wanted != "turned", "kTurned": kernel.wanted != "rows"}
-    flags |= {"kPowerOfTwo": kernel.power_of_two}
-    lines = [
-        *_head(kernel.dtype, blocks=isinstance(kernel, QuantizeBlocks)),
-        f"using Narrow = {CTYPES[text_of(kernel.narrow)]};",
-    ]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    most = torch.finfo(kernel.narrow).max
-    lines += [f"constexpr float kMost = {most}f, kEpsilon = {float(kernel.epsilon)!r}f;", ""]
-    return "\n".join([*lines, (_FOLDER / f"{kernel.name}.cu").read_text()])
-
-
-def _head(dtype: torch.dtype, blocks: bool = False) -> list[str]:
-    return [
-        f'#include "te_cuda_{"blocks" if blocks else "quantize"}.cuh"',
-        "",
-        f"using Element = {CTYPES[text_of(dtype)]};",
-    ]

@@ -16,9 +16,12 @@ TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
 template <class T>
 TE_DEVICE unsigned quantize(const te::WeightPlaces& weight, int tile, uint4* shared) {
   const te::LayoutsOf<Narrow> to{static_cast<Narrow*>(weight.rows), static_cast<Narrow*>(weight.turned)};
+  const T* const elements = static_cast<const T*>(weight.elements);
   unsigned largest = 0;
-  te::quantize_tile<T, true, true>(static_cast<const T*>(weight.elements), weight.height, weight.width, tile,
-                                   *weight.scale, to, shared, largest);
+  if (weight.rows == nullptr && weight.turned == nullptr)  // it is only measured
+    te::quantize_tile<T, false, false, Narrow>(elements, weight.height, weight.width, tile, 1.0f, to, nullptr, largest);
+  else
+    te::quantize_tile<T, true, true>(elements, weight.height, weight.width, tile, *weight.scale, to, shared, largest);
   return largest;
 }
 

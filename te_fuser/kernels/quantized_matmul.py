@@ -16,7 +16,8 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.kernels.cublaslt.products import DTYPES, obstacle, version
+from te_fuser.kernels.cublaslt.products import DTYPES, native, obstacle, version
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.ops.quantized_matmul import STEP, product
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
@@ -26,7 +27,8 @@ _ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose pro
 ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
-KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
+# Kind -> epilogue and addend, as the native type calls them.
+KINDS: dict[str, tuple[str, str]] = {"plain": ("none", "none"), "bias": ("bias", "none"), "onto": ("none", "out")}
 
 
 @functools.cache
@@ -50,19 +52,22 @@ def configured(
         KeyError: when there is no such kind.
         ValueError: for dtypes that cuBLASLt does not take together.
     """
-    return _native.CudaMatmul(
-        f"quantized_matmul_{kind}",
-        text_of(a_dtype),
-        b_dtype=text_of(b_dtype),
-        transpose_a=transposes[0],
-        transpose_b=transposes[1],
-        out_dtype=text_of(out_dtype),
-        fast_accumulation=fast,
-        scales_a=scales[0],
-        scales_b=scales[1],
-        on_empty=functools.partial(_write_empty, kind),
-        **KINDS[kind],  # type: ignore[arg-type]
-    )
+    form = form_of(kind, a_dtype, b_dtype, out_dtype, fast, transposes, scales)
+    return native(form, functools.partial(_write_empty, kind))
+
+
+def form_of(
+    kind: str,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast: bool,
+    transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ("one", "one"),
+) -> ProductForm:
+    """How that product is configured, by the same arguments; KeyError when there is no such kind."""
+    types, name = (a_dtype, b_dtype, out_dtype), "quantized" + ("" if kind == "plain" else f"_{kind}")
+    return ProductForm(name, *types, *transposes, *KINDS[kind], fast, *scales)
 
 
 def _write_empty(

@@ -130,6 +130,7 @@ class OpCall:
     random: random.RandomStream | None = None
     emitted: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)  # what forward tells backward that is no tensor
+    fresh: bool = False  # whether a reference makes numbers of its call where it quantizes, and puts them into tensors
     stored: dict[str, torch.dtype] = field(default_factory=dict)  # of outputs that a reference gives in a wider one
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ class Binding:
 
     tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
     written: ClassVar[bool] = False  # whether steps write into it, in backward too: it is never saved for that
+    made_in_call: ClassVar[bool] = False  # whether steps of each call make it: what is bound says what it is like
     in_parts: ClassVar[bool] = False  # whether for backward the parts that it is made of may be kept, and not itself
 
     owner: torch.nn.Module

@@ -38,6 +38,7 @@ class Float8MatMul(UnfusedOperation):
         formats: the 8 bits of x, W and dy: float8_e4m3fn or float8_e5m2.
         fast: which of y, dx and dW are summed in fewer bits than float32 has, where a library has them faster.
         weight_is_kept: whether W comes in 8 bits.
+        scalings: how x, W and dy get scales from themselves; then `weight_scale` and `weight_inverse` are not read.
 
     Raises:
         ValueError: for sizes that are no multiples of 16.
@@ -58,6 +59,7 @@ class Float8MatMul(UnfusedOperation):
         formats: tuple[torch.dtype, torch.dtype, torch.dtype],
         fast: tuple[bool, bool, bool] = (True, False, False),
         weight_is_kept: bool = False,
+        scalings: tuple[Scaling, Scaling, Scaling] | None = None,
     ) -> None:
         super().__init__()
         self.in_features = multiple(matmul.in_features, "in_features", type(self))
@@ -69,7 +71,7 @@ class Float8MatMul(UnfusedOperation):
                 raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")
         for given in formats:
             check_float8(given)
-        self.form = Form(dtype, weight_dtype, formats, fast=fast, weight_is_kept=weight_is_kept)
+        self.form = Form(dtype, weight_dtype, formats, fast=fast, weight_is_kept=weight_is_kept, scalings=scalings)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +100,8 @@ class Float8MatMul(UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         read = ("weight_data",) if self.form.weight_is_kept else ("weight", "weight_scale")
         of_input = (*read, "weight_inverse", "output_gradient_inverse")
+        if self.form.scalings is not None:
+            of_input = ("weight", "output_gradient_inverse")
         of_weight = ("input", "input_inverse", "output_gradient_inverse")
         return Gradient(("input",), of_input, "input_gradient"), self.gradient_of_weight(of_weight)
 
@@ -215,8 +219,7 @@ class OwnScalesMatMul(PartlyFloat8MatMul):
     def __init__(
         self, matmul: MatMul, *, scalings: tuple[Scaling, Scaling, Scaling], keeps_weight: bool = True, **given: Any
     ) -> None:
-        super().__init__(matmul, kept=(False, False, False), **given)
-        self.form = replace(self.form, scalings=scalings)
+        super().__init__(matmul, kept=(False, False, False), scalings=scalings, **given)
         self.keeps_weight = keeps_weight
 
     def scratch_bytes(self, x: Spec) -> int:

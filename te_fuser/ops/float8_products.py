@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.formula.float8 import rounded
+from te_fuser.formula.float8 import once, rounded
 from te_fuser.ops.matmul import as_rows, in_shape_of
 from te_fuser.ops.own_scales import Scaling, dequantized
 
@@ -28,7 +28,8 @@ class Form:
         comes_quantized: whether x and dy come in 8 bits.
         fast: which of the three are summed in fewer bits than float32 has, where a library has them faster.
         weight_is_kept: whether W comes in 8 bits too, as `weight_data`.
-        scalings: how x, W and dy get scales from themselves; None: their scales are given.
+        scalings: how x, W and dy get scales from themselves; None: their scales are given. Where x and dy come in 8
+            bits, it is W alone that is quantized by it.
     """
 
     dtype: torch.dtype
@@ -44,7 +45,7 @@ class Form:
     def reads(self) -> tuple[str, ...]:
         """The names of what is read beside x, W and dy."""
         if self.scalings is not None:
-            return ()
+            return READ_OWN if self.comes_quantized else ()
         if not self.comes_quantized:
             return NUMBERS
         return READ_KEPT if self.weight_is_kept else READ
@@ -92,6 +93,7 @@ def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
 
 
 READ = ("input_inverse", "weight_scale", "weight_inverse", "output_gradient_inverse")  # where x and dy come in 8 bits
+READ_OWN = ("input_inverse", "output_gradient_inverse")  # where W gets its scale from itself
 READ_KEPT = ("input_inverse", "weight_data", "weight_inverse", "output_gradient_inverse")  # where W does, too
 
 
@@ -107,14 +109,16 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         x, weight, ctx.form, ctx.names, *numbers = inputs
-        ctx.save_for_backward(x, weight, *numbers)
+        ctx.late = numbers if ctx.form.scalings is not None else None  # not saved: backward writes into one
+        ctx.save_for_backward(x, weight, *(numbers if ctx.late is None else []))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, *numbers = ctx.saved_tensors
+        numbers = numbers if ctx.late is None else ctx.late
         given, (dy,) = _by_name(ctx.names, weight, numbers), gradients
-        dx = input_gradient(ctx.form, given, dy).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(ctx.form, given, dy, x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dx = once(input_gradient(ctx.form, given, dy).to(x.dtype)) if ctx.needs_input_grad[0] else None
+        dw = once(weight_gradient(ctx.form, given, dy, x).to(weight.dtype)) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None, *[None for _ in numbers]
 
 
@@ -148,7 +152,7 @@ def _factor(
     wide = torch.promote_types(form.dtype, torch.float32)
     if form.kept[product]:
         return t.to(form.dtype).to(wide)
-    if form.scalings is not None:
+    if form.scalings is not None and (place == 1 or not form.comes_quantized):
         return _by_own_scales(t, form, product, place).to(wide)
     data = t if is_quantized else quantized(t, given(f"{role}_scale"), form.formats[place])
     return data.to(wide) * given(f"{role}_inverse")

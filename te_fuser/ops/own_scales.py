@@ -35,13 +35,26 @@ def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Te
 
     They are float32; float64 where t is so.
     """
-    amax = _amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32))
+    return scale_by(_amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32)), dtype, scaling)
+
+
+def scale_by(amax: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """The scales that follow from largest magnitudes, float32 or float64, of a dtype of 8 bits."""
     least = amax.clamp_min(scaling.epsilon)
     largest = torch.full_like(least, torch.finfo(dtype).max)  # a number over a tensor is rounded twice
     scale = (largest / least).clamp_max(torch.finfo(torch.float32).max)
     if scaling.power_of_two:
         scale = scale / (2.0 * torch.frexp(scale)[0])
     return torch.where((least > 0) & least.isfinite(), scale, 1.0)
+
+
+def put_scales(
+    t: torch.Tensor, dtype: torch.dtype, scaling: Scaling, scale: torch.Tensor, inverse: torch.Tensor
+) -> None:
+    """Put the one scale of a tensor, and its reciprocal, into numbers of a call."""
+    with torch.no_grad():
+        scale.copy_(scales_of(t, dtype, scaling))
+        inverse.copy_(scale.reciprocal())
 
 
 def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:

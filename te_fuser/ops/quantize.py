@@ -10,8 +10,9 @@ import torch
 from te_fuser.dtypes import text_of
 from te_fuser.formula import Axes, quantize
 from te_fuser.formula.float8 import check_float8
-from te_fuser.ops.base import NamedInput, Spec
+from te_fuser.ops.base import NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
+from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 
@@ -26,6 +27,8 @@ class Quantize(RowOp):
         dtype: float8_e4m3fn or float8_e5m2.
         scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it. None:
             whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of x.
+        own: how the scale follows from x itself: whoever lists it binds `scale`, `inverse` and `own_amax`, float32 [],
+            which each call makes.
         takes: the only dtype of x that it takes; by default any.
 
     Raises:
@@ -36,9 +39,18 @@ class Quantize(RowOp):
 
     prototype_arguments = {"dtype": torch.float8_e4m3fn}
     raised_in_forward: ClassVar[str] = "amax"
+    measured_in_forward: ClassVar[str] = "own_amax"
 
-    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", takes: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        scale: str | None = "scale",
+        takes: torch.dtype | None = None,
+        own: Scaling | None = None,
+    ) -> None:
         super().__init__()
+        self.own = own
         check_float8(dtype)
         self.dtype, self.scale, self.takes = dtype, scale if scale is None else check_name(scale), takes
 
@@ -55,6 +67,14 @@ class Quantize(RowOp):
 
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize(x, scale, self.dtype)
+
+    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+        return None if self.own is None else (self.dtype, self.own)
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.own is not None and call.fresh:
+            put_scales(x, self.dtype, self.own, call["scale"], call["inverse"])
+        return super().references(call, x)
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype

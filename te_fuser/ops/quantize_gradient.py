@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.formula import Axes, quantize_gradient
-from te_fuser.formula.float8 import check_float8
-from te_fuser.ops.base import NamedInput
+from te_fuser.formula.float8 import check_float8, rounded
+from te_fuser.ops.base import NamedInput, OpCall
 from te_fuser.ops.checks import check_name
+from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 
@@ -25,6 +26,8 @@ class QuantizeGradient(RowOp):
         scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it. None:
             whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of
             dy.
+        own: how the scale follows from dy itself: whoever lists it binds `scale`, `inverse` and `own_amax`, float32 [],
+            which each call makes.
 
     Raises:
         TypeError: for another dtype.
@@ -34,10 +37,12 @@ class QuantizeGradient(RowOp):
 
     prototype_arguments = {"dtype": torch.float8_e5m2}
     raised_in_backward: ClassVar[str] = "amax"
+    measured_in_backward: ClassVar[str] = "own_amax"
     hands_through = True
 
-    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale") -> None:
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: Scaling | None = None) -> None:
         super().__init__()
+        self.own = own
         check_float8(dtype)
         self.dtype, self.scale = dtype, scale if scale is None else check_name(scale)
 
@@ -46,6 +51,14 @@ class QuantizeGradient(RowOp):
 
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize_gradient(x, scale, self.dtype)
+
+    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+        return None if self.own is None else (self.dtype, self.own)
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.own is None or not call.fresh:
+            return super().references(call, x)
+        return {"output": _Measured.apply(x, call["scale"], call["inverse"], self.dtype, self.own)}  # type: ignore[no-untyped-call]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
@@ -56,3 +69,20 @@ class QuantizeGradient(RowOp):
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale!r}"
+
+
+class _Measured(torch.autograd.Function):
+    """x as it is; the gradient by its own scale, which is put into numbers of the call, with its reciprocal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, own: Scaling
+    ) -> torch.Tensor:
+        ctx.numbers, ctx.how = (scale, inverse), (dtype, own)  # not saved: backward writes into them
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,), (scale, inverse), (dtype, own) = gradients, ctx.numbers, ctx.how
+        put_scales(dy, dtype, own, scale, inverse)
+        return rounded(dy.to(scale.dtype) * scale, dtype).to(dy.dtype), None, None, None, None

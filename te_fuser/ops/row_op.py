@@ -17,6 +17,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.checks import check_features, check_floating
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.ops.spread import FEATURES, PARTIAL, Spread, Told
 
@@ -36,11 +37,18 @@ class RowOp(FusableOperation):
     # Bound, a float32 [] of this name is raised to the largest magnitude of x, or of what comes back for the output.
     raised_in_forward: ClassVar[str] = ""
     raised_in_backward: ClassVar[str] = ""
+    # Bound, the same is raised by a pass before the kernel, and `scale` and `inverse` follow as `own_scale` says.
+    measured_in_forward: ClassVar[str] = ""
+    measured_in_backward: ClassVar[str] = ""
     sized: ClassVar[bool] = False  # whether it is made for inputs of so many `features`, where these are no None
 
     def compute(self, x: Any, *args: Any) -> Any:
         """The formula."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
+
+    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+        """The 8 bits that it rounds to by a scale that follows from what it rounds, and how; None where none does."""
+        return None
 
     def arguments(self) -> tuple[str, ...]:
         """The names of compute's arguments after x.

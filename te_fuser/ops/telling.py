@@ -22,7 +22,7 @@ from te_fuser.ops.group import Group
 _REMEMBERED = 8  # of what was told
 _LONGEST = 1800.0  # seconds, where a group says nothing
 _SOON = 0.01
-_BEGUN = "begun"
+_BEGUN, _OVER = "begun", "over"
 _TOLD_TO = "_te_fuser_told_to"  # attribute of an error: the groups that know it
 REMEDIES = {  # by the first word of a line; of two lines that differ that which stands first here
     "region": "enter regions of FP8 on all ranks that share a model or agree on amaxes, with equal recipes",
@@ -39,6 +39,12 @@ REMEDIES = {  # by the first word of a line; of two lines that differ that which
 }
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often this process told a ProcessGroup
 _counting = threading.Lock()
+_replayed: dict[str, int] = {}  # by the name of a group: graphs with collectives of it
+_broken: dict[str, tuple[weakref.ref[Any], str]] = {}  # by name: the group, and why nothing of it runs any more
+TOGETHER = (
+    "ranks of a group call a model equally often, with tensors of one shape, in the same modes and regions of FP8; "
+    "what one of them has run before and another one not, it runs without asking"
+)
 Line = tuple[str, str]  # what is said, as remedies know it, and the words
 
 
@@ -65,10 +71,8 @@ def telling_errors(groups: Sequence[Group]) -> Iterator[None]:
 def begin(groups: Sequence[Group], words: str) -> None:
     """Tell that this rank is making ready what it tells next: others wait for it as long as for a collective."""
     for group in filter(Group.is_here, groups):
-        ranks = group.process_group()
-        with _counting:
-            number = _told.get(ranks, 0) + 1
-        ranks.get_group_store().set(_key(number, group.rank, _BEGUN), words)
+        said = json.dumps({"begun": words, "entered": entered(group)})
+        group.process_group().get_group_store().set(_key(_next(group), group.rank, _BEGUN), said)
 
 
 def compare(groups: Sequence[Group], lines: Sequence[Line]) -> None:
@@ -78,10 +82,11 @@ def compare(groups: Sequence[Group], lines: Sequence[Line]) -> None:
         Disagreement: on all ranks, naming them and the first difference; or the error of one, or who does not come.
     """
     numbers = [(group, _tell(group, {"lines": lines})) for group in groups if group.is_here()]
-    if len(numbers) > 1:
-        _hear_what_comes(numbers, lines)
-    for group, number in numbers:
-        _hear(group, number, lines, min(config.patience, _timeout(group)))
+    with _waiting(numbers):
+        if len(numbers) > 1:
+            _hear_what_comes(numbers, lines)
+        for group, number in numbers:
+            _hear(group, number, lines, min(config.patience, timeout(group)))
 
 
 def of_all(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
@@ -97,7 +102,8 @@ def of_all(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
     found, lines = [value], [("together", what)]
     for group in groups:
         number = _tell(group, {"lines": lines, "value": found})
-        found = [one for told in _hear(group, number, lines, _timeout(group)) for one in told["value"]]
+        with _waiting([(group, number)]):
+            found = [one for told in _hear(group, number, lines, timeout(group)) for one in told["value"]]
     return found
 
 
@@ -111,21 +117,112 @@ def shown(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+def entered(group: Group) -> int:
+    """How many collectives of a group this rank has started, replays of graphs counted as one."""
+    ranks = group.process_group()
+    counted = 0
+    for backend in {ranks._get_backend(device) for device in ranks._device_types}:
+        with contextlib.suppress(RuntimeError):  # of a backend that does not count
+            counted += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return counted + _replayed.get(group.name, 0)
+
+
+def replay(group: Group) -> None:
+    """Count a replay of a graph with collectives of a group.
+
+    Raises:
+        Disagreement: where a collective of the group was given up.
+    """
+    check(group)
+    _replayed[group.name] = _replayed.get(group.name, 0) + 1
+
+
+def stands(group: Group) -> tuple[int, int]:
+    """Where this rank is: what it tells next, and the collectives that it has started."""
+    return _next(group), entered(group)
+
+
+def ahead(group: Group, waits: bool = False) -> str:
+    """In words another rank that is ready with something, and has not started what this one has; else empty.
+
+    Args:
+        waits: whether it has to wait for this one still.
+    """
+    store, (number, own) = group.process_group().get_group_store(), stands(group)
+    if store.check([_key(number, group.rank, _BEGUN)]):
+        return ""
+    for rank in (r for r in range(group.size) if r != group.rank):
+        keys = _key(number, rank), _key(number, rank, _BEGUN)
+        told = next((json.loads(store.get(key)) for key in keys if store.check([key])), {"entered": own})
+        over = "error" in told or store.check([_key(number, rank, _OVER)])
+        if told["entered"] < own and not (waits and over):
+            return f"rank {rank} of group {group.title!r} {_doing(told)}"
+    return ""
+
+
+def _doing(told: Mapping[str, Any]) -> str:
+    if "error" in told:
+        return f"cannot go on: {told['error']}"
+    return f"has begun {told['begun']}" if "begun" in told else f"is ready with {told['lines'][0][1]}"
+
+
+def give_up(group: Group, words: str, for_good: bool = True) -> None:
+    """Tell the other ranks why this one does not come; for good: and run no collective of the group any more."""
+    with contextlib.suppress(RuntimeError):  # where the store is gone they hear by that
+        _tell(group, {"error": words})
+    if for_good:
+        _broken[group.name] = weakref.ref(group.process_group()), words
+
+
+def broken_by(group: Group) -> str:
+    """Why a collective of the group was given up for good; empty where none was."""
+    ranks, words = _broken.get(group.name, (None, ""))
+    return words if ranks is not None and group.is_here() and ranks() is group.process_group() else ""
+
+
+def check(group: Group) -> None:
+    """Raise where a collective of the group was given up for good.
+
+    Raises:
+        Disagreement: then.
+    """
+    if _broken and (words := broken_by(group)):
+        raise Disagreement(f"{words}. Nothing runs in group {group.title!r} any more: end the processes")
+
+
+def _next(group: Group) -> int:
+    """The number of what is told next."""
+    with _counting:
+        return _told.get(group.process_group(), 0) + 1
+
+
 def _tell(group: Group, said: Mapping[str, object]) -> int:
     """Tell the ranks of a group; the number of what was told."""
+    check(group)
     ranks = group.process_group()
     with _counting:
         number = _told[ranks] = _told.get(ranks, 0) + 1
     store = ranks.get_group_store()
-    store.set(_key(number, group.rank), json.dumps(said))
+    store.set(_key(number, group.rank), json.dumps({**said, "entered": entered(group)}))
     if number > _REMEMBERED:  # nobody asks for it any more
-        for more in ((), (_BEGUN,)):
+        for more in ((), (_BEGUN,), (_OVER,)):
             store.delete_key(_key(number - _REMEMBERED, group.rank, *more))
     return number
 
 
 def _key(number: int, rank: int, *more: str) -> str:
     return "/".join(["te_fuser/lockstep", f"{number}", f"{rank}", *more])
+
+
+@contextlib.contextmanager
+def _waiting(numbers: Sequence[tuple[Group, int]]) -> Iterator[None]:
+    """Say that this rank waits no more, where it raises."""
+    try:
+        yield
+    except Disagreement:
+        for group, number in numbers:
+            group.process_group().get_group_store().set(_key(number, group.rank, _OVER), "")
+        raise
 
 
 def _hear(group: Group, number: int, lines: Sequence[Line], patience: float) -> list[dict[str, Any]]:
@@ -140,7 +237,7 @@ def _hear(group: Group, number: int, lines: Sequence[Line], patience: float) -> 
 def _hear_what_comes(numbers: Sequence[tuple[Group, int]], lines: Sequence[Line]) -> None:
     """Hear what is told in several groups as it comes: who differs in one may never come in another."""
     waiting = [(group, number, rank) for group, number in numbers for rank in range(group.size)]
-    until = time.monotonic() + min(config.patience, *[_timeout(group) for group, _ in numbers])
+    until = time.monotonic() + min(config.patience, *[timeout(group) for group, _ in numbers])
     while waiting and time.monotonic() < until:
         for group, number, rank in [*waiting]:
             store, key = group.process_group().get_group_store(), _key(number, rank)
@@ -158,7 +255,7 @@ def _leaving(others: Sequence[tuple[Group, int]]) -> Iterator[None]:
         yield
     except Disagreement as error:
         for group, number in others:
-            said = json.dumps({"error": f"{error}"})
+            said = json.dumps({"error": f"{error}", "entered": entered(group)})
             group.process_group().get_group_store().set(_key(number, group.rank), said)
         raise
 
@@ -180,21 +277,22 @@ def _told_by(group: Group, number: int, rank: int, lines: Sequence[Line], patien
     Raises:
         Disagreement: when it does not come, which the others hear then, too.
     """
-    store, key, longest = group.process_group().get_group_store(), _key(number, rank), _timeout(group)
+    store, key, longest = group.process_group().get_group_store(), _key(number, rank), timeout(group)
     begun = _key(number, rank, _BEGUN)
     came = _comes(store, key, patience)
     if not came and store.check([begun]):
         came, patience = _comes(store, key, max(longest - patience, _SOON)), longest
     if came:
         return json.loads(store.get(key))  # type: ignore[no-any-return]
-    doing = f"has begun {store.get(begun).decode()} and is not done" if store.check([begun]) else "did not come"
+    doing = f"{_doing(json.loads(store.get(begun)))} and is not done" if store.check([begun]) else "did not come"
     error = (
         f"rank {rank} of group {group.title!r} {doing} within {patience:.3g} s, while {group} is ready with "
-        f"{lines[0][1]}: ranks of a group call a model equally often, with tensors of one shape, in the same modes and "
-        "regions of FP8; what one of them has run before and another one not, it runs without asking. Where it is only "
+        f"{lines[0][1]}: {TOGETHER}. Where it is only "
         f"late, raise te_fuser.config.patience, which the group's timeout of {longest:.0f} s bounds"
     )
-    store.set(_key(number, group.rank), json.dumps({"error": f"{group} gave up, as {error}"}))
+    store.set(
+        _key(number, group.rank), json.dumps({"error": f"{group} gave up, as {error}", "entered": entered(group)})
+    )
     raise Disagreement(error)
 
 
@@ -206,7 +304,7 @@ def _comes(store: Any, key: str, seconds: float) -> bool:
     return True
 
 
-def _timeout(group: Group) -> float:
+def timeout(group: Group) -> float:
     """Seconds after which a collective of the group fails."""
     ranks = group.process_group()
     options = [getattr(ranks._get_backend(device), "options", None) for device in ranks._device_types]

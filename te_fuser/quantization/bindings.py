@@ -79,6 +79,22 @@ class InverseBinding(StateBinding):
         return self.__dict__["state"].inverses  # type: ignore[no-any-return]
 
 
+class OwnBinding(StateBinding):
+    """A number that each call makes of what it quantizes: where calls look it up stands what it is like."""
+
+    what = "of_this_call"
+    made_in_call = True
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self.__dict__["state"].blanks  # type: ignore[no-any-return]
+
+
+class OwnAmaxBinding(OwnBinding):
+    """The largest magnitude that such numbers follow from: a zero before it is raised."""
+
+    written = True
+
+
 class AmaxBinding(StateBinding):
     """The slot of the largest magnitude since the last fold."""
 

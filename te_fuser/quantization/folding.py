@@ -35,7 +35,7 @@ from te_fuser.quantization.state import (
 )
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
-from te_fuser.recipe.region import Region, is_capturing, on_entry, settings_changed
+from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry, settings_changed
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -163,8 +163,16 @@ def _note_alike(agreement: Agreement | None, waiting: Sequence[State]) -> None:
         settings_changed()
 
 
+def fold_to_look() -> None:
+    """The same for who looks; not inside of a region or a backward, which go by the scales of one entry throughout."""
+    if not (any(entered()) or in_backward()):
+        fold()
+
+
 def fold_alone() -> None:
-    """The same where no other rank has to be asked, and something was recorded."""
+    """The same where no other rank has to be asked, and something was recorded, for who saves or copies."""
+    if any(entered()) or in_backward():
+        return
     if _agreement(_recorded.region) is None and any(bool(block.amaxes.any()) for block in blocks()):
         fold()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,6 +24,12 @@ from te_fuser.quantization.state import State, every_state, lock, not_in_capture
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
+
+# What calls make that find scales in what they quantize: float32 [].
+OWN = (
+    *[f"{role}_{what}" for role in ("input", "output_gradient") for what in ("scale", "inverse", "amax")],
+    "weight_inverse",
+)
 
 
 class MadeBinding(StateBinding):
@@ -95,15 +102,19 @@ def _like(w: torch.Tensor) -> Quantized:
     return w.new_empty(w.shape, dtype=DTYPE), w.new_empty(w.shape[::-1], dtype=DTYPE)
 
 
-def leave_blank(state: State, out_features: int, in_features: int) -> None:
-    """Have calls find what the weight in 8 bits is like; who reads its numbers finds NaN."""
-    device = state.scales["weight"].device
+def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
+    """Have calls find what they make is like, as the weight in 8 bits; who reads the numbers finds NaN.
+
+    Args:
+        features: of a row of its input, and of its output.
+    """
     if state.blanks and state.blanks[KEPT[0]].device == device:
         return
     with torch.inference_mode(False), _disable_current_modes():  # of an export, which would make one of its own
         blank = torch.zeros((), dtype=torch.int8, device=device).sub_(1).view(DTYPE)  # all bits: NaN
-        layouts = [blank.expand(sizes) for sizes in ((out_features, in_features), (in_features, out_features))]
-    state.blanks.update(zip(KEPT, layouts, strict=False))
+        layouts = [blank.expand(sizes) for sizes in (features[::-1], features)]
+        numbers = torch.full((len(OWN),), math.nan, dtype=torch.float32, device=device).unbind()
+    state.blanks.update(zip((*KEPT[:2], *OWN), (*layouts, *numbers), strict=True))
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:

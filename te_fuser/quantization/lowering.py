@@ -19,21 +19,23 @@ from te_fuser.ops.binding import Binding
 from te_fuser.ops.collective import Collective
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.float8_products import READ, READ_KEPT
+from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.narrow import not_scaled
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
-from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
+from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, OwnAmaxBinding, OwnBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside, ran_within
 from te_fuser.quantization.exchanged import agreeing, quantized_first
 from te_fuser.quantization.folding import read_in_capture
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import (
     KEPT,
+    OWN,
     KeptBinding,
     MadeAgainBinding,
     MadeBinding,
@@ -76,7 +78,7 @@ class Regions(surroundings.Surrounding):
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         recipe = _said(key)[0]
-        return [_with_state(item, key) if _has_state(item, recipe) else item for item in listed]
+        return [_with_numbers(item, key) if _has_numbers(item, recipe) else item for item in listed]
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
@@ -99,7 +101,8 @@ class Regions(surroundings.Surrounding):
                 ensure(weight, recipe, device) if records else look_up(weight, device)
         for item in listed:
             if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
-                leave_blank(state_of(own), *cast(MatMul, item.lowered.op).parameter_shapes()["weight"])
+                sizes = cast(MatMul, item.lowered.op).own_features
+                leave_blank(state_of(own), sizes, device_of(own) or own.get().device)
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
 
     def left(self, listed: Sequence[ListedOp]) -> None:
@@ -122,7 +125,7 @@ class Regions(surroundings.Surrounding):
             _only_reads.reset(token)
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        states = [state_of(weight) for weight in _weights(listed)]
+        states = [state_of(item.lowered.bindings["weight"]) for item in listed if _keeps_scales(item)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
         products = [item.lowered.bindings["weight"] for item in listed if _is_product(item)]
         places = [place for weight in products for place in narrow_places(weight)]
@@ -183,9 +186,22 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     return None
 
 
-def _has_state(item: ListedOp, recipe: Recipe) -> bool:
-    """Whether an op is a product of 8 bits whose scales are kept."""
-    return why_not(item, recipe) is None and scalings_of(recipe_for(item.lowered.bindings["weight"], recipe)) is None
+def _has_numbers(item: ListedOp, recipe: Recipe) -> bool:
+    """Whether an op is a product of 8 bits with a scale for each factor: one that is kept, or that calls make."""
+    if why_not(item, recipe) is not None:
+        return False
+    scalings = scalings_of(recipe_for(item.lowered.bindings["weight"], recipe))
+    return scalings is None or _are_of_tensors(scalings)
+
+
+def _are_of_tensors(scalings: tuple[Scaling, ...]) -> bool:
+    """Whether each factor has one scale."""
+    return all(scaling.block is None for scaling in scalings)
+
+
+def _keeps_scales(item: ListedOp) -> bool:
+    """Whether a product reads scales that are kept from call to call."""
+    return isinstance(item.lowered.aside.get("input_scale"), ScaleBinding)
 
 
 def _reduces(recipe: Recipe | None) -> bool:
@@ -195,10 +211,6 @@ def _reduces(recipe: Recipe | None) -> bool:
 
 def _is_product(item: ListedOp) -> bool:
     return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
-
-
-def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in listed if item.lowered.aside]
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
@@ -265,12 +277,25 @@ def _without_values(weight: Binding, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
     device = device_of(weight) or torch.device("meta")
     state, number = State(torch.nn.Module(), weight.name), torch.empty((), dtype=torch.float32, device=device)
+    state.blanks.update(dict.fromkeys(OWN, number))
     data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device=device)
     for like in (state.kept, state.blanks):
         like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
     return state
+
+
+def _own_numbers(weight: Binding, state: State) -> dict[str, Binding]:
+    """What each call makes: scales of what it quantizes, their reciprocals, amaxes; and the weight in 8 bits."""
+    data, turned, _ = KEPT
+    again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
+    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
+    return {
+        **found,
+        data: MadeBinding(state, data),
+        turned: (MadeAgainBinding if again else MadeBinding)(state, turned),
+    }
 
 
 def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
@@ -287,11 +312,13 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
-def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
-    """A product with the numbers of its state that it may read."""
+def _with_numbers(item: ListedOp, key: Hashable) -> ListedOp:
+    """A product with the numbers that it may read, of its state or of its calls."""
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
+    if scalings_of(recipe_for(weight, _said(key)[0])) is not None:
+        return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state)))
     aside: dict[str, Binding] = {
         f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
     }
@@ -333,6 +360,8 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
     form = _form(cast(Recipe, recipe), dtype, own)
+    if scalings is not None and _are_of_tensors(scalings):
+        return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
     if scalings is not None:
         weight = low.bindings["weight"]
         keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
@@ -363,18 +392,24 @@ def _is_hybrid(recipe: Recipe) -> bool:
 
 
 def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) -> Iterable[ListedOp]:
-    """A product of factors that come in 8 bits by kept scales, and what quantizes these before and behind it."""
-    low, gradients = item.lowered, form["formats"][2]
-    yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", records)
+    """A product of factors that come in 8 bits by one scale each, and what quantizes these before and behind it."""
+    low, gradients, scalings = item.lowered, form["formats"][2], form.get("scalings")
+    of_input, _, of_gradient = scalings or (None,) * 3
+    quantize = Quantize(E4M3, scale=None, takes=form["dtype"], own=of_input)
+    yield _quantizing(item, quantize, ".quantize", "input", records)
     product = cast(MatMul, low.op)
-    if _is_kept(item):
+    if scalings is not None:
+        read = [*READ_OWN, "weight_inverse", *KEPT[:2]]
+        yield _in_place(item, Float8MatMul(product, **form), "", read)
+    elif _is_kept(item):
         read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": low.aside["kept_inverse"]}
         yield _in_place(item, Float8MatMul(product, weight_is_kept=True, **form), "", read, inverse)
     else:
         read = [*READ, *KEPT[:2], *(["weight_amax"] if records else [])]
         yield _in_place(item, Float8MatMul(product, **form), "", read)
     if records:
-        yield _quantizing(item, QuantizeGradient(gradients, scale=None), ".quantize_gradient", "output_gradient", True)
+        behind = QuantizeGradient(gradients, scale=None, own=of_gradient)
+        yield _quantizing(item, behind, ".quantize_gradient", "output_gradient", True)
 
 
 def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
@@ -409,6 +444,9 @@ def _in_place(
 def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, records: bool) -> ListedOp:
     """What quantizes a factor of a product, before it or behind it."""
     aside = item.lowered.aside
+    if not _keeps_scales(item):
+        numbers = {"own_amax": "amax", "scale": "scale", "inverse": "inverse"}
+        return _listed(item, op, suffix, {name: aside[f"{role}_{what}"] for name, what in numbers.items()})
     amax = {"amax": aside[f"{role}_amax"]} if records else {}
     return _listed(item, op, suffix, {"scale": aside[f"{role}_scale"], **amax})
 
@@ -432,13 +470,13 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
     for (said, but), paths in alike.items():
         if not calibrating:
             yield f"products in 8 bits ({said}){emulated}: {_names(paths)}{but}"
-        elif has := [path for item in listed if (path := item.path) in paths and item.lowered.aside]:
+        elif has := [path for item in listed if (path := item.path) in paths and _keeps_scales(item)]:
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:
             yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
     if once := [item.path for item in listed if _is_kept(item)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
-    if given := [item.path for item in listed if item.lowered.aside and _is_given(item)]:
+    if given := [item.path for item in listed if _keeps_scales(item) and _is_given(item)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     products = filter(_is_product, listed)
     if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:

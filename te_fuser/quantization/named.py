@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.quantization.folding import fold
+from te_fuser.quantization.folding import fold, fold_to_look
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import ROLES, State, state_of
+from te_fuser.recipe.region import entered
 
 
 def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
 
-    Where ranks agree on amaxes, all of them call this together.
+    Inside of a region or a backward they are those that its calls go by, and what these record comes later. Where ranks
+    agree on amaxes, all of them call this together.
 
     Returns:
         path of a product + ".input", ".weight" or ".output_gradient" -> (scale, float32 []; the amaxes of its last
         calls, newest first, float32 [amax_history_len]); of products that have run in a region, and whose weights are
         the model's own: those of weights that come with a call are kept with its list.
     """
-    fold()
+    fold_to_look()
     return {
         f"{path}.{role}": (state.scale[k].clone(), state.history[:, k].clone())
         for path, state in _states_of(model).items()
@@ -28,7 +30,13 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
 
 def not_finite(model: torch.nn.Module) -> dict[str, int]:
-    """How often an amax was infinite or NaN, and so moved no scale: by the same names, where that happened at all."""
+    """How often an amax was infinite or NaN, and so moved no scale: by the same names, where that happened at all.
+
+    Raises:
+        RuntimeError: inside of a region, whose amaxes are counted when it was left.
+    """
+    if any(entered()):
+        raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
     fold()
     counts = {
         f"{path}.{role}": int(state.block.not_finite[state.row, k])

@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
 from te_fuser.dtypes import FLOAT8, FLOATING
-from te_fuser.flatten import Group, exported, walk_parts
+from te_fuser.flatten import exported
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
@@ -24,6 +24,7 @@ from te_fuser.ops.dtensor import in_parts, is_dtensor, own_part
 from te_fuser.ops.group import Group as RankGroup
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import unrounded
+from te_fuser.parts import Group, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.promises import memory_of, run_watched

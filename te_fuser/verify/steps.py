@@ -14,7 +14,16 @@ from te_fuser.compare import UPSTREAM, Tensors, doubled, judge
 from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
-from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.graph.refs import (
+    GRADIENT,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    RECOMPUTED,
+    SEED,
+    VALUE,
+    Ref,
+    gradient_ref,
+)
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
@@ -69,7 +78,7 @@ class _Watch:
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
         """`runner`, checked; steps that are a single PyTorch operation run as they are."""
-        if not step.task.compares:
+        if not (step.task.compares and step.outputs):
             return runner
         direction = "forward" if id(step) in self.forward_steps else "backward"
         if self.sums is not None and step.sums() and not self.read & set(step.sums()):
@@ -95,6 +104,12 @@ class _Watch:
         found = {f"{_VALUE}{v}": _wide(self.value(v)) for v in self.entering(nodes)}
         numbers = {p for node in nodes for p in node.parameters.values()}
         return found | {f"{_PARAMETER}{p}": self.parameters[p] for p in sorted(numbers)}
+
+    def take_made(self, given: Mapping[Ref, torch.Tensor]) -> None:
+        """Note numbers that steps of this call have made, which the ops behind them read."""
+        for ref, t in given.items():
+            if ref.kind is PARAMETER and self.graph.parameters[ref.index].made_in_call:
+                self.parameters[ref.index] = t
 
     def value(self, index: int) -> torch.Tensor:
         """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""
@@ -143,6 +158,7 @@ class _CheckedRunner:
         given = {ref: slots[k].detach() for _, ref, k in self.inputs if isinstance(slots[k], torch.Tensor)}
         given |= {ref.by_rows: self._by_rows(ref, t) for ref, t in given.items() if ref.form.layout == "transposed"}
         self.watch.seed = given.get(SEED, self.watch.seed)
+        self.watch.take_made(given)
         device = next(slots[k].device.type for _, k in self.outputs)
         with torch.enable_grad(), torch.autocast(device, enabled=False):
             if self.direction == "forward":

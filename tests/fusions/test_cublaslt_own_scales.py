@@ -21,34 +21,31 @@ from te_fuser.ops.joined import _JOINED, Joined
 from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.quantization import lowering
 from te_fuser.quantization.stateless import scalings_of
-from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, QParams, Recipe
+from te_fuser.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams, Recipe
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3
 from tests.fusions.products import autocast_on_cuda, reasons
 from tests.needs import needs_compiler
 
 IN, OUT, ROWS = 128, 256, 17
-BOTH, BIASED, ALONE, BIASED_ALONE = (
-    "own_scales_matmul",
-    "own_scales_matmul_bias",
-    "own_scales_matmul_alone",
-    "own_scales_matmul_bias_alone",
-)
-SAVED = ("turned", "inverse", "weight_turned", "weight_inverse", "weight_amax")
-CURRENT = Float8CurrentScaling()
+BOTH, ALONE = "own_scales_matmul", "own_scales_matmul_alone"
+BIASED = {BOTH: "own_scales_matmul_bias", ALONE: "own_scales_matmul_bias_alone"}
+SHIFT = 2.0  # what a bias adds
+SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
+BLOCKS = Float8BlockScaling()
 RECIPES: dict[str, Recipe] = {
-    "current": CURRENT,
-    "current e4m3": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(power_2_scale=True)),
-    "blocks": Float8BlockScaling(),
+    "blocks": BLOCKS,
+    "blocks by any scales": Float8BlockScaling(fp8_quant_fwd_inp=QParams(power_2_scale=False)),
 }
+ROW, SQUARE = scalings_of(BLOCKS)[:2]  # type: ignore[index]
 
 
 def planned(
     device: str | None = "h200",
     dtype: torch.dtype = torch.bfloat16,
-    recipe: Recipe = CURRENT,
+    recipe: Recipe = BLOCKS,
     weight: torch.dtype | None = None,
     grad: bool = True,
     main_grad: bool = False,
@@ -72,42 +69,34 @@ def planned(
 
 
 def step(p: Plan, name: str, backward: bool = False) -> Step:
-    (found,) = [s for s in (p.backward if backward else p.forward) if s.name == name]
+    (found,) = [s for s in (p.backward if backward else p.forward) if s.name in (name, BIASED[name])]
     return found
 
 
-@pytest.mark.parametrize("device", ["h200", "l4", "b200"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_taken(device: str, dtype: torch.dtype) -> None:
+def test_taken(dtype: torch.dtype) -> None:
     """One step forward with the bias, one backward for both gradients, and what they launch."""
-    p = planned(device, dtype)
-    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED]
-    assert [s.name for s in p.backward] == ["bias_bwd", BIASED, "layer_norm_bwd"]
-    forward, backward = step(p, BIASED), step(p, BIASED, True)
+    p = planned(dtype=dtype)
+    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED[BOTH]]
+    assert [s.name for s in p.backward] == ["bias_bwd", BIASED[BOTH], "layer_norm_bwd"]
+    forward, backward = step(p, BOTH), step(p, BOTH, True)
     flops = 2.0 * ROWS * IN * OUT
     assert (forward.cost.flops, backward.cost.flops) == (flops, 2 * flops)
     assert forward.cost.dtype == backward.cost.dtype == "float8_e4m3fn"
-    scaling = Scaling()
-    assert forward.task.written == (
-        *own_scales.kernels_of(dtype, E4M3, scaling, "both"),
-        *own_scales.kernels_of(dtype, E4M3, scaling, "both"),
-    )
-    assert backward.task.written == tuple(own_scales.kernels_of(dtype, E5M2, scaling, "both"))
+    assert forward.task.written == (kernel(dtype, ROW, "both"), kernel(dtype, SQUARE, "both"))
+    assert backward.task.written == (kernel(dtype, ROW, "both"),)
+
+
+def kernel(dtype: torch.dtype, scaling: Scaling, wanted: str) -> own_scales.QuantizeBlocks:
+    return own_scales.kernel_of(dtype, E4M3, scaling, wanted)
 
 
 def test_what_is_taken_away_is_turned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `fully_shard` takes weights away after forward; their largest magnitude is known by then."""
+    """As `fully_shard` takes weights away after forward."""
     monkeypatch.setattr(lowering, "is_taken_away", lambda owner: True)
-    p, scaling = planned(), Scaling()
-    forward, backward = step(p, BIASED), step(p, BIASED, True)
-    assert forward.task.written == (
-        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "both"),
-        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "rows"),
-    )
-    assert backward.task.written == (
-        *own_scales.kernels_of(torch.bfloat16, E5M2, scaling, "both"),
-        *own_scales.kernels_of(torch.bfloat16, E4M3, scaling, "turned", measured=True),
-    )
+    p, dtype = planned(), torch.bfloat16
+    assert step(p, BOTH).task.written == (kernel(dtype, ROW, "both"), kernel(dtype, SQUARE, "rows"))
+    assert step(p, BOTH, True).task.written == (kernel(dtype, ROW, "both"), kernel(dtype, SQUARE, "turned"))
 
 
 def test_the_factors_are_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,33 +109,28 @@ def test_the_factors_are_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_gradients() -> None:
     p = planned(grad=False)
-    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED_ALONE]
-    assert (
-        step(p, BIASED_ALONE).task.written
-        == tuple(dict.fromkeys(own_scales.kernels_of(torch.bfloat16, E4M3, Scaling(), "rows"))) * 2
-    )
+    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED[ALONE]]
+    assert step(p, ALONE).task.written == (kernel(torch.bfloat16, ROW, "rows"), kernel(torch.bfloat16, SQUARE, "rows"))
     frozen = planned(frozen=("x", "0.weight", "0.bias", "1.weight"))
-    assert ALONE in {s.name for s in frozen.forward} and BOTH not in {s.name for s in frozen.backward}
+    assert step(frozen, ALONE) and not {BOTH, BIASED[BOTH]} & {s.name for s in frozen.backward}
 
 
 @pytest.mark.parametrize("frozen", [("1.weight",), ("x", "0.weight", "0.bias")])
 def test_only_what_is_needed(frozen: tuple[str, ...]) -> None:
     wanted = "rows" if frozen[0] == "1.weight" else "turned"
     p = planned(frozen=frozen)
-    (backward,) = [s for s in p.backward if s.name in (BOTH, BIASED)]
-    assert backward.task.written[:2] == tuple(own_scales.kernels_of(torch.bfloat16, E5M2, Scaling(), wanted))
-    assert len(backward.task.written) == 2
+    assert step(p, BOTH, True).task.written == (kernel(torch.bfloat16, ROW, wanted),)
 
 
 REFUSED = [
     ({"device": None}, BOTH, "cuBLASLt runs on cuda, the input is on cpu; it is emulated"),
     ({"device": "a100"}, BOTH, "products of 8 bits take compute capability 8.9, this GPU has 8.0; it is emulated"),
-    ({"dtype": torch.float32}, BIASED, "not every cuBLASLt adds a bias in float32 to products of 8 bits"),
     ({}, ALONE, "it keeps nothing that backward reads"),
+    ({"dtype": torch.float32}, BIASED[BOTH], "not every cuBLASLt adds a bias in float32 to products of 8 bits"),
     ({"kernels": "reference"}, BOTH, "this plan has none of these"),
     ({"recipe": MXFP8BlockScaling()}, BOTH, "products with a scale for each 32 numbers are emulated alone"),
-    ({"recipe": Float8BlockScaling(), "device": "l4"}, BOTH, "take compute capability 9.0, this GPU has 8.9"),
-    ({"recipe": Float8BlockScaling(), "device": "b200"}, BOTH, "take compute capability 9.0, this GPU has 10.0"),
+    ({"device": "l4"}, BOTH, "take compute capability 9.0, this GPU has 8.9"),
+    ({"device": "b200"}, BOTH, "take compute capability 9.0, this GPU has 10.0"),
 ]
 
 
@@ -164,11 +148,9 @@ def kernels_for(recipe: Recipe, dtype: torch.dtype, own: torch.dtype) -> Iterato
     """All that its bodies may launch."""
     scalings = scalings_of(recipe)
     assert scalings is not None
-    hybrid = getattr(recipe, "fp8_format", Format.E4M3) is Format.HYBRID
     for role, scaling in enumerate(scalings):
         for wanted in ("rows", "turned", "both"):
-            narrow = E5M2 if role == 2 and hybrid else E4M3
-            yield from own_scales.kernels_of(own if role == 1 else dtype, narrow, scaling, wanted)
+            yield kernel(own if role == 1 else dtype, scaling, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -206,15 +188,14 @@ def tensors(shape: tuple[int, ...], dtype: torch.dtype, own: torch.dtype) -> tup
     spread = torch.exp2(torch.arange(IN) / 16.0)
     x = torch.randn(*shape, IN, generator=rng) * spread
     w, dy = torch.randn(OUT, IN, generator=rng) / spread, torch.randn(*shape, OUT, generator=rng) * 1e-3
-    return x.to(dtype), w.to(own), dy.to(dtype), torch.randn(OUT, generator=rng).to(dtype)
+    return x.to(dtype), w.to(own), dy.to(dtype)
 
 
-def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bias: torch.Tensor, *needed: str) -> Any:
+def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, *needed: str) -> Any:
     """y, dx and dW, by the bodies of a plan."""
-    forward = next(s for s in p.forward if s.name in (BOTH, BIASED))
-    given = (x, w, bias) if forward.name == BIASED else (x, w)
-    y, *saved = forward.task.body.function(*given)  # type: ignore[union-attr]
-    backward = step(p, forward.name, True)
+    forward, backward = step(p, BOTH), step(p, BOTH, True)
+    bias = () if forward.name == BOTH else (x.new_full((OUT,), SHIFT),)
+    y, *saved = forward.task.body.function(x, w, *bias)  # type: ignore[union-attr]
     reads = {"0.weight": w, **dict(zip(SAVED, saved, strict=True))}
     op = p.graph.nodes[forward.start].op
     call = FusionCall([op], reads, frozenset(needed or ("input", "0.weight")), {})
@@ -242,17 +223,17 @@ def test_products(
     own = weight or dtype
     monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
     p = planned(dtype=dtype, weight=weight, recipe=RECIPES[name])
-    x, w, dy, bias = tensors(shape, dtype, own)
-    op, y, dx, dw = run(p, x, w, dy, bias)
+    x, w, dy = tensors(shape, dtype, own)
+    op, y, dx, dw = run(p, x, w, dy)
     wanted = factor(x, op, 0, False) @ factor(w, op, 1, False).mT
-    biased = any(s.name == BIASED for s in p.forward)
+    biased = step(p, BOTH).name == BIASED[BOTH]
     assert biased == (dtype != torch.float32)
-    close(y, (wanted + (bias.double() if biased else 0.0)).view(y.shape))
+    close(y, (wanted + biased * SHIFT).view(y.shape))
     close(dx, (factor(dy, op, 2, False) @ factor(w, op, 1, True)).view(x.shape))
     close(dw, factor(dy, op, 2, True).mT @ factor(x, op, 0, True))
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, own)
     for one in ("input", "0.weight"):
-        _, _, only_dx, only_dw = run(p, x, w, dy, bias, one)
+        _, _, only_dx, only_dw = run(p, x, w, dy, one)
         found, right, other = (only_dx, dx, only_dw) if one == "input" else (only_dw, dw, only_dx)
         assert torch.equal(found, right) and other is None
 
@@ -263,14 +244,14 @@ def test_products(
 def test_main_grad_takes_the_product(library: FakeCublasLt, name: str, main: torch.dtype) -> None:
     """Added to what it holds, or written over it."""
     p = planned(main_grad=True, recipe=RECIPES[name])
-    x, w, dy, bias = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
+    x, w, dy = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
     weight = torch.nn.Parameter(w)
     weight.main_grad = torch.ones(OUT, IN, dtype=main)  # type: ignore[attr-defined]
-    op, *_ = run(p, x, weight, dy, bias)
+    op, *_ = run(p, x, weight, dy)
     exact = factor(dy, op, 2, True).mT @ factor(x, op, 0, True)
     close(weight.main_grad, exact + 1.0)  # type: ignore[attr-defined]
     weight.overwrite_main_grad = True  # type: ignore[attr-defined]
-    run(p, x, weight, dy, bias)
+    run(p, x, weight, dy)
     close(weight.main_grad, exact)  # type: ignore[attr-defined]
 
 
@@ -279,13 +260,13 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, name: str, main: tor
 def test_main_grads_of_joined_weights(library: FakeCublasLt, name: str) -> None:
     """Each part has the rows that are its own."""
     p = planned(main_grad=True, recipe=RECIPES[name])
-    x, w, dy, bias = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
+    x, w, dy = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
     parts = [torch.nn.Parameter(part) for part in w.split((48, 128, 80))]
     for part in parts:
         part.main_grad = torch.zeros(part.shape, dtype=torch.float32)  # type: ignore[attr-defined]
     whole = w.clone()
     whole.__dict__[_JOINED] = Joined(tuple(parts), Facts(), True)
-    op, *_ = run(p, x, whole, dy, bias)
+    op, *_ = run(p, x, whole, dy)
     exact = factor(dy, op, 2, True).mT @ factor(x, op, 0, True)
     close(torch.cat([part.main_grad for part in parts]), exact)  # type: ignore[attr-defined]
 
@@ -295,16 +276,16 @@ def test_main_grads_of_joined_weights(library: FakeCublasLt, name: str) -> None:
 def test_nothing(library: FakeCublasLt, name: str) -> None:
     """An empty batch gives empty results, and a gradient of zeros."""
     p = planned(recipe=RECIPES[name])
-    x, w, dy, bias = tensors((0,), torch.bfloat16, torch.bfloat16)
-    _, y, dx, dw = run(p, x, w, dy, bias)
+    x, w, dy = tensors((0,), torch.bfloat16, torch.bfloat16)
+    _, y, dx, dw = run(p, x, w, dy)
     assert y.shape == (0, OUT) and dx.shape == (0, IN) and torch.equal(dw, torch.zeros_like(w))
 
 
 @needs_compiler
 def test_sums_are_as_the_recipe_says(library: FakeCublasLt) -> None:
     p = planned()
-    x, w, dy, bias = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
-    step(p, BIASED).task.body.function(x, w, bias)  # type: ignore[union-attr]
-    assert library.last_fast
-    run(p, x, w, dy, bias)
+    x, w, dy = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
+    step(p, BOTH).task.body.function(x, w)  # type: ignore[union-attr]
+    assert not library.last_fast
+    run(p, x, w, dy)
     assert not library.last_fast

@@ -10,11 +10,11 @@ import torch
 import te_fuser as te
 from te_fuser import fusions
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.own_scales import QuantizeBlocks, QuantizeByAmax
+from te_fuser.kernels.own_scales import QuantizeBlocks
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3
 from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, compare, data, made, step
-from tests.kernels.test_own_scales import check, check_blocks, matrix
+from tests.kernels.test_own_scales import check_blocks, matrix
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,10 @@ RECIPES: dict[str, Recipe] = {
     "current e4m3": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(power_2_scale=True)),
     "blocks": Float8BlockScaling(),
 }
-OURS = tuple(f"own_scales_matmul{kind}" for kind in ("", "_bias", "_alone", "_bias_alone"))
+OURS = (
+    *("own_scales_matmul", "own_scales_matmul_alone", "float8_matmul", "float8_matmul_bias"),
+    *(f"float8_matmul_{kind}" for kind in ("backward", "main_grad", "rows_backward", "rows_main_grad", "bias_quack")),
+)
 every = pytest.mark.parametrize("name", RECIPES)
 
 
@@ -35,13 +38,6 @@ def recipe_of(name: str) -> Recipe:
     if why is not None:
         pytest.skip(why)
     return RECIPES[name]
-
-
-@pytest.mark.parametrize("size", [*SIZES, *NOTHING, *LARGE])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_scale_for_all(size: tuple[int, int], dtype: torch.dtype) -> None:
-    for narrow, wanted in itertools.product((E4M3, E5M2), ("rows", "turned", "both")):
-        check(matrix(*size, dtype).cuda(), QuantizeByAmax(dtype, narrow, wanted))
 
 
 @pytest.mark.parametrize("size", [*SIZES, *NOTHING, *LARGE])
@@ -73,7 +69,7 @@ def test_dtypes_and_tokens(dtype: torch.dtype, name: str, rows: int) -> None:
     found = step(model, x, recipe)  # type: ignore[arg-type]
     with te.autocast(recipe=recipe):
         said = str(model.explain(x.requires_grad_()))
-    assert "fusion own_scales_matmul" in said and "op own_scales" not in said
+    assert "op own_scales" not in said and "op float8" not in said
     with fusions.disabled(*OURS):
         compare(found, step(twin, x.detach(), recipe))  # type: ignore[arg-type]
 

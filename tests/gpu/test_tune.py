@@ -11,8 +11,10 @@ import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.fuser.tune import schedules as tuning_schedules
 from te_fuser.fuser.tune import tune as tuning
+from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as tuning_products
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -54,3 +56,42 @@ def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: p
     products.configured.cache_clear()  # as in a new process
     for after, exact in zip(results(), before, strict=True):
         torch.testing.assert_close(after, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=1), Float8CurrentScaling(), Float8BlockScaling()])
+def test_products_of_8_bits(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a region: what is measured moves no scales, what is taken is kept, and a new process runs by it."""
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    monkeypatch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
+
+    def contest(first: object, second: object, effort: tuning.Effort) -> float:
+        for call in (first, second):
+            call()  # type: ignore[operator]
+        return 0.5
+
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: contest)
+    monkeypatch.setattr(tuning, "_candidates", lambda plan, options: iter(()))
+    monkeypatch.setattr(tuning, "_schedule_trials", lambda *given: [])
+    torch.manual_seed(0)
+    layers = ops.LayerNorm(256), ops.Linear(256, 512), ops.GELU(), ops.Linear(512, 256)
+    model = Sequential(*layers).to(GPU, torch.bfloat16)
+    x = torch.randn(333, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(333, 256, device=GPU, dtype=torch.bfloat16)
+
+    def results() -> list[torch.Tensor]:
+        with te_fuser.autocast(recipe=recipe):
+            y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+
+    for _ in range(4):  # scales are those of these data in the second call, of what it makes of them in the third
+        before = results()
+    with te_fuser.autocast(recipe=recipe):
+        report = model.tune(x)
+    tried = [t for t in report.trials if t.place.startswith("quantized")]
+    assert any(t.taken for t in tried) and all(t.taken or t.reason or t.ratio for t in tried), report
+    assert list(tmp_path.rglob("*.products.json"))
+    quantized_matmul.configured.cache_clear()  # as in a new process
+    for after, exact in zip(results(), before, strict=True):
+        assert (after.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
+    with te_fuser.autocast(recipe=recipe):
+        assert "algorithm: tuned: candidate" in str(model.explain(x))

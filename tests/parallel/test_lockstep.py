@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from te_fuser import ops
 from te_fuser.capture import _Captured
 from te_fuser.config import config
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.ops import telling
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
@@ -165,6 +167,99 @@ def test_a_rank_that_runs_what_it_knows() -> None:
             m(tensor(6, FEATURES))
     assert m(tensor(4, FEATURES)).shape == (4 * WORLD, 4)
     hears_that_the_other_one_gave_up()
+
+
+TIMEOUT = 6.0  # seconds of a group whose ranks wait in vain
+
+
+def group_of_its_own(seconds: float = TIMEOUT) -> Any:
+    """A group whose collectives wait for a short time: gloo's cannot be ended earlier."""
+    return dist.new_group(range(WORLD), timeout=timedelta(seconds=seconds))
+
+
+@pytest.mark.parametrize("new", ["shape", "gradients", "region", "tune"])
+@on_ranks
+def test_a_known_call_beside_a_new_one(new: str) -> None:
+    """Whoever waits in a collective tells the other one why it does not come, and raises itself."""
+    rank, group = dist.get_rank(), group_of_its_own()
+    m = sequential(ops.LayerNorm(FEATURES), ops.AllGather(group), ops.Linear(FEATURES, 4)).float()
+    x = tensor(4, FEATURES).float()
+    m(x)
+
+    def other() -> None:
+        if new == "region":
+            with te_fuser.autocast():
+                m(x)
+        elif new == "tune":
+            m.tune(x)
+        else:
+            with torch.set_grad_enabled(new != "gradients"):
+                m(tensor(6, FEATURES).float())
+
+    with mock.patch.object(config, "patience", 1.0):
+        stuck.watch([])  # by the patience of now
+        text = raised(other if rank else lambda: m(x))
+    ready = {"region": "the entry of a region", "tune": "x [4, 8]"}.get(new, "x [6, 8]")
+    if rank == 0:
+        assert text.startswith("in a call with [4, 8]: rank 0 of 2 ([0, 1]) waits in a collective of what")
+        assert "while rank 1 of group '[0, 1]'" in text and ready in text
+        with pytest.raises(Disagreement, match="Nothing runs in group"):
+            m(x)
+        if new == "region":  # which rank 1 told all ranks
+            with pytest.raises(Disagreement, match="rank 1 of group 'world' cannot run"):
+                telling.of_all([Group.of("a test", dist.group.WORLD)], "a test", None)
+    else:
+        assert "rank 0 of group '[0, 1]' cannot run this call" in text
+        assert "rank 0 of 2 ([0, 1]) waits in a collective" in text and ready in text
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("features", [FEATURES, FEATURES + 1])
+@on_ranks
+def test_a_known_call_whose_collective_fails(features: int) -> None:
+    """Where the backend's own error comes first, it is said in words as well; so is what was wrong elsewhere."""
+    rank, group = dist.get_rank(), group_of_its_own(1.0)
+    m = sequential(ops.LayerNorm(FEATURES), ops.AllGather(group), ops.Linear(FEATURES, 4))
+    y = m(tensor(4, FEATURES))
+    if rank:
+        raised(lambda: m(tensor(6, features)), Disagreement if features == FEATURES else ValueError)
+    else:
+        text = raised(lambda: y.sum().backward())
+        ready = r"is ready with x \[6, 8\]" if features == FEATURES else "cannot go on: ValueError: op 0"
+        assert re.match(rf"in the backward pass of a call: .* while rank 1 of group '\[0, 1\]' {ready}", text)
+    dist.destroy_process_group(group)
+
+
+@on_ranks
+def test_a_backend_that_can_end_what_waits_does() -> None:
+    rank, group = dist.get_rank(), dist.new_group(range(WORLD))
+    m = sequential(ops.LayerNorm(FEATURES), ops.AllGather(group), ops.Linear(FEATURES, 4))
+    m(tensor(4, FEATURES))
+    if rank:
+        with mock.patch.object(config, "patience", 1.0), pytest.raises(Disagreement, match="waits in a collective"):
+            m(tensor(6, FEATURES))
+    else:
+        ended = threading.Event()
+        with (
+            mock.patch.object(config, "patience", 1.0),
+            mock.patch.object(telling, "entered", return_value=10**6),  # as if it were in one
+            mock.patch.object(stuck, "_abort", side_effect=lambda group: ended.set()),
+        ):
+            stuck.watch([])
+            assert ended.wait(TIMEOUT)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@on_ranks
+def test_who_is_late_is_not_stuck() -> None:
+    """It has started no collective that the other one has not."""
+    rank, m = dist.get_rank(), model()
+    m(tensor(4, FEATURES))
+    with mock.patch.object(config, "patience", 2.0):
+        stuck.watch([])
+        time.sleep(1.7 * rank)
+        assert m(tensor(6, FEATURES)).shape == (6 * WORLD, 4)
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,19 @@ from te_fuser import fusions, ops
 from te_fuser.codegen import entry_file
 from te_fuser.fuser.plan.tuned import ON
 from te_fuser.fuser.tune import tune as tuning
+from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
+from te_fuser.kernels.cublaslt import tuning as algorithms
+from te_fuser.kernels.quantized_matmul import configured
+from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Disagreement
+from tests import fake_cublaslt, fake_cuda
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
 
 F = 8
+HOW: tuple[Any, ...] = "plain", torch.float8_e5m2, torch.float8_e4m3fn, torch.float32, False  # a product of 8 bits
 
 
 def model(sequence_parallel: bool = False) -> te_fuser.Sequential:
@@ -200,3 +207,49 @@ def test_lists_whose_parameters_are_dtensors(tmp_path: Path) -> None:
     assert trial.taken and trial.ratio == 0.8
     assert "measured" in str(m.explain(x, measure=True))
     assert te_fuser.verify(m, x).passed
+
+
+@on_ranks
+def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """Whatever is faster by another one's clock; where they have one folder, one writes."""
+    rank, own = dist.get_rank(), tmp_path / f"rank{dist.get_rank()}"
+    own.mkdir()
+    ranks = Together((Group.of("a product", dist.group.WORLD),))
+    sizes, dtypes = ((5, 32), (6, 32), (5, 6)), HOW[1:4]
+    a, b, out = (  # aligned alike on all ranks, as a GPU's memory is
+        algorithms._matrix(*size, size[1], False, 256, dtype, torch.device("cpu"))
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+    given = a, b, torch.ones(()), torch.ones(()), out
+    patched = (
+        mock.patch.object(te_fuser.config, "cache_dir", tmp_path),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "get_device_name", lambda index: "NVIDIA H200"),
+        mock.patch.object(algorithms, "_seconds_of", lambda place: [1.0, 2.0, 0.9] if rank == 0 else [1.0, 0.9, 2.0]),
+    )
+
+    def call() -> None:
+        configured(*HOW)(given)
+
+    def contest(first: Any, second: Any) -> float:
+        first()
+        second()
+        return float(ranks.first("how two compare", 0.9 + rank))
+
+    with contextlib.ExitStack() as stack:
+        for patch in patched:
+            stack.enter_context(patch)
+        stack.enter_context(fake_cuda.in_place(fake_cuda.compile_driver(own)))
+        library = stack.enter_context(fake_cublaslt.in_place(fake_cublaslt.compile_library(own)))
+        configured.cache_clear()
+        written = stack.enter_context(mock.patch.object(entry_file, "write_whole", wraps=entry_file.write_whole))
+        trials = algorithms.tune_products(call, contest, 0.005, deciding=ranks.deciding())
+        same_on_all([(t.place, t.choice, t.ratio, t.taken) for t in trials])
+        assert [(t.choice, t.taken) for t in trials] == [("#3", True), ("all", True)]
+        assert written.call_count == (rank == 0)
+        ranks.meet("what was chosen is on disk")
+        for _ in ("in this process", "in a new one"):
+            before = library.by_algorithm[3]
+            call()
+            assert library.by_algorithm[3] == before + 1
+            configured.cache_clear()

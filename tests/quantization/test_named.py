@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
 import te_fuser as te
@@ -61,3 +67,38 @@ def test_an_overflow_that_gradients_do_not_show_is_counted() -> None:
         assert finite(model)
         counts.append(not_finite(model))
     assert counts == [{}, {"2.output_gradient": 1}, {"2.output_gradient": 1}]
+
+
+@pytest.mark.parametrize("look", [states, copy.deepcopy, pickle.dumps, torch.nn.Module.state_dict])
+def test_who_looks_inside_of_a_region_changes_nothing(look: Callable[[Any], Any]) -> None:
+    def run(look: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = te.Linear(16, 32), torch.randn(4, 16)
+        with te.autocast(recipe=RECIPE):
+            model(x).sum().backward()
+            look(model)
+            y = model(3.0 * x)
+            hook = y.register_hook(lambda _: look(model) and None)
+            y.square().sum().backward()
+            hook.remove()
+        assert model.weight.grad is not None
+        return [y, model.weight.grad, *(t for both in states(model).values() for t in both)]
+
+    for found, want in zip(run(look), run(lambda model: None), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_states_inside_of_a_region_are_those_of_its_entry() -> None:
+    model, x = te.Linear(16, 32), torch.randn(4, 16)
+    for factor in (1.0, 2.0):
+        with te.autocast(recipe=RECIPE):
+            model(factor * x)
+            scale, history = states(model)[".input"]
+    assert float(history[0]) == float(x.abs().max()) and torch.equal(scale, torch.tensor(448.0) / history[0])
+    assert float(states(model)[".input"][1][0]) == 2.0 * float(x.abs().max())
+
+
+def test_counts_are_asked_outside_of_regions() -> None:
+    model = te.Linear(16, 32)
+    with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="ask outside, and before the step"):
+        not_finite(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import markdown_table
@@ -116,6 +117,16 @@ def rich_table(part: str, cases: Sequence[Data]) -> Table:
     for row in rows:
         table.add_row(*row, style="bold" if row[1].startswith("te_fuser") else "")
     return table
+
+
+def print_part(console: Console, name: str, title: str, cases: Sequence[Data], problem: str) -> None:
+    """A part on a terminal: its table, remarks, and why that is not everything, if it is not."""
+    if cases:
+        console.print(rich_table(f"{name}: {title}", cases))
+    for line in remarks(cases):
+        console.print(line, soft_wrap=True, markup=False)
+    if problem:
+        console.print(f"the part {name} is not complete: {problem}", style="red", markup=False, soft_wrap=True)
 
 
 def plan_table(entry: Data) -> str:

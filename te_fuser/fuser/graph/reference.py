@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def reference_run(
         around: what surrounds the call.
     """
     lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
-    tensors = {b.key: recorded_part(t, _parts_of(b)) for b, t in given.items()}
+    tensors = {b.key: _of_call(t) if b.made_in_call else recorded_part(t, _parts_of(b)) for b, t in given.items()}
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
@@ -47,13 +48,18 @@ def reference_run(
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op
-            made, stored = run_op(op, item.stream, x, {**parameters, **named}, seed, item.share)
+            made, stored = run_op(op, item.stream, x, {**parameters, **named}, seed, item.share, fresh=True)
             x = made["output"]
             for name, own in zip(item.names_out, op.named_outputs(), strict=True):
                 values[name] = made[own]
                 narrow |= {name: stored[own]} if own in stored else {}
     values.update((name, values[name].to(dtype)) for name, dtype in narrow.items())
     return x.to(stored["output"]) if "output" in stored else x
+
+
+def _of_call(blank: torch.Tensor) -> torch.Tensor:
+    """A number that ops of this call make."""
+    return torch.full_like(blank, math.nan, requires_grad=False)
 
 
 def _parts_of(binding: Binding) -> int:
@@ -96,14 +102,16 @@ def run_op(
     tensors: Mapping[str, torch.Tensor | None],
     seed: torch.Tensor | None,
     share: Share | None = None,
+    fresh: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
     """The outputs of one op by its meaning, and the dtypes of those that are stored in 8 bits and come wider.
 
     Args:
         stream: the number of its random stream.
         share: what this rank has of x; None: all.
+        fresh: whether what each call makes of what it quantizes is still to be made, and put into the tensors given.
     """
-    call = OpCall({**tensors, "input": x})
+    call = OpCall({**tensors, "input": x}, fresh=fresh)
     if op.draws():
         if seed is None:
             raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")

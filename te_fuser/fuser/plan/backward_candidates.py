@@ -24,6 +24,7 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
+from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows
 from te_fuser.fuser.plan.transposing import given_transposed, in_forward, row_steps, wanted_of, with_turned
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
@@ -182,15 +183,19 @@ class BackwardCandidates:
             wanted = frozenset(turned if transposed else ())
             return stretch.backward(start, stop, readable, self.withheld, values, silent, wanted)
 
+        def measuring() -> KernelTask | None:
+            return stretch.backward(start, stop, readable, self.withheld, (), silent, measuring=True)
+
         try:
             steps = row_steps(problem, prices, covers, turned, derive)
+            steps = (*measuring_steps(problem, prices, covers, measuring), *steps)
         except NotOneKernel as why:
             ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         made = {r for s in steps for r in s.writes()}
         left = [r for r in problem.recomputable(*covers) if r not in again]
         kept = prices.kept_bytes([*left, *[r for s in steps for r in s.reads() if r not in made]])
-        name, more = steps[0].name if steps else "none", in_forward(problem, prices, stretch, covers, left)
+        name, more = name_of_rows(steps), in_forward(problem, prices, stretch, covers, left)
         return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:

@@ -104,11 +104,13 @@ class DerivedStretch:
         stores: Iterable[int],
         statistics: Iterable[str],
         transposed: Iterable[int] = (),
+        measuring: bool = False,
     ) -> KernelTask | None:
         """See `Stretch.forward`."""
         stores, statistics, transposed = tuple(stores), tuple(statistics), tuple(transposed)
-        key = ("forward", self._place(start, stop), self._numbers(stores), statistics, self._numbers(transposed))
-        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics, transposed))
+        numbers = self._numbers(stores), statistics, self._numbers(transposed)
+        key = ("forward", self._place(start, stop), *numbers, measuring)
+        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics, transposed, measuring))
 
     def backward(
         self,
@@ -119,6 +121,7 @@ class DerivedStretch:
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
         transposed: frozenset[Ref] = frozenset(),
+        measuring: bool = False,
     ) -> KernelTask | None:
         """See `Stretch.backward`.
 
@@ -131,8 +134,9 @@ class DerivedStretch:
         readable, silent = readable & self._made_in(start, stop), silent & self._gives_statistics
         sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
         turned = frozenset(map(self._numbered, transposed))
-        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets, turned)
-        kernel = self._once(key, lambda: self.exact.backward(start, stop, readable, recompute, silent, transposed))
+        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets, turned, measuring)
+        given = readable, recompute, silent, transposed, measuring
+        kernel = self._once(key, lambda: self.exact.backward(start, stop, *given))
         read = {r.index for r in kernel.inputs if r.kind is VALUE} if kernel and forbidden else set()
         bad = [plain(self._graph.values[v].name) for v in forbidden if v in read]
         if bad:

@@ -89,7 +89,8 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
     backward = with_forms(problem, prices, with_sums_over_ranks(problem, prices, summed), cast)
     reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
-    parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
+    own = {r for s in (*forward, *backward) for r in s.writes()}  # scales, say, which each call makes
+    parameters = {r.index for r in reads - own if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
     kept = kept_by(problem, prices, backward)

@@ -18,6 +18,7 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
+from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows
 from te_fuser.fuser.plan.transposing import row_steps
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
@@ -110,10 +111,12 @@ class ForwardCandidates:
         try:
             wanted = [self.graph.ref(v).transposed for v in turned]
             steps = row_steps(self.problem, self.prices, (start, stop), wanted, derive)
+            measuring = functools.partial(stretch.forward, start, stop, (), (), measuring=True)
+            steps = (*measuring_steps(self.problem, self.prices, (start, stop), measuring), *steps)
         except NotOneKernel as why:
             ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []
-        name = steps[0].name if steps else "none"
+        name = name_of_rows(steps)
         return [Edge(start, stop, name, steps)]
 
     def _transposed_in(self, start: int, stop: int) -> list[int]:

@@ -191,6 +191,7 @@ class Stretch:
         stores: Iterable[int],
         statistics: Iterable[str],
         transposed: Iterable[int] = (),
+        measuring: bool = False,
     ) -> KernelTask | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
 
@@ -198,6 +199,7 @@ class Stretch:
             stores: values to store.
             statistics: digests of canonical expressions to store per row.
             transposed: values to store transposed.
+            measuring: whether it is the pass before that one, which raises numbers that scales follow from.
         """
         cut = self._cut(start)
         gives = Gives(cut)
@@ -209,7 +211,7 @@ class Stretch:
             output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
         for node in self.graph.nodes[start:stop]:
-            if (slot := self._raised(node, forward=True)) is not None:
+            if (slot := self._raised(node, True, measuring)) is not None:
                 e, width = cut.of(self.env[node.input]), self.graph.values[node.input].spec.features
                 gives.raise_by(f"{self.roles[node.index]}.amax", e, width, slot)
         return self._kernel(start, stop, "fwd", cut, gives)
@@ -254,6 +256,7 @@ class Stretch:
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
         transposed: frozenset[Ref] = frozenset(),
+        measuring: bool = False,
     ) -> KernelTask | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
 
@@ -262,6 +265,7 @@ class Stretch:
             recompute: values of the range to compute again and store.
             silent: ops whose per-row statistics forward cannot give.
             transposed: what to store transposed: gradients beside their rows, values to compute again in their place.
+            measuring: whether it is the pass before that one, which raises numbers that scales follow from.
 
         Raises:
             NotOneKernel: when it does not fit one kernel.
@@ -271,9 +275,13 @@ class Stretch:
         cut, wanted, adjoints = self._differentiated[start, stop]
         if not wanted and not recompute:
             return None
+        arriving = self._raised_by(start, stop, wanted, adjoints, measuring)
+        if measuring:
+            wanted, adjoints, recompute = {}, [], ()
+            if not arriving:
+                return None
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
-        arriving = self._raised_by(start, stop, wanted, adjoints)
         roots = adjoints + again + [e for *_, e in arriving]
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         by_output = _by_output(roots, cut, readable_marks)
@@ -291,18 +299,24 @@ class Stretch:
             gives.raise_by(name, e, width, slot)
         return self._kernel(start, stop, "bwd", used, gives)
 
-    def _raised(self, node: Node, forward: bool) -> Ref | None:
-        """The number that a direction of an op raises to a largest magnitude."""
-        assert isinstance(node.op, RowOp)
-        name = node.op.raised_in_forward if forward else node.op.raised_in_backward
+    def _raised(self, node: Node, forward: bool, measuring: bool) -> Ref | None:
+        """The number that a direction of an op raises to a largest magnitude, or the pass before it."""
+        op = node.op
+        assert isinstance(op, RowOp)
+        if measuring:
+            name = op.measured_in_forward if forward else op.measured_in_backward
+        else:
+            name = op.raised_in_forward if forward else op.raised_in_backward
         return parameter_ref(node.parameters[name]) if name in node.parameters else None
 
-    def _raised_by(self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]) -> list[_Raised]:
+    def _raised_by(
+        self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr], measuring: bool
+    ) -> list[_Raised]:
         """What backward raises by the gradients that come to ops."""
         given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
         found = []
         for node in self.graph.nodes[start:stop]:
-            slot, e = self._raised(node, forward=False), given.get(gradient_ref(node.input))
+            slot, e = self._raised(node, False, measuring), given.get(gradient_ref(node.input))
             if slot is not None and e is not None:
                 width = self.graph.values[node.input].spec.features
                 found.append((f"d_{self.roles[node.index]}.amax", width, slot, before_quantized(e)))
@@ -404,7 +418,8 @@ class Stretch:
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
         busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
-        name = "_".join([*dict.fromkeys(busy), direction])
+        measures = [] if gives.targets or gives.sums or not gives.maxima else ["amax"]
+        name = "_".join([*dict.fromkeys(busy), direction, *measures])
         leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}
         description = describe(name, gives.targets, gives.sums, leaves, gives.maxima)
         inputs = tuple(cut.leaves[load.name].ref for load in description.loads)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.dtypes import text_of
-from te_fuser.ops import telling
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.gradient_sums import is_left
 
@@ -51,6 +51,7 @@ def check(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bo
     """
     drawn = [("seed", f"random numbers from {_random(call.x.device)}")] if draws else []
     telling.compare(groups, [*_call(call, plan), ("mode", modes), *_steps(plan), *_sums(call, plan), *drawn])
+    stuck.watch(groups)
 
 
 def seed_of(device: torch.device) -> int | None:

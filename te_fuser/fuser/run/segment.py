@@ -14,6 +14,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops import stuck
 from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import is_left
 from te_fuser.ops.joined import kept_in_parts, whole_again
@@ -56,6 +57,7 @@ class Segment:
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
+        groups: of ranks that run some of the plan's ops together.
         last_read: of `values_in` those that no later segment reads and the call does not give.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
@@ -86,6 +88,7 @@ class Segment:
     left_at: int = -1
     distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
+    groups: tuple[Group, ...] = ()
     last_read: tuple[int, ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -108,7 +111,11 @@ class Segment:
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
         slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
-        watched.run(self.forward, slots, promised=self.promised)
+        try:
+            watched.run(self.forward, slots, promised=self.promised)
+        except RuntimeError as error:
+            stuck.explain(error, self.groups, f"a call with {list(tensors[0].shape)}")
+            raise
         return slots
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -201,16 +208,24 @@ class SegmentFunction(torch.autograd.Function):
             slots[slot] = ctx.notes[k]
         if segment.sums:
             slots[segment.left_at] = ctx.left
-        kind = segment.device
+        _run_backward(segment, program, slots, may_overwrite)
+        given = segment.given(ctx, slots)
+        if segment.marked:
+            given = tuple([None if g is not None and is_absent(g) else g for g in given])
+        return (None, *given)
+
+
+def _run_backward(segment: Segment, program: Program, slots: list[Any], may_overwrite: bool) -> None:
+    kind = segment.device
+    try:
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
                 watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
             watched.run(program, slots, may_overwrite, True, segment.promised)
-        given = segment.given(ctx, slots)
-        if segment.marked:
-            given = tuple([None if g is not None and is_absent(g) else g for g in given])
-        return (None, *given)
+    except RuntimeError as error:
+        stuck.explain(error, segment.groups, "the backward pass of a call")
+        raise
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
@@ -260,6 +275,8 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
 
 def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
     """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
+    together = (g for g in (n.op.runs_with() for n in graph.nodes) if g is not None and g.size > 1)
+    made = replace(made, groups=tuple(dict.fromkeys(together)))
     if graph.sums:
         made = replace(made, sums=_sums(graph, segment))
     lies = {parameter_ref(k): (graph.parameter_specs[k].shape) for k, it in enumerate(graph.lies) if it is not None}

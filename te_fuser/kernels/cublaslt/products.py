@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +108,46 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
         KeyError: when there is no such kind.
         TypeError: for a dtype that cuBLASLt does not take here.
     """
-    options = KINDS[kind]
+    form = form_of(kind, dtype, out_dtype)
     for given in (dtype, out_dtype):
         if given not in DTYPES:
             raise TypeError(f"cuBLASLt's products are in {', '.join(map(text_of, DTYPES))}, got {text_of(given)}")
-    empty, form = functools.partial(_write_empty, kind), ProductForm(kind, dtype, out_dtype)
-    kept = functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)
-    in_use[form] = _native.CudaMatmul(
-        f"matmul_{kind}",
-        text_of(dtype),
-        out_dtype=text_of(out_dtype),
-        on_empty=empty,
-        tuned=kept,
-        **options,  # type: ignore[arg-type]
-    )
-    return in_use[form]
+    return native(form, functools.partial(_write_empty, kind))
+
+
+def form_of(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> ProductForm:
+    """How the product of that kind is configured; KeyError when there is no such kind."""
+    return ProductForm(kind, dtype, dtype, out_dtype, **KINDS[kind])  # type: ignore[arg-type]
 
 
 in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has configured
+
+
+def native(form: ProductForm, on_empty: Callable[..., None]) -> _native.CudaMatmul:
+    """The native product of a form: it runs by what was measured, and `tune` finds it.
+
+    Args:
+        on_empty: writes what a product over nothing gives.
+
+    Raises:
+        ValueError: for what does not go together.
+    """
+    in_use[form] = _native.CudaMatmul(
+        f"matmul_{form.kind}",
+        text_of(form.dtype),
+        b_dtype=text_of(form.b_dtype),
+        out_dtype=text_of(form.out_dtype),
+        transpose_a=form.transpose_a,
+        transpose_b=form.transpose_b,
+        epilogue=form.epilogue,
+        add=form.add,
+        fast_accumulation=form.fast_accumulation,
+        scales_a=form.scales_a,
+        scales_b=form.scales_b,
+        on_empty=on_empty,
+        tuned=(functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)),
+    )
+    return in_use[form]
 
 
 def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:

@@ -15,21 +15,37 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
-from te_fuser.dtypes import text_of
+from te_fuser.dtypes import FLOAT8, text_of
 
 _FORMAT = 1
 _BYTES = 64  # of an algorithm
 
 
-class ProductForm(NamedTuple):
-    """A product as it is configured: its kind, the dtype of its factors and that of its output."""
+@dataclass(frozen=True)
+class ProductForm:
+    """A product as it is configured: what it is called, and what the native type calls so."""
 
     kind: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of a
+    b_dtype: torch.dtype
     out_dtype: torch.dtype
+    transpose_a: bool = False
+    transpose_b: bool = False
+    epilogue: str = "none"
+    add: str = "none"
+    fast_accumulation: bool = False
+    scales_a: str = "one"
+    scales_b: str = "one"
 
     def __str__(self) -> str:
-        return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, self[1:])))}"
+        """All that tells it from others, as reports have it and files: the kind says what is not written."""
+        if self.dtype not in FLOAT8.values():
+            return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, (self.dtype, self.out_dtype))))}"
+        lying = {(False, True): "", (False, False): " by rows", (True, False): " by rows of both"}
+        how = lying[self.transpose_a, self.transpose_b] + (" fast" if self.fast_accumulation else "")
+        blocks = f" of {self.scales_a} x {self.scales_b}" if self.scales_a != "one" else ""
+        factors = f"{text_of(self.dtype)} x {text_of(self.b_dtype)}"
+        return f"{self.kind} {factors}{blocks}{how} to {text_of(self.out_dtype)}"
 
 
 class ProductProblem(NamedTuple):

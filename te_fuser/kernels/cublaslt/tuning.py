@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from te_fuser import _native
-from te_fuser.kernels.cublaslt.products import KINDS, in_use
+from te_fuser.kernels.cublaslt.products import in_use
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, store_on
 from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial, concluded, seconds_alone
 
@@ -91,7 +91,8 @@ def places_of(call: ModelCall) -> list[PlacedProduct]:
             if times > 0:
                 problem = ProductProblem(*met)
                 work[PlacedProduct(form, product, problem)] = times * problem.m * problem.n * problem.k
-    return sorted(work, key=lambda place: (-work[place], str(place)))
+    # All ranks in one order, whatever their GPUs are numbered.
+    return sorted(work, key=lambda place: (-work[place], str(place), place.problem[1:]))
 
 
 def _tune_place(
@@ -202,24 +203,31 @@ def example(
 
 
 def _tensor(role: str, form: ProductForm, p: ProductProblem, device: torch.device) -> torch.Tensor:
-    options = KINDS[form.kind]
-    if role in ("a", "b"):
-        rows, columns = (p.m, p.k) if role == "a" else (p.k, p.n)
-        if options.get(f"transpose_{role}"):
-            rows, columns = columns, rows
-        stride, flipped = (p.a_stride, p.flipped[0]) if role == "a" else (p.b_stride, p.flipped[1])
-        return _matrix(rows, columns, stride, flipped, p.alignment(role), form.dtype, device)
+    if role == "a":
+        rows, columns = (p.k, p.m) if form.transpose_a else (p.m, p.k)
+        return _matrix(rows, columns, p.a_stride, p.flipped[0], p.alignment(role), form.dtype, device)
+    if role == "b":
+        rows, columns = (p.n, p.k) if form.transpose_b else (p.k, p.n)
+        return _matrix(rows, columns, p.b_stride, p.flipped[1], p.alignment(role), form.b_dtype, device)
+    if role.startswith("scale"):
+        lie, rows = (form.scales_a, p.m) if role == "scale_a" else (form.scales_b, p.n)
+        return torch.ones(_scales(lie, rows, p.k), device=device)
     if role in ("out", "c"):
         stride = p.out_stride if role == "out" else p.c_stride
         return _matrix(p.m, p.n, stride, False, p.alignment(role), form.out_dtype, device)
-    epilogue = str(options.get("epilogue"))
     if role == "bias":
-        length = p.m if epilogue == "sum_a" else p.n
+        length = p.m if form.epilogue == "sum_a" else p.n
         return _matrix(1, length, length, False, _ALIGNMENT, form.out_dtype, device)[0]
-    if "relu" in epilogue:  # a mask of bits
+    if "relu" in form.epilogue:  # a mask of bits
         width = p.aux_stride // 8
         return torch.randint(0, 256, (p.m, width), dtype=torch.uint8, device=device)
     return _matrix(p.m, p.n, p.aux_stride, False, _ALIGNMENT, form.out_dtype, device)
+
+
+def _scales(lie: str, rows: int, k: int) -> int:
+    """How many scales a factor of 8 bits has, as the native type counts them."""
+    blocks = -(-k // 128)
+    return {"one": 1, "rows": blocks * rows, "squares": -(-blocks // 4) * 4 * -(-rows // 128)}[lie]
 
 
 def _matrix(

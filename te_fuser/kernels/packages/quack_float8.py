@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.quack_matmul import Launch, aligned, flat, module, rows_of, run, why_not_as_it_was
+from te_fuser.kernels.packages.quack_matmul import aligned, flat, module, rows_of, run, why_not_as_it_was
 
 MULTIPLE = 16  # of elements in a row: what its loads and stores need
 _EPILOGUES = "te_fuser.kernels.packages.quack_float8_epilogues"
@@ -54,26 +54,8 @@ def linear_bias(
         RuntimeError: when the package fails.
     """
     h = _of(x, weight, torch.bfloat16)
-    if h.numel():
-        factors = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE)
-        run("x W^T + b", True, (*factors, flat(h), x_inverse, weight_inverse, aligned(bias)), _planned_sum, _FUSIONS)
+    _run("sum_with_bias", x, weight, h, a_inverse=x_inverse, b_inverse=weight_inverse, bias=aligned(bias))
     return h
-
-
-def _planned_sum() -> Launch:
-    product = _Product("sum_with_bias")
-
-    def launch(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        h: torch.Tensor,
-        x_inverse: torch.Tensor,
-        w_inverse: torch.Tensor,
-        bias: torch.Tensor,
-    ) -> None:
-        product(x, w, h, a_inverse=x_inverse, b_inverse=w_inverse, bias=bias)
-
-    return launch
 
 
 def linear_bias_gelu(
@@ -89,7 +71,10 @@ def linear_bias_gelu(
     Raises:
         RuntimeError: when the package fails.
     """
-    return _linear_bias_gelu(x, weight, x_inverse, weight_inverse, bias, scale, None)[0]
+    y = _of(x, weight, torch.float8_e4m3fn)
+    operands = {"a_inverse": x_inverse, "b_inverse": weight_inverse, "bias": aligned(bias), "scale": scale}
+    _run("gelu_in_8_bits_alone", x, weight, None, activated=flat(y), **operands)
+    return y
 
 
 def linear_bias_gelu_aux(
@@ -106,48 +91,10 @@ def linear_bias_gelu_aux(
     Raises:
         RuntimeError: when the package fails.
     """
-    y, h = _linear_bias_gelu(x, weight, x_inverse, weight_inverse, bias, scale, amax)
-    assert h is not None
+    y, h = _of(x, weight, torch.float8_e4m3fn), _of(x, weight, torch.bfloat16)
+    operands = {"a_inverse": x_inverse, "b_inverse": weight_inverse, "bias": aligned(bias), "scale": scale}
+    _run("gelu_in_8_bits", x, weight, h, activated=flat(y), **operands, amax=amax)
     return y, h
-
-
-def _linear_bias_gelu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_inverse: torch.Tensor,
-    weight_inverse: torch.Tensor,
-    bias: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    y = _of(x, weight, torch.float8_e4m3fn)
-    h = None if amax is None else _of(x, weight, torch.bfloat16)
-    if y.numel():
-        factors = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE)
-        stored = flat(y), None if h is None else flat(h)
-        numbers = x_inverse, weight_inverse, aligned(bias), scale, amax
-        run("gelu(x W^T + b)", amax is not None, (*factors, *stored, *numbers), _planned_gelu, _FUSIONS)
-    return y, h
-
-
-def _planned_gelu() -> Launch:
-    with_before, alone = _Product("gelu_in_8_bits"), _Product("gelu_in_8_bits_alone")
-
-    def launch(
-        x: torch.Tensor,
-        w: torch.Tensor,
-        y: torch.Tensor,
-        h: torch.Tensor | None,
-        x_inverse: torch.Tensor,
-        w_inverse: torch.Tensor,
-        bias: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> None:
-        given = {"activated": y, "a_inverse": x_inverse, "b_inverse": w_inverse, "bias": bias, "scale": scale}
-        alone(x, w, None, **given) if amax is None else with_before(x, w, h, **given, amax=amax)
-
-    return launch
 
 
 def _of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -155,17 +102,35 @@ def _of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
 
 
+# Epilogue -> what the product computes with it.
+_COMPUTED = {
+    "sum_with_bias": "x W^T + b",
+    "gelu_in_8_bits": "gelu(x W^T + b)",
+    "gelu_in_8_bits_alone": "gelu(x W^T + b)",
+}
+
+
+def _run(
+    epilogue: str, x: torch.Tensor, weight: torch.Tensor, h: torch.Tensor | None, **operands: torch.Tensor
+) -> None:
+    """Launch the product with this epilogue; `operands`: what that reads and writes beside h."""
+    if x.numel() and weight.numel():
+        matrices = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE), None if h is None else flat(h)
+        prepare = functools.partial(_Product, epilogue, tuple(operands))
+        run(_COMPUTED[epilogue], h is not None, (*matrices, *operands.values()), prepare, _FUSIONS)
+
+
 class _Product:
     """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
 
-    def __init__(self, epilogue: str) -> None:
+    def __init__(self, epilogue: str, operands: tuple[str, ...]) -> None:
         self._epilogue: Any = getattr(module(_EPILOGUES), epilogue)
+        self._operands = operands
         self._plan: Any = None
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor | None, **operands: torch.Tensor) -> None:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor | None, *operands: torch.Tensor) -> None:
+        given = dict(zip(self._operands, operands, strict=True))
         if self._plan is None:
             summed = ((_SUMMED, False),)
-            self._plan = self._epilogue.gemm(
-                a, b, d, epi_args=operands, **_TILES, post_init_attrs=summed, _launch=False
-            )
-        module(_HOST).run_gemm_epi_plan(self._plan, a, b, d, None, operands)
+            self._plan = self._epilogue.gemm(a, b, d, epi_args=given, **_TILES, post_init_attrs=summed, _launch=False)
+        module(_HOST).run_gemm_epi_plan(self._plan, a, b, d, None, given)

@@ -16,7 +16,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from te_fuser import _native
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem
+from te_fuser.kernels.cublaslt.tuned import ProductProblem
 from te_fuser.kernels.cublaslt.tuning import example
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
@@ -273,11 +273,11 @@ def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCu
     rows, n_in, n_out = ROWS, 128, 256
     sizes = products.product_sizes(kind, rows, n_in, n_out)
     assert products.refusal(kind, torch.float32, *sizes, torch.device("cuda", 0)) is None
-    product = products.in_use[ProductForm(kind, torch.float32, torch.float32)]
+    product = products.in_use[products.form_of(kind, torch.float32, torch.float32)]
     ((met, _),) = product.problems().items()
     problem = ProductProblem(*met)
     assert library.heuristics == 1
-    product(example(product, ProductForm(kind, torch.float32, torch.float32), problem, torch.device("cpu")))
+    product(example(product, products.form_of(kind, torch.float32, torch.float32), problem, torch.device("cpu")))
     assert library.heuristics == 1 and product.problems() == {met: 1}
     # Matrices without gaps, aligned as far as the library looks.
     x, w, dy = (rows, n_in), (n_out, n_in), (rows, n_out)

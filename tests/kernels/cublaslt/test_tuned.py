@@ -13,11 +13,11 @@ import torch
 import te_fuser
 from te_fuser import _native
 from te_fuser.kernels.cublaslt import products, tuned
-from te_fuser.kernels.cublaslt.tuned import Found, ProductForm, ProductProblem, TunedProducts
+from te_fuser.kernels.cublaslt.tuned import Found, ProductProblem, TunedProducts
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
-FORM = ProductForm("forward", torch.float32, torch.float32)
+FORM = products.form_of("forward", torch.float32, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ X, W, OUT = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)  # memory on
 
 def run() -> None:
     """x W^T, always the same problem."""
-    products.configured(*FORM)((X, W, OUT))
+    products.configured("forward", torch.float32, torch.float32)((X, W, OUT))
 
 
 def keep(candidate: int = 2) -> tuple[TunedProducts, ProductProblem, bytes]:
@@ -67,13 +67,13 @@ def test_a_problem_says_what_it_is() -> None:
     p = ProductProblem(3, 8, 16, 4, 4, 4, 16, 16, 0, 0x86541 | 1)
     assert str(p) == "8x16x4" and p.flipped == (True, False)
     assert [p.alignment(role) for role in ("a", "b", "c", "out")] == [16, 32, 64, 256]
-    assert str(ProductForm("wgrad_onto", torch.bfloat16, torch.float32)) == "wgrad_onto bfloat16 to float32"
+    assert str(products.form_of("wgrad_onto", torch.bfloat16, torch.float32)) == "wgrad_onto bfloat16 to float32"
     assert str(FORM) == "forward float32"
     # Equal GPUs share what one of them found; everything else is a problem of its own.
     keys = {q.key(FORM) for q in (p, p._replace(device=0))}
     assert len(keys) == 1
     keys |= {p._replace(**{name: 9}).key(FORM) for name in ProductProblem._fields[1:]}
-    assert len(keys) == 10 and len(keys | {p.key(ProductForm("dgrad", torch.float32, torch.float32))}) == 11
+    assert len(keys) == 10 and len(keys | {p.key(products.form_of("dgrad", torch.float32, torch.float32))}) == 11
 
 
 def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: FakeCublasLt, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from te_fuser.fusions import Details, cublaslt, fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
-from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for, store_on
+from te_fuser.kernels.cublaslt.tuned import ProductProblem, found_for, store_on
 from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
 from te_fuser.kernels.trials import Deciding, Trial
 from tests import fake_cublaslt, fake_cuda
@@ -25,7 +25,7 @@ from tests.fake_cublaslt import FakeCublasLt
 
 SECONDS_OF = module._seconds_of
 F32 = torch.float32
-FORWARD, DGRAD = ProductForm("forward", F32, F32), ProductForm("dgrad", F32, F32)
+FORWARD, DGRAD = products.form_of("forward", F32, F32), products.form_of("dgrad", F32, F32)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,13 @@ BACK, DX = torch.randn(6, 3), torch.empty(5, 3)
 
 def small() -> None:
     """x W^T."""
-    products.configured(*FORWARD)((X, W, Y))
+    products.configured("forward", F32, F32)((X, W, Y))
 
 
 def model() -> None:
     """Two products."""
     small()
-    products.configured(*DGRAD)((Y, BACK, DX))
+    products.configured("dgrad", F32, F32)((Y, BACK, DX))
 
 
 class Times:
@@ -277,7 +277,7 @@ def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
             elif "aux" in epilogue or "dgelu" in epilogue:
                 tensors.append(torch.ones(m, 24, dtype=dtype)[:, :n])
             problem = ProductProblem(*product.problem(tuple(tensors)))
-            made = example(product, ProductForm(kind, dtype, dtype), problem, torch.device("cpu"))
+            made = example(product, products.form_of(kind, dtype, dtype), problem, torch.device("cpu"))
             assert product.problem(made) == problem
             product(made)
 

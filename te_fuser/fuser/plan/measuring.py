@@ -1,0 +1,78 @@
+"""Scales that a call makes of what it quantizes: a pass that measures, and the step between it and the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
+from te_fuser.fuser.plan.candidates import kernel_step
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
+from te_fuser.fuser.steps.step import Price
+from te_fuser.ops.row_op import RowOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.plan import Plan
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
+    from te_fuser.ops.own_scales import Scaling
+
+
+def measuring_steps(
+    problem: Problem, prices: Prices, covers: tuple[int, int], derive: Callable[[], KernelTask | None]
+) -> tuple[Step, ...]:
+    """The pass that raises numbers for the kernel of a range, and what makes scales of these.
+
+    Args:
+        derive: f() -> that pass; None where there is nothing to raise.
+    """
+    found = [(node, own) for node in problem.nodes[slice(*covers)] if (own := _own_scale(node)) is not None]
+    kernel = derive() if found else None
+    if kernel is None:
+        return ()
+    device = problem.graph.values[0].spec.device if problem.options.target == "cuda" else None
+    made = [kernel_step(problem, prices, kernel, *covers)]
+    for node, own in found:
+        if parameter_ref(node.parameters[_AMAX]) not in kernel.raised:
+            continue
+        refs = {name: parameter_ref(node.parameters[name]) for name in (_AMAX, *_MADE)}
+        inputs = (("amax", refs[_AMAX]),)
+        outputs = tuple([(name, refs[name]) for name in _MADE])
+        task = ScaleTask(*own, device)
+        price = Price("of_launch", (inputs, outputs, 0.0))
+        made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
+    return tuple(made)
+
+
+def _own_scale(node: Node) -> tuple[torch.dtype, Scaling] | None:
+    return node.op.own_scale() if isinstance(node.op, RowOp) else None
+
+
+_AMAX, _MADE = "own_amax", ("scale", "inverse")
+
+
+def name_of_rows(steps: Sequence[Step]) -> str:
+    """What a candidate of row kernels is called: by the kernel that the others are for."""
+    kernels = [s.name for s in steps if isinstance(s.task, KernelTask)]
+    return kernels[-1] if kernels else "none"
+
+
+def with_zeros(plan: Plan, prices: Prices) -> Plan:
+    """The plan with what its passes begin with: zeros for all of a call by one step."""
+    graph = plan.graph
+    read = {r for s in plan.steps for r in s.reads() if r.kind is PARAMETER}
+    numbers = [k for k, b in enumerate(graph.parameters) if b.made_in_call and b.written and parameter_ref(k) in read]
+    if not numbers:
+        return plan
+    nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])
+    outputs = tuple([(graph.parameters[k].name, parameter_ref(k)) for k in numbers])
+    task, price = ZerosTask(plan.x.device, nodes), Price("of_launch", ((), outputs, 0.0))
+    step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
+    return replace(plan, before=(*plan.before, step))

@@ -1,0 +1,285 @@
+"""How a fusion is declared: `@fusion`, its `Details`, and what is refused of them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fuser.fusions.match import Match
+from te_fuser.fusions.pattern import PatternPart, check, most_ops
+from te_fuser.fusions.registry import ALL, Choose, Condition, Costs, Fusion, register
+from te_fuser.ops.base import Gradient
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.written import WrittenKernel
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a declaration may say beyond the everyday: how its body is called, and what the planner may know of it.
+
+    Attributes:
+        takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
+            "0.weight", ..., "-1.bias" of the last op). The body is then called with these tensors instead of (m, x):
+            the shortest way to it.
+        gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
+            one saves) or "input" (dx) alone by default.
+        gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can
+            run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
+            produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
+            reads is there, so that may be computed again first.
+        choose: f(match, method) -> the function to run in a match, or a `Body` that says more of it; `method` is
+            "forward", "backward" or a node's. It is asked while planning, once for each step, so that the function may
+            hold what no call changes. It is called as the declared one would be: with the tensors of `takes`, with dy
+            and what a node reads, else with (m, x); None: the declared one runs.
+        saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
+        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
+            slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
+            those of backward may count from the end: "-1.input".
+        compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
+            direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
+            no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
+        sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
+            `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
+            are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
+        takes_gradients_in: dtypes that backward takes for its output's gradient (`match.dy`) beside the output's own.
+        registered: whether to register it at once; `fusions.only(fusion)` takes one that is not.
+    """
+
+    takes: Sequence[str] = ()
+    gives: Sequence[str] = ()
+    gradients: Sequence[Gradient] = ()
+    choose: Choose | None = None
+    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
+    forward_ops: int | slice = field(default_factory=lambda: ALL)
+    backward_ops: int | slice = field(default_factory=lambda: ALL)
+    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
+    sums: Sequence[str] = ()
+    takes_gradients_in: Sequence[torch.dtype] = ()
+    registered: bool = True
+
+
+# What a fusion declares -> the directions that have it.
+_DECLARED = {
+    "emits": ("forward", "joint"),
+    "reads": ("backward", "joint"),
+    "saves": ("joint",),
+    "takes": ("forward", "backward", "joint"),
+    "gives": ("forward", "backward", "joint"),
+    "gradients": ("backward", "joint"),
+    "sums": ("backward", "joint"),
+    "takes_gradients_in": ("backward", "joint"),
+    "saved_bytes": ("joint",),
+}
+
+
+def _check_names(direction: str, fusion: str | None, declared: dict[str, Any]) -> None:
+    label = f"fusion {fusion!r}" if fusion else "fusion"
+    for what, names in declared.items():
+        if isinstance(names, str):
+            raise TypeError(f"{label}: {what} is a sequence of names, got {names!r}; write ({names!r},)")
+        if names and direction not in _DECLARED[what]:
+            raise ValueError(f"{label}: a {direction} fusion has no {what}; that is for {', '.join(_DECLARED[what])}")
+    for name in declared["emits"]:
+        if not re.fullmatch(r"\d+\.\w+", name):
+            raise ValueError(
+                f'{label}: emits names values inside the match, "0.output" for the first op\'s, got {name!r}'
+            )
+
+
+def _check_functions(**given: Any) -> None:
+    """What is asked while planning is a function."""
+    for what, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"fusion: {what} is a function of the match, got {function!r}; write a lambda")
+
+
+def _check_meant(entry: Fusion) -> None:
+    """Names without an op's number are words that mean something; numbers are of ops that the pattern has."""
+    words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
+    made = ("input",) if entry.direction == "backward" else ("output", *entry.saves)
+    named = [("emits", entry.emits, ()), ("reads", entry.reads, ("input", "output"))]
+    named += [("takes", entry.takes, words), ("gives", entry.gives, made), ("sums", entry.sums, ())]
+    for node in entry.gradients:
+        named += [
+            ("gradients", node.produces, ("input",)),
+            ("gradients", node.reads, ("input", "output", *entry.saves)),
+        ]
+    most = most_ops(entry.pattern)
+    for what, names, known in named:
+        for name in names:
+            number, dot, _ = name.rpartition(".")
+            if not dot and name not in known:
+                there = ", ".join(map(repr, (*known, "0.weight")))
+                hint = "; name it in reads" if what == "takes" and name in ("input", "output") else ""
+                raise ValueError(f"fusion {entry.name!r}: {what} {name!r}, which is none of its names ({there}){hint}")
+            if most is not None and number.isdigit() and int(number) >= most:
+                raise ValueError(
+                    f"fusion {entry.name!r}: {what} {name!r}, and its pattern has at most {most} ops, counted from 0"
+                )
+
+
+def _part(direction: str, what: str, given: int | slice) -> slice:
+    """Which ops of a match a direction covers, as a slice."""
+    part = slice(-given, None) if isinstance(given, int) else given
+    positive = isinstance(given, slice) or (isinstance(given, int) and given > 0)
+    if not positive or part.step not in (None, 1) or (direction != "joint" and part != ALL):
+        raise ValueError(
+            f"{what} is a number of ops of a joint fusion, or a slice of them, got {given!r} for a {direction} one"
+        )
+    return part
+
+
+def _with_deprecated(details: Details, given: dict[str, Any]) -> Details:
+    """The details with those that were given as keywords of `fusion` itself, as all once were."""
+    if not isinstance(details, Details):
+        raise TypeError(f"fusion: details is fusions.Details(...), got {details!r}")
+    known = {f.name for f in fields(Details)}
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise TypeError(f"fusion() got an unexpected keyword argument {unknown!r}")
+    if given:
+        written = ", ".join(f"{name}=..." for name in given)
+        warnings.warn(
+            f"fusion({written}) is deprecated; write fusion(details=te_fuser.fusions.Details({written}))",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return replace(details, **given)
+
+
+def fusion(
+    *,
+    forward: Sequence[PatternPart] | None = None,
+    backward: Sequence[PatternPart] | None = None,
+    joint: Sequence[PatternPart] | None = None,
+    name: str | None = None,
+    when: Condition | None = None,
+    cost: Callable[[Match], Costs] | None = None,
+    emits: Sequence[str] = (),
+    reads: Sequence[str] = (),
+    saves: Sequence[str] = (),
+    details: Details = Details(),  # noqa: B008 - frozen
+    **deprecated: Any,
+) -> Callable[[Any], Fusion]:
+    """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
+
+    forward:  decorates f(m, x) -> y; extra values by m.emit("0.output", tensor) when declared in `emits`.
+    backward: decorates f(m, dy) -> dx or (dx, {"0.weight": dw, ...}); reads what `reads` declares.
+    joint:    decorates a class with static methods forward(m, x) and backward(m, dy); `saves` names what the first
+              hands to the second by m.emit(name, tensor).
+
+    What is asked while planning (`when`, `cost`, and of the details `saved_bytes`, `choose`) sees the whole match.
+
+    Args:
+        when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
+        cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
+            enter and leave, and the products' flops.
+        details: what is seldom said.
+
+    Raises:
+        ValueError, TypeError: when there is no single pattern that can match, or what is declared cannot be meant.
+    """
+    details = _with_deprecated(details, deprecated)
+    given = {"forward": forward, "backward": backward, "joint": joint}
+    chosen = [d for d, p in given.items() if p is not None]
+    if len(chosen) != 1:
+        raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
+    direction = chosen[0]
+    _check_declared(direction, name, {"emits": emits, "reads": reads, "saves": saves}, details)
+    _check_functions(when=when, cost=cost)
+
+    def declare(body: Any) -> Fusion:
+        own = _name_of(body, name)
+        entry = Fusion(
+            own,
+            direction,
+            check(given[direction], own),  # type: ignore[arg-type]
+            *_directions(own, direction, body, details),
+            when=when,
+            cost=cost,
+            emits=tuple(emits),
+            reads=tuple(reads),
+            saves=tuple(saves),
+            doc=(body.__doc__ or "").strip(),
+            **_as_declared(direction, saves, details),
+        )
+        _check_meant(entry)
+        return register(entry) if details.registered else entry
+
+    return declare
+
+
+def _name_of(body: Any, name: str | None) -> str:
+    """The name of a fusion, by default its body's."""
+    own = name or getattr(body, "__name__", "")
+    if not own or not isinstance(own, str):
+        raise TypeError(f"a fusion has a name: give a text as name=, or a function or class to decorate, got {own!r}")
+    return own
+
+
+def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
+    """What a declaration says of itself, before there is a body."""
+    names = ("takes", "gives", "sums", "gradients", "saved_bytes", "takes_gradients_in")
+    _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
+    for what in ("forward_ops", "backward_ops"):
+        _part(direction, what, getattr(details, what))
+    _check_functions(choose=details.choose, saved_bytes=details.saved_bytes, compiles=details.compiles)
+    if not all(isinstance(node, Gradient) for node in details.gradients):
+        raise TypeError(f"gradients are ops.base.Gradient(produces, reads, method), got {list(details.gradients)!r}")
+    if not all(isinstance(dtype, torch.dtype) for dtype in details.takes_gradients_in):
+        raise TypeError(f"takes_gradients_in are dtypes, got {', '.join(map(repr, details.takes_gradients_in))}")
+    if any(g.wait for g in details.gradients):
+        raise ValueError(
+            "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
+        )
+    if details.gives and not details.takes:
+        raise ValueError("gives names what a plain function of tensors returns: name its arguments in takes")
+    if details.sums and (details.gradients or (details.takes and direction == "backward")):
+        raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
+    if any(not re.fullmatch(r"\d+\.\w+", s) for s in details.sums):
+        got = ", ".join(map(repr, details.sums))
+        raise ValueError(f"sums are gradients of the match's parameters, as in '0.bias'; got {got}")
+
+
+def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict[str, Any]:
+    """The details as a Fusion has them."""
+    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
+    return {
+        "takes": tuple(details.takes),
+        "gives": tuple(details.gives) or (by_default if details.takes else ()),
+        "gradients": tuple(details.gradients),
+        "choose": details.choose,
+        "saved_bytes": details.saved_bytes,
+        "forward_ops": _part(direction, "forward_ops", details.forward_ops),
+        "backward_ops": _part(direction, "backward_ops", details.backward_ops),
+        "compiles": details.compiles,
+        "sums": tuple(details.sums),
+        "takes_gradients_in": tuple(details.takes_gradients_in),
+    }
+
+
+def _directions(name: str, direction: str, body: Any, details: Details) -> tuple[Any, Any]:
+    """What runs forward and what backward, of a body that was decorated."""
+    apart = [] if details.choose else [node.method for node in details.gradients]
+    missing = next((method for method in apart if not callable(getattr(body, method, None))), None)
+    if missing is not None:
+        raise ValueError(
+            f"fusion {name!r}: it decorates a class with a static method {missing!r}, as its gradients say"
+        )
+    if direction != "joint":
+        if not callable(body) or (isinstance(body, type) and not details.gradients):
+            raise TypeError(f"fusion {name!r}: a {direction} fusion decorates a function, got {body!r}")
+        return (body, None) if direction == "forward" else (None, body)
+    forward = getattr(body, "forward", None)
+    backward = body if details.gradients else getattr(body, "backward", None)
+    if forward is None or backward is None:
+        raise ValueError(
+            f"fusion {name!r}: a joint fusion is a class with static methods forward and backward, or gradients"
+        )
+    return forward, backward

@@ -1,0 +1,124 @@
+"""A rank that is in a collective to which another one does not come, since that is ready with something else.
+
+What ranks have run before they run without asking, so where one meets something new it tells so and waits for the
+others (`telling`), while these wait for it in a collective. Whoever stands still looks whether one of the others told:
+it frees that one by its words, ends its own wait where the backend can (NCCL; gloo waits for the group's timeout, or
+until the other one is gone), and what this raises is said in words. As long as collectives go on nothing is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from te_fuser.config import config
+from te_fuser.ops import telling
+from te_fuser.ops.group import Group
+from te_fuser.ops.telling import Disagreement
+
+_SHARE = 0.5  # of the patience: so the one that waits hears why before it gives up
+_LOOKS = 16  # in that time
+_LONGEST = 10.0  # seconds from one look to the next
+_END = 2.0  # seconds that the end of the process waits for a look
+
+
+class _Standing(NamedTuple):
+    """Where this rank stands among the ranks of a group, and since when another one is known to be elsewhere."""
+
+    at: tuple[int, int]
+    other: str = ""
+    since: float = 0.0
+
+
+class _Watch:
+    """A thread that looks at groups now and then."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self._standing: dict[str, _Standing] = {}
+        self._changed, self._ended, self._thread = threading.Event(), False, threading.Thread()
+
+    def watch(self, groups: Iterable[Group]) -> None:
+        """Look at these groups, too; with the patience of now."""
+        self.groups.update((group.name, group) for group in groups)
+        if self.groups and not self._thread.is_alive() and not self._ended:
+            self._thread = threading.Thread(target=self._run, name="te_fuser: ranks in step", daemon=True)
+            self._thread.start()
+        self._changed.set()
+
+    def end(self) -> None:
+        """Look no more: a thread in native code at the end of the interpreter would abort it."""
+        self._ended = True
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(_END)
+
+    def other(self, group: Group) -> str:
+        """Another rank of the group that is elsewhere, in words; empty where none is, as far as can be known."""
+        try:
+            return telling.ahead(group)
+        except RuntimeError:  # the store is gone
+            known = self._standing.get(group.name)
+            return known.other if known is not None and known.at == telling.stands(group) else ""
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._changed.clear()
+            for group in [*self.groups.values()]:
+                with contextlib.suppress(RuntimeError, ValueError):  # where the group or its store is gone meanwhile
+                    self._look(group)
+            self._changed.wait(min(config.patience / _LOOKS, _LONGEST))
+
+    def _look(self, group: Group) -> None:
+        if not group.is_here():
+            self.groups.pop(group.name)
+        if not group.is_here() or telling.broken_by(group):
+            return
+        before, now = self._standing.get(group.name), time.monotonic()
+        found = _Standing(telling.stands(group))
+        if before is not None and before.at == found.at and (other := telling.ahead(group, waits=True)):
+            found = _Standing(found.at, other, before.since or now)
+        self._standing[group.name] = found
+        if found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group)):
+            _give_up(group, found.other)
+
+
+_watch = _Watch()
+watch = _watch.watch
+atexit.register(_watch.end)
+
+
+def _give_up(group: Group, other: str) -> None:
+    """Tell the others, and end what this rank waits for."""
+    words = f"{group} waits in a collective of what it has run before, while {other}"
+    telling.give_up(group, words)
+    _abort(group)
+    warnings.warn(words, RuntimeWarning, stacklevel=1)
+
+
+def _abort(group: Group) -> None:
+    ranks = group.process_group()
+    for backend in {ranks._get_backend(device) for device in ranks._device_types}:
+        backend.abort()
+
+
+def explain(error: RuntimeError, groups: Sequence[Group], doing: str) -> None:
+    """Of an error in a call that ranks run together, say it in words where one of them is ready with something else.
+
+    Raises:
+        Disagreement: then.
+    """
+    if isinstance(error, Disagreement):
+        return
+    for group in groups:
+        words = telling.broken_by(group)
+        if not words and group.is_here() and (other := _watch.other(group)):
+            words = f"{group} waited in a collective, while {other}"
+            telling.give_up(group, words, for_good=False)
+        if words:
+            raise Disagreement(f"in {doing}: {words}; {telling.TOGETHER}") from error

@@ -1,0 +1,248 @@
+"""Products of 8 bits run by measured algorithms, as those of other dtypes do. Library and clocks are made up."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, ops
+from te_fuser.fuser.tune import tune as tuning
+from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.cublaslt import products, tuned
+from te_fuser.kernels.cublaslt import tuning as module
+from te_fuser.kernels.cublaslt.tuned import Found, ProductForm, ProductProblem, TunedProducts
+from te_fuser.kernels.cublaslt.tuning import example, places_of, tune_products
+from te_fuser.quantization import microbatch, states
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests import fake_cublaslt, fake_cuda
+from tests.fake_cublaslt import FakeCublasLt
+from tests.float8 import E4M3, E5M2
+from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
+from tests.needs import needs_compiler
+
+BF16, F32 = torch.bfloat16, torch.float32
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+LAYOUTS = [quantized_matmul.ALONG, (False, False), (True, False)]
+BLOCKS = [("rows", "squares"), ("squares", "rows"), ("rows", "rows")]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("libraries")
+    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With a cache folder of its own, on which every algorithm takes as long as another one alone."""
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(module, "_seconds_of", lambda place: [1.0] * len(place.algorithms))
+    a_new_process()
+    yield
+    a_new_process()
+
+
+@pytest.fixture
+def fake(libraries: tuple[Path, Path]) -> Iterator[FakeCublasLt]:
+    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as library:
+        yield library
+
+
+def a_new_process() -> None:
+    """Products that met no problem yet."""
+    for configured in (products.configured, quantized_matmul.configured):
+        configured.cache_clear()
+    products.in_use.clear()
+
+
+def ones(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.ones(*shape).to(dtype)
+
+
+# Memory on the CPU is not always aligned alike: one problem has its own tensors.
+A, B, ONE, OUT = ones(5, 32), ones(6, 32), torch.ones(()), torch.empty(5, 6)
+WIDE = A.float(), B.float(), torch.empty(5, 6)
+HOW = "plain", E4M3, E4M3, F32
+FORM = quantized_matmul.form_of(*HOW, True)
+
+
+def run(fast: bool = True) -> None:
+    """A B^T, always the same problem."""
+    quantized_matmul.configured(*HOW, fast)((A, B, ONE, ONE, OUT))
+
+
+def ran(fake: FakeCublasLt, call: Any) -> list[int]:
+    """Which algorithms a call runs, numbered from 1."""
+    fake.by_algorithm[:] = [0] * 4
+    call()
+    return [k for k in range(4) for _ in range(fake.by_algorithm[k])]
+
+
+def forms() -> Iterator[ProductForm]:
+    """All that a product of 8 bits is configured by."""
+    for kind, pair, out, fast in itertools.product(quantized_matmul.KINDS, PAIRS, products.DTYPES, (False, True)):
+        for transposes in LAYOUTS:
+            yield quantized_matmul.form_of(kind, *pair, out, fast, transposes)
+        if not fast:
+            yield from (quantized_matmul.form_of(kind, *pair, out, fast, scales=scales) for scales in BLOCKS)
+
+
+# ---- what a choice depends on ------------------------------------------------------------------------------------
+
+
+def test_every_form_is_kept_apart() -> None:
+    found = [*forms(), *(products.form_of(kind, BF16, out) for kind in products.KINDS for out in (BF16, F32))]
+    problem = ProductProblem(0, 8, 16, 32, 32, 32, 16, 16, 0, 0x88880)
+    assert len({problem.key(form) for form in found}) == len({*found}) == len(found)
+    assert str(FORM) == "quantized float8_e4m3fn x float8_e4m3fn fast to float32"
+    blocks = quantized_matmul.form_of("onto", E5M2, E4M3, F32, False, scales=("rows", "squares"))
+    assert str(blocks) == "quantized_onto float8_e5m2 x float8_e4m3fn of rows x squares to float32"
+    by_rows = quantized_matmul.form_of("bias", E4M3, E4M3, BF16, False, (False, False))
+    assert str(by_rows) == "quantized_bias float8_e4m3fn x float8_e4m3fn by rows to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "transposes", "scales"),
+    [
+        *itertools.product(quantized_matmul.KINDS, LAYOUTS, [("one", "one")]),
+        *itertools.product(("plain", "onto"), LAYOUTS[:1], BLOCKS),
+    ],
+)
+def test_an_example_is_the_very_problem(
+    fake: FakeCublasLt, kind: str, transposes: tuple[bool, bool], scales: tuple[str, str]
+) -> None:
+    """Also where rows lie apart; with as many scales as the product wants."""
+    fake.any_layout, (m, n, k) = 1, (16, 48, 1280)
+    for a, b in PAIRS:
+        how = kind, a, b, F32, False, transposes, scales
+        product, form = quantized_matmul.configured(*how), quantized_matmul.form_of(*how)
+        counts = [module._scales(lie, rows, k) for lie, rows in zip(scales, (m, n), strict=True)]
+        shapes = (k, m) if transposes[0] else (m, k), (n, k) if transposes[1] else (k, n)
+        for apart in (0, 16):
+            wide = ones(shapes[0][0], shapes[0][1] + apart, dtype=a)[:, : shapes[0][1]]
+            tensors = [wide, ones(*shapes[1], dtype=b), *map(torch.ones, counts)]
+            tensors += [torch.empty(m, n + apart)[:, :n], *([torch.ones(n)] if kind == "bias" else [])]
+            problem = ProductProblem(*product.problem(tuple(tensors)))
+            made = example(product, form, problem, CPU)
+            assert product.problem(made) == problem
+            product(made)
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+def keep(candidate: int) -> tuple[TunedProducts, ProductProblem, bytes]:
+    """Run once, and keep a candidate for the problem."""
+    run()
+    product = products.in_use[FORM]
+    ((met, _),) = product.problems().items()
+    algorithm, store = product.algorithms(met)[candidate - 1][0], tuned.store_on(0)
+    assert store is not None
+    store.put(ProductProblem(*met).key(FORM), algorithm, candidate, 0.97)
+    return store, ProductProblem(*met), algorithm
+
+
+def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(fake: FakeCublasLt) -> None:
+    _, problem, algorithm = keep(3)
+    assert tuned.found_for(FORM, problem) == Found(algorithm, 3)
+    a_new_process()
+    assert ran(fake, run) == [3]
+    assert ran(fake, lambda: run(fast=False)) == [1], "another product"
+
+
+def test_an_algorithm_that_the_library_refuses_is_dropped_with_its_words(fake: FakeCublasLt) -> None:
+    _, problem, _ = keep(2)
+    a_new_process()
+    fake.refused_algorithm = 2
+    assert ran(fake, run) == [1]
+    said = products.algorithms_of(FORM, (problem.m, problem.n, problem.k))
+    assert said == "first heuristic, since cuBLASLt refused the tuned algorithm: CUBLAS_STATUS_NOT_SUPPORTED"
+
+
+def test_products_of_all_dtypes_are_tuned_together(fake: FakeCublasLt) -> None:
+    def model() -> None:
+        products.configured("forward", F32, F32)(WIDE)
+        run()
+
+    def contest(first: Any, second: Any) -> float:
+        return 0.9 if sorted(ran(fake, second)) == [1, 2] else 1.0
+
+    tried = tune_products(model, contest, 0.005)
+    places = ["forward float32 5x6x32", f"{FORM} 5x6x32"]
+    assert [str(p) for p in places_of(model)] == places
+    assert {(t.place, t.choice) for t in tried} == {(p, c) for p in places for c in ("#2", "#3")} | {
+        ("algorithms of products together", "all")
+    }
+    assert [(t.place, t.choice) for t in tried if t.taken][0] == (places[0], "#2")
+
+
+def test_ranks_have_their_places_in_one_order(fake: FakeCublasLt) -> None:
+    """Whatever their GPUs are numbered, and whichever problem each met first."""
+    others = [ones(5, 64)[:, :32], A]
+    for order in (others, others[::-1]):
+        a_new_process()
+
+        def model(order: list[torch.Tensor] = order) -> None:
+            for a in order:
+                quantized_matmul.configured(*HOW, True)((a, B, ONE, ONE, OUT))
+
+        assert [p.problem.a_stride for p in places_of(model)] == [32, 64]
+
+
+# ---- in a region -------------------------------------------------------------------------------------------------
+
+RECIPES = {"delayed": DelayedScaling(amax_history_len=2), "kept": DelayedScaling(amax_history_len=2)}
+RECIPES |= {"current": Float8CurrentScaling(), "blocks": Float8BlockScaling()}  # type: ignore[dict-item]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("on_an_emulated_gpu")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_is_tuned_in_a_region(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its three products by another algorithm, which is named and kept; its scales, weights and results stay."""
+    recipe = RECIPES[name]
+    monkeypatch.setattr(module, "MOST_IN_PLACE", 1)
+    monkeypatch.setattr(tuning, "_contest_on", lambda *given: _gaining)
+    for others in ("_schedule_trials", "_candidates"):  # which are not measured here
+        monkeypatch.setattr(tuning, others, lambda *given: [])
+    model, x = Sequential(ops.LayerNorm(128), ops.Linear(128, 256)).to(BF16), torch.randn(16, 128).to(BF16)
+    x.requires_grad_()
+
+    def results(first: bool | None = None) -> list[torch.Tensor]:
+        with te_fuser.autocast(recipe=recipe), microbatch(first):
+            y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+    first = None if name != "kept" else False
+    results(None if first is None else True)
+    before, held = results(first), _state(model)
+    with te_fuser.autocast(recipe=recipe), microbatch(first):
+        report = model.tune(x)
+        said = str(model.explain(x))
+    tried = [t for t in report.trials if t.choice == "#2"]
+    assert [t.place[:9] for t in tried] == ["quantized"] * 3 and all(t.taken for t in tried), report
+    said = re.sub("\\s+", " ", said)
+    assert said.count("algorithm: tuned: candidate 2") == (3 if name in ("delayed", "kept") else 2), said
+    assert _state(model) == held
+    for after, exact in zip(results(first), before, strict=True):
+        assert torch.equal(after, exact)
+
+
+def _gaining(first: Any, second: Any, effort: object) -> float:
+    for call in (first, second):
+        call()
+    return 0.9
+
+
+def _state(model: torch.nn.Module) -> dict[str, tuple[float, list[float]]]:
+    return {name: (float(scale), history.tolist()) for name, (scale, history) in states(model).items()}

@@ -1,0 +1,281 @@
+"""What calls in regions must work with: copies, checkpoints, autocast, main_grad, hooks, threads, compilers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.parametrize
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import checkpoint_contexts, states
+from tests.quantization.emulation import Emulated
+from tests.quantization.regions import amaxes, call, mlp, on, scales, trained
+from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
+
+
+@pytest.mark.parametrize("form", ["te", "contexts", "around"])
+def test_checkpointing(form: str) -> None:
+    model, twin = trained(mlp()), trained(mlp())
+    wanted_y, wanted = call(twin, data(6))
+    x = data(6).requires_grad_()
+    if form == "te":
+        with on():
+            y = te.checkpoint(model, x)
+    elif form == "contexts":
+        with on():
+            y = checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    else:
+
+        def inside(x: torch.Tensor) -> Any:
+            with on():
+                return model(x)
+
+        y = te.checkpoint(inside, x)
+    y.square().sum().backward()
+    assert torch.equal(y.detach(), wanted_y)
+    for name, gradient in gradients(model, x).items():
+        assert torch.equal(gradient, wanted[name]), name
+    assert amaxes(model) == amaxes(twin)
+
+
+def test_recomputing_without_the_region_is_refused() -> None:
+    model = trained(mlp())
+    with on():
+        y = checkpoint(model, data(6).requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="checkpoint_contexts"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_state_of_their_own(copied: Any) -> None:
+    model = trained(mlp())
+    twin = copied(model)
+    assert scales(twin) == scales(model)
+    (y, wanted), (z, found) = call(model, data(8)), call(twin, data(8))
+    assert torch.equal(y, z)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    before = scales(model)
+    with on():
+        twin(data(8, scale=1000.0)).sum().backward()
+    assert scales(twin) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mlp", "te.LayerNormMLP", "te.TransformerLayer"])
+def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin, emulated = copy.deepcopy(model), Emulated(RECIPE)
+    for step in range(3):
+        ours, theirs = (data(step).requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", dtype), on():
+            y = model(ours)
+            again = model.reference(ours.detach())
+        with torch.autocast("cpu", dtype), emulated.region():
+            wanted = twin.reference(theirs)
+        assert y.dtype == wanted.dtype == again.dtype
+        for found in (y, again):  # as near as numbers that were rounded in half precision on their way
+            close("output", found.detach().to(dtype), wanted.detach().to(dtype))
+        (y.float().square().sum()).backward()
+        (wanted.float().square().sum()).backward()
+        found, right = gradients(model, ours), gradients(twin, theirs)
+        for parameter, gradient in right.items():
+            if "key_bias" not in parameter:
+                close(parameter, found[parameter].to(dtype), gradient.to(dtype))
+        model.zero_grad()
+        twin.zero_grad()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_main_grad(over: bool) -> None:
+    plain, model = (
+        te.Sequential(ops.Linear(F, FFN, accumulate_into_main_grad=into, overwrite_main_grad=into and over), ops.GELU())
+        for into in (False, True)
+    )
+    model.load_state_dict(plain.state_dict())
+    model[0].weight.main_grad = torch.full((FFN, F), 0.5)
+    _, wanted = call(plain, data(2))
+    _, found = call(model, data(2))
+    assert model[0].weight.grad is None
+    kept = 0.0 if over else 0.5
+    torch.testing.assert_close(model[0].weight.main_grad, wanted["0.weight"] + kept)
+    assert torch.equal(found["0.bias"], wanted["0.bias"])
+
+
+def test_main_grad_of_joined_weights() -> None:
+    torch.manual_seed(0)
+    keywords = {"attention_dropout": 0.0, "attn_mask_type": "causal"}
+    plain = te.MultiheadAttention(F, 2, **keywords)
+    model = te.MultiheadAttention(F, 2, fuse_wgrad_accumulation=True, **keywords)
+    model.load_state_dict(plain.state_dict())
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.main_grad = torch.zeros_like(p)
+    _, wanted = call(plain, data(2))
+    call(model, data(2))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            torch.testing.assert_close(p.main_grad, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_and_unused_parameters() -> None:
+    model, twin = trained(mlp()), trained(mlp())
+    _, wanted = call(twin, data(3))
+    inner = model[0]
+    inner[1].weight.requires_grad_(False)
+    _, found = call(model, data(3))
+    assert found.keys() == wanted.keys() - {"0.1.weight"}
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    model.requires_grad_(False)
+    with on():
+        assert not model(data(3)).requires_grad
+    x = data(3).requires_grad_()
+    with on():
+        model(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "te.LayerNormMLP", "te.Linear"])
+def test_empty_batches(name: str) -> None:
+    model = trained(MODELS[name]())
+    before = amaxes(model)
+    x = torch.zeros(0, 3, F, requires_grad=True)
+    with on():
+        y = model(x)
+    y.sum().backward()
+    assert y.shape[:2] == (0, 3) and x.grad is not None and x.grad.shape == x.shape
+    after = amaxes(model)
+    assert {n: h for n, h in after.items() if not n.endswith("weight")} == {
+        n: h for n, h in before.items() if not n.endswith("weight")
+    }
+
+
+def test_float64_stays_in_its_own_precision() -> None:
+    model, x = mlp().double(), data(1).double()
+    with on():
+        y = model(x)
+        torch.testing.assert_close(y, model.reference(x))
+    assert torch.equal(y, model(x))
+
+
+def test_weights_given_at_the_call() -> None:
+    held = te.Linear(F, FFN)
+    with on():
+        wanted = held(data(1))
+    given = ops.Given()
+    model = te.Sequential(ops.Bound(ops.MatMul(F, FFN, device="meta"), given, weight="weight"), ops.Bias(FFN))
+    model[1].bias.data.copy_(held.bias)
+    weight = held.weight.detach().clone().requires_grad_()
+    with on():
+        y = model(data(1), weight=weight)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    with on():
+        pass
+    wanted.sum().backward()
+    assert torch.equal(weight.grad, held.weight.grad)
+
+
+def test_micro_batches_of_a_preset() -> None:
+    torch.manual_seed(0)
+    model = trained(te.LayerNormMLP(F, FFN))
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        for number in range(2):
+            x = data(10 * step + number)
+            with on():
+                y = model(x, is_first_microbatch=number == 0)
+            with on():
+                z = twin(x)
+            close("output", y.detach(), z.detach())
+            y.sum().backward()
+            z.sum().backward()
+
+
+def test_dropout_draws_the_same_masks() -> None:
+    torch.manual_seed(0)
+    model = te.Sequential(ops.Linear(F, F), ops.Dropout(0.5))
+    torch.manual_seed(1)
+    plain = model(data(1))
+    torch.manual_seed(1)
+    with on():
+        y = model(data(1))
+    assert torch.equal(plain == 0, y == 0)
+
+
+def test_an_op_by_itself() -> None:
+    torch.manual_seed(0)
+    op, x = ops.Linear(F, FFN), data(1)
+    plain = op(x)
+    with on():
+        y = op(x)
+        torch.testing.assert_close(y, te.Sequential(op).reference(x))
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    assert {"fp8_scale", "fp8_amax_history"} <= op.state_dict().keys()
+
+
+def test_a_weight_of_two_products() -> None:
+    torch.manual_seed(0)
+    product = ops.MatMul(F, F)
+    model = te.Sequential(product, ops.GELU(), product, verify=True)
+    for step in range(2):
+        with on():
+            y = model(data(step))
+        y.sum().backward()
+    assert len(states(model)) == 3
+
+
+def test_another_thread_is_in_no_region() -> None:
+    model, found = mlp(), []
+    plain = model(data(1))
+    with on():
+        model(data(1))
+        thread = threading.Thread(target=lambda: found.append(model(data(1))))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], plain)
+
+
+def test_compiled_around() -> None:
+    model = trained(mlp())
+    with on():
+        wanted = model(data(1))
+        y = torch.compile(torch.nn.Sequential(model), backend="eager")(data(1))
+    assert torch.equal(y, wanted)
+
+
+def test_hooks_see_gradients_in_the_dtype_of_values() -> None:
+    model, seen = trained(te.Sequential(ops.Linear(F, F), torch.nn.Identity(), ops.Linear(F, F))), []
+    with on():
+        y = model[1](model[0](data(1)))
+        y.register_hook(lambda g: seen.append(g.dtype))
+        model[2](y).sum().backward()
+    assert seen == [torch.float32]
+
+
+def test_parametrized_weights_are_computed_once_a_call() -> None:
+    calls = []
+
+    class Doubled(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return 2.0 * w
+
+    op = ops.Linear(F, F)
+    torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    model = te.Sequential(op)
+    calls.clear()
+    for step in range(3):
+        with on():
+            model(data(step)).sum().backward()
+    assert len(calls) == 3 and op.parametrizations.weight.original.grad is not None
