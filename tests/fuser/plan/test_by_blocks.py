@@ -55,9 +55,8 @@ def forms(steps: tuple[Step, ...]) -> list[tuple[str, str]]:
 def test_taken() -> None:
     """GELU forward, its slope backward: kernels store 8 bits twice, and nobody launches `quantize_blocks` for them."""
     p = planned()
-    product = "own_scales_matmul"
-    assert forms(p.forward) == [(product, f"input.{layout}") for layout in BOTH]
-    assert forms(p.backward) == [(product, f"dy.{layout}") for layout in BOTH]
+    assert forms(p.forward) == [("own_scales_matmul_bias", f"input.{layout}") for layout in BOTH]
+    assert forms(p.backward) == [("own_scales_matmul", f"dy.{layout}") for layout in BOTH]
     forward, backward = (next(s for s in steps if forms((s,))) for steps in (p.forward, p.backward))
     assert [k.name for k in forward.task.written] == ["quantize_blocks"] and not backward.task.written  # of the weight
     gelu, slope = (next(s for s in steps if "gelu" in s.name) for steps in (p.forward, p.backward))
@@ -97,7 +96,7 @@ def test_what_is_quantized_apart(options: dict[str, Any]) -> None:
 
 def test_without_gradients_only_rows() -> None:
     p = planned(grad=False)
-    assert forms(p.forward) == [("own_scales_matmul_alone", "input.blocks")]
+    assert forms(p.forward) == [("own_scales_matmul_bias_alone", "input.blocks")]
 
 
 def test_a_gradient_is_handed_over_where_both_products_read_it() -> None:
