@@ -184,7 +184,7 @@ def facts_of(folder: Path = RESULTS, network: float = 40e9) -> Facts:
     layer, kept = _one_gpu(folder, sources)
     shared = {n: record for n in SPLITS if (record := _read(folder / f"ranks-{n}-{CARD}.json"))}
     rates, latency = _rates(shared, sources)
-    shown = _shown(shared, rates, layer, latency, sources)
+    shown = _shown(shared, sources)
     data = _shown_data(shared, rates, sources)
     sources["network"] = f"{network / 1e9:.0f} GB/s a GPU to other machines: assumed, no record has it (--network)"
     return Facts(layer, kept, rates, latency, shown, data, network, sources)
@@ -230,13 +230,7 @@ def _rates(shared: Mapping[int, Mapping[str, Any]], sources: dict[str, str]) -> 
     return rates, latency
 
 
-def _shown(
-    shared: Mapping[int, Mapping[str, Any]],
-    rates: Mapping[int, float],
-    layer: float,
-    latency: float,
-    sources: dict[str, str],
-) -> dict[int, float]:
+def _shown(shared: Mapping[int, Mapping[str, Any]], sources: dict[str, str]) -> dict[int, float]:
     """Of the layer's collectives, by the time of a shared layer: (t - t(one GPU) / n) / t(collectives alone)."""
     shown: dict[int, float] = {}
     for n, record in shared.items():

@@ -107,8 +107,9 @@ def cases_by_size() -> Iterator[Case]:
             yield dataclasses.replace(case, rows=rows, width=min(case.width, 4096), goal="")
 
 
-def layer_kernels(tokens: int = 8192, hidden: int = 4096) -> list[KernelDescription]:
+def layer_kernels() -> list[KernelDescription]:
     """Every generated kernel of a GPT layer, forward and backward."""
+    tokens, hidden = 8192, 4096
     fused = models.gpt(0.1)(tokens, hidden).fused.to("cuda", torch.bfloat16)
     x = torch.randn(tokens // models.POSITIONS, models.POSITIONS, hidden, device="cuda", dtype=torch.bfloat16)
     y = fused(x.requires_grad_())

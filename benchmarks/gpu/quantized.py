@@ -29,7 +29,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATRICES = ((8192, 4096), (8192, 16384), (8191, 4096), (1024, 4096), (16, 4096))
 LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))  # the weights of a GPT layer
-WEIGHT = (16384, 4096)
 SIZES = ((8192, 4096, 4096), (8192, 16384, 4096))  # tokens, out, in
 
 

@@ -172,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     if chosen.list:
-        for name, part in PARTS.items():
-            console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
+        tables.print_list(console, PARTS)
         return 0
     if not chosen.toy:
         check_gpus(chosen.ranks)

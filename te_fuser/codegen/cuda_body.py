@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
 from te_fuser.codegen.description import PLACES, KernelDescription, Store, Sum
-from te_fuser.codegen.schedule import ROW_VALUE, Schedule, above
+from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 
 
@@ -353,10 +353,17 @@ class CudaKernelText:
     @property
     def plain_rows(self) -> bool:
         """Whether a block simply takes every so many rows, one at a time."""
-        return self.s.slots == 1 and not self.per_sample and not self.s.owns_columns
+        return self.s.slots == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
+
+    @property
+    def backwards(self) -> bool:
+        """Whether rows come from the last to the first: where the kernel behind begins, they are then still in L2."""
+        return not (self.d.outputs or self.per_sample) and self.s.kind in (Kind.COLUMNS, Kind.REGISTERS)
 
     def row_at(self, index: str) -> str:
         """The row with this index."""
+        if self.backwards:
+            return f"rows - 1 - ({index})"
         return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
 
 

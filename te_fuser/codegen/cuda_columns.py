@@ -99,7 +99,7 @@ class ColumnText(CudaKernelText):
     @contextlib.contextmanager
     def _row(self) -> Iterator[None]:
         self.text(f"const long long row = {self.row_at(self.index)};")
-        with self.text.block(f"if ({self.is_there})"):
+        with self.text.block("if (row >= 0)" if self.backwards else f"if ({self.is_there})"):
             yield
 
     def _sample(self) -> None:

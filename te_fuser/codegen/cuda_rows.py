@@ -149,8 +149,8 @@ class RowText(CudaKernelText):
         if not self.plain_rows:
             index = "base + slot" if self.s.slots > 1 else "base"
             self.text(f"const long long wanted = {self.row_at(index)};")
-            self.text("const bool mine = wanted < rows;")
-            self.text("const long long row = mine ? wanted : rows - 1;")
+            self.text(f"const bool mine = {'wanted >= 0' if self.backwards else 'wanted < rows'};")
+            self.text(f"const long long row = mine ? wanted : {'0' if self.backwards else 'rows - 1'};")
 
     def _row(self) -> None:
         text, known = self.text, dict(self.known)

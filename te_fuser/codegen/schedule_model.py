@@ -15,6 +15,8 @@ to 16,384 features, 16 to 32,768 rows; `python -m benchmarks.gpu.kernels --varia
   partial sums cost more, and so do reads and writes that get in each other's way.
 - Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block, because
   wide blocks leave few rows for each of them and make more partial sums.
+- What stores nothing, and raises maxima, walks down columns likewise: each block raises them once. It begins at the
+  last row, as the kernel behind it reads the first ones, which are then still in L2.
 - Tiles, which are stored transposed: a warp reads whole lines, and blocks are as small as their 128 rows allow, so that
   some load while others store. Of those of the seed layer no other schedule was more than 1% faster than what is picked
   (by hand, commit 5229e97): 95 to 108% of a copy's speed without sums, 85 to 88% with them.
@@ -50,6 +52,7 @@ _ROWS_SUMMED = 36 * _KIB  # with them
 _ROW_THREADS = 128  # of a block whose threads do several rows
 _COLUMN_THREADS = 256  # of a block that walks down columns to sum them
 _COLUMN_BYTES = 32  # that one of its threads has on their way
+_MEASURED_BYTES, _MEASURING_BLOCKS = 64, 5  # the same where nothing is stored; blocks on a multiprocessor
 TILE_ROWS = 128  # of a tile: 128 bytes of each column, a line of what lies transposed
 _TILE_AHEAD = 4  # rows of a thread at a time: a word of each column
 _TILE_LANES, _TILE_SLOTS = 8, 4  # of a warp
@@ -207,6 +210,13 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
         for lanes_now, n in ((lanes, ahead), (lanes, 1), (lanes, 2), (min(2 * lanes, 2 * vectors), ahead)):
             draft = Schedule(Kind.COLUMNS, vector, lanes_now, _COLUMN_THREADS // lanes_now, 1, n, 1, Sums.REGISTERS)
             blocks = max(1, min(4, resident(description, draft, limits)))
+            yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+    elif not description.outputs:  # it reads alone: one block after the other would raise its maxima
+        lanes = min(_WARP, 1 << (vectors - 1).bit_length())
+        most = max(1, min(4, _MEASURED_BYTES // max(1, _travelling_bytes(description) * vector)))
+        for ahead in dict.fromkeys((most, 1, 2)):
+            draft = Schedule(Kind.COLUMNS, vector, lanes, _COLUMN_THREADS // lanes, 1, ahead, 1, Sums.NONE)
+            blocks = max(1, min(_MEASURING_BLOCKS, resident(description, draft, limits)))
             yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
     else:
         lanes = min(_ROW_THREADS, 1 << (vectors - 1).bit_length())

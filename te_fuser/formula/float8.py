@@ -114,7 +114,7 @@ class Quantized(torch.autograd.Function):
 
 
 class QuantizedGradient(torch.autograd.Function):
-    """x as it is; the gradient times scale, rounded to 8 bits and given in its own dtype, and differentiated no more."""
+    """x as it is; the gradient times scale, rounded to 8 bits, in its own dtype, and not differentiated again."""
 
     generate_vmap_rule = True
 

@@ -52,39 +52,24 @@ def _output(m: FusionCall, x: torch.Tensor, product: Product | None, records: bo
     return in_shape_of(x, product.configured().make(x8, weight, op.input_inverse, op.weight_inverse))
 
 
-def _input_gradient(
+def _gradient(
     dy: torch.Tensor,
-    weight: torch.Tensor,
+    other: torch.Tensor,
     scale: torch.Tensor,
     inverse: torch.Tensor,
     gradient_scale: torch.Tensor,
     gradient_inverse: torch.Tensor,
     amax: torch.Tensor,
+    which: str,
     product: Product | None,
 ) -> torch.Tensor:
-    """dx = dy W; raises the amax of dy."""
+    """dx = dy W, or dW = dy^T x, for W or x, its scale and inverse; raises the amax of dy."""
     if product is None:
         raise_to_largest(amax, dy)
-        return products.multiply("dgrad", dy, weight)
-    factors = _quantized(dy, gradient_scale, product.a, amax), _quantized(weight, scale, product.b, turned=True)
-    return in_shape_of(dy, product.configured().make(*factors, gradient_inverse, inverse))
-
-
-def _weight_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    gradient_scale: torch.Tensor,
-    gradient_inverse: torch.Tensor,
-    amax: torch.Tensor,
-    product: Product | None,
-) -> torch.Tensor:
-    """dW = dy^T x; the same."""
-    if product is None:
-        raise_to_largest(amax, dy)
-        return products.multiply("wgrad", dy, x)
-    factors = _quantized(dy, gradient_scale, product.a, amax), _quantized(x, scale, product.b)
+        return products.multiply(_KINDS[which], dy, other)
+    factors = _quantized(dy, gradient_scale, product.a, amax), _quantized(other, scale, product.b, turned=which == "dx")
+    if which == "dx":
+        return in_shape_of(dy, product.configured().make(*factors, gradient_inverse, inverse))
     turned = map(transposed8.by_kernel, factors)
     return cast(torch.Tensor, product.configured().make(*turned, gradient_inverse, inverse))
 
@@ -98,8 +83,8 @@ def _product(m: Match, which: str) -> Product | None:
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
         return Body(functools.partial(_output, product=_product(m, "y"), records=m[0].reads("weight_amax")), plain=True)
-    which, run = ("dx", _input_gradient) if method == "input_gradient" else ("dW", _weight_gradient)
-    return Body(functools.partial(run, product=_product(m, which)), plain=True)
+    which = "dx" if method == "input_gradient" else "dW"
+    return Body(functools.partial(_gradient, which=which, product=_product(m, which)), plain=True)
 
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
@@ -168,6 +153,3 @@ def partly_float8_mat_mul(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
 )
 class partly_float8_mat_mul_backward:
     """dx = dy W and dW = dy^T x, each of what is quantized before or as it is, by cuBLASLt."""
-
-    input_gradient = staticmethod(_input_gradient)
-    weight_gradient = staticmethod(_weight_gradient)

@@ -78,8 +78,8 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
 
 _ALONE = (
-    "{name} of {who} comes without {other}: the scales of a product and the amaxes they are made of go together; load "
-    "both, or leave both out, which keeps what the module has"
+    "{name} of {who} comes without {other}, or with one of another shape: the scales of a product, [3], and the amaxes "
+    "they are made of, [calls, 3], go together; load both, or leave both out, which keeps what the module has"
 )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -89,9 +91,11 @@ class Regions(surroundings.Surrounding):
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
+        records = _records()
         if any(scalings_of(recipe) is None for _, recipe, _ in found):
             refuse_by_hand()
-        records = _records()
+            if calibrating and not (records or is_looking() or _only_reads.get() or any(map(is_only_narrow, weights))):
+                _say_once()
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
         for weight, recipe, device in found if not is_looking() else ():
@@ -166,6 +170,13 @@ class Regions(surroundings.Surrounding):
                         block.amaxes.zero_()
                 for state in every_state():
                     state.noted = noted.get(state, (None, None, -1, -1))
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "calibrating=True without gradients records nothing: call the model outside of torch.no_grad()", stacklevel=2
+    )
 
 
 def _records() -> bool:
@@ -288,14 +299,15 @@ def _without_values(weight: Binding, product: MatMul) -> State:
 
 def _own_numbers(weight: Binding, state: State) -> dict[str, Binding]:
     """What each call makes: scales of what it quantizes, their reciprocals, amaxes; and the weight in 8 bits."""
+    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
+    return {**found, **_made_of(weight, state)}
+
+
+def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
+    """A weight in 8 bits as each call makes it."""
     data, turned, _ = KEPT
     again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
-    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
-    return {
-        **found,
-        data: MadeBinding(state, data),
-        turned: (MadeAgainBinding if again else MadeBinding)(state, turned),
-    }
+    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
 def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
@@ -304,12 +316,9 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     recipe = cast(DelayedScaling, recipe_for(weight, around))
     if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
-    given = isinstance(weight, GivenBinding)
-    if _is_in_microbatch(key) and not given:
+    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
         return {name: KeptBinding(state, name) for name in KEPT}
-    data, turned, _ = KEPT
-    again = not given and is_taken_away(weight.owner)
-    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
+    return _made_of(weight, state)
 
 
 def _with_numbers(item: ListedOp, key: Hashable) -> ListedOp:

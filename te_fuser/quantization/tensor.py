@@ -47,11 +47,13 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
         scale: one positive number, float32 on x's device or of Python's.
 
     Raises:
-        TypeError: for other dtypes.
+        TypeError: for other dtypes, and what is no tensor.
         ValueError: for a scale of several elements, or a number that is not finite and positive; for an x without
             dimensions.
     """
     check_float8(dtype)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"quantize takes a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize takes float32, bfloat16 and float16, got {x.dtype}: convert with .float()")
     if x.dim() == 0:
@@ -69,6 +71,7 @@ def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"a scale is one number in float32, got {scale.dtype} {list(scale.shape)}")
         return scale.detach().reshape(())
-    if not 0.0 < scale < math.inf:
-        raise ValueError(f"a scale is finite and positive, got {scale!r}")
-    return torch.tensor(scale, dtype=torch.float32, device=device)
+    made = torch.tensor(scale, dtype=torch.float32)
+    if not 0.0 < float(made) < math.inf:
+        raise ValueError(f"a scale is finite and positive, in float32, got {scale!r}")
+    return made.to(device)

@@ -109,7 +109,10 @@ class Subject:
     def _negate(self) -> None:
         """Change all parameters in place, as some optimizers do: no version counter sees it."""
         for p in self.owned.parameters():
-            p.data.neg_()
+            if p.dtype in FLOAT8.values():
+                p.data.view(torch.uint8).bitwise_xor_(0x80)
+            else:
+                p.data.neg_()
 
     def _both_ways(self, case: Case, call: Call) -> list[Row]:
         """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""

@@ -11,6 +11,7 @@ import torch.nn.utils.parametrize
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.quantization import lowering
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.emulation import Emulated
 from tests.quantization.regions import OTHER, amaxes, call, mlp, on, trained
@@ -129,6 +130,14 @@ def test_calibrating_records_and_does_not_quantize() -> None:
     with on():
         z = model(data(2))
     assert not torch.equal(z, plain) and torch.allclose(z, plain, atol=0.2)
+
+
+def test_calibrating_without_gradients_says_that_it_records_nothing() -> None:
+    lowering._say_once.cache_clear()
+    model = mlp()
+    with torch.no_grad(), on(enabled=False, calibrating=True), pytest.warns(UserWarning, match="records nothing"):
+        model(data(2))
+    assert amaxes(model) == {}
 
 
 def test_explain_says_what_runs_how() -> None:

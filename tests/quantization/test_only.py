@@ -205,6 +205,17 @@ def test_what_stays_as_it_is() -> None:
     assert te.fp8_model_init is te.quantized_model_init
 
 
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
+@torch.no_grad()
+def test_verified(name: str) -> None:
+    narrow, _ = made(name)
+    before = codes(next(p for p in narrow.parameters() if p.dtype == E4M3).data).clone()
+    with te.autocast(recipe=RECIPE):
+        report = te.verify(narrow, data(6, F))
+    assert report.passed, report
+    assert torch.equal(codes(next(p for p in narrow.parameters() if p.dtype == E4M3).data), before)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "outside": (lambda m: m(data(3, F)), "in 8 bits alone, and it runs outside of regions of FP8: call it in"),
     "off": (lambda m: run(m, data(3, F), enabled=False), "runs outside of regions of FP8"),

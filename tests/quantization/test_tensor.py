@@ -77,8 +77,11 @@ REFUSED = {
         ValueError,
         r"one number in float32, got torch.float32 \[2\]",
     ),
-    "zero": (lambda: quantize(X, E4M3, 0.0), ValueError, "finite and positive, got 0.0"),
-    "infinite": (lambda: quantize(X, E4M3, math.inf), ValueError, "finite and positive, got inf"),
+    "zero": (lambda: quantize(X, E4M3, 0.0), ValueError, "finite and positive, in float32, got 0.0"),
+    "infinite": (lambda: quantize(X, E4M3, math.inf), ValueError, "finite and positive, in float32, got inf"),
+    "too large": (lambda: quantize(X, E4M3, 1e39), ValueError, "finite and positive, in float32, got 1e[+]39"),
+    "too small": (lambda: quantize(X, E4M3, 1e-46), ValueError, "finite and positive, in float32, got 1e-46"),
+    "a list": (lambda: quantize([1.0], E4M3, 1.0), TypeError, "takes a torch.Tensor, got list"),  # type: ignore
 }
 
 

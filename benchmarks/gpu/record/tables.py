@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -117,6 +118,12 @@ def rich_table(part: str, cases: Sequence[Data]) -> Table:
     for row in rows:
         table.add_row(*row, style="bold" if row[1].startswith("te_fuser") else "")
     return table
+
+
+def print_list(console: Console, parts: Mapping[str, Any]) -> None:
+    """What the parts of a command are, and about how long each takes."""
+    for name, part in parts.items():
+        console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
 
 
 def print_part(console: Console, name: str, title: str, cases: Sequence[Data], problem: str) -> None:

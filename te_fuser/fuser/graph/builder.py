@@ -42,7 +42,7 @@ class GraphBuilder:
         self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
         self.names = Names(ops, self.ops, call)
         self.kinds = Kinds()
-        self.checked: dict[Hashable, int] = {}
+        self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
         self.told: dict[Hashable, Told] = {}
 
     def build(self) -> Graph:
@@ -82,7 +82,8 @@ class GraphBuilder:
 
     def _append(self, listed: ListedOp, current: int) -> int:
         op, bindings = listed.lowered.op, listed.lowered.bindings
-        label = self._label(listed)
+        index = len(self.nodes)
+        label = _label(index, listed)
         kind = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
@@ -101,7 +102,7 @@ class GraphBuilder:
         named_out = self._named_out(label, listed, told, output, needs) if listed.names_out else ()
         self.nodes.append(
             Node(
-                len(self.nodes),
+                index,
                 op,
                 label,
                 kind.role,
@@ -124,24 +125,20 @@ class GraphBuilder:
         )
         return output
 
-    def _label(self, listed: ListedOp) -> str:
-        where = f" {listed.path!r}" if listed.path else ""
-        return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{where})"
-
     def _taken(
         self, label: str, listed: ListedOp, kind: Kind, current: int, known: Mapping[str, ParameterSpecs]
-    ) -> tuple[int, dict[str, int]]:
-        """A number that ops share which are alike and take what is alike, checked once; and its named inputs."""
-        op, x, number = listed.lowered.op, self.values[current].spec, len(self.checked)
+    ) -> tuple[str, dict[str, int]]:
+        """The first op that is alike and takes what is alike, checked for all of these; and the named inputs."""
+        op, x = listed.lowered.op, self.values[current].spec
         given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
-        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), number)
-        if like == number:
+        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), label)
+        if like is label:
             check_input(label, op, x)
             check_some_features(label, op, x)
         if kind.is_row:
             self._tie_features(current)
         named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
-        if like == number:
+        if like is label:
             check_parameters(label, self.values[current].spec, listed, known, self.call.autocast is None)
         return like, named_in
 
@@ -176,7 +173,7 @@ class GraphBuilder:
             self.names.inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad)
         return self.names.inputs[name]
 
-    def _told(self, label: str, op: FusableOperation, like: int, x: Spec, named: Mapping[str, Spec]) -> Told:
+    def _told(self, label: str, op: FusableOperation, like: str, x: Spec, named: Mapping[str, Spec]) -> Told:
         """What an op says of its outputs; once for all that are alike."""
         key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
@@ -198,6 +195,11 @@ class GraphBuilder:
             found.append(self._value(called, told.specs[own], axes, needed, same))
             self.names.bind(label, name, op, found[-1])
         return tuple(found)
+
+
+def _label(index: int, listed: ListedOp) -> str:
+    where = f" {listed.path!r}" if listed.path else ""
+    return f"op {index} ({listed.lowered.op.kind.__name__}{where})"
 
 
 def _inferred(label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -124,19 +124,19 @@ def check_outputs(label: str, op: FusableOperation, specs: Mapping[str, Spec]) -
     if not isinstance(op, RowOp):
         return
     out = specs["output"]
-    check_dtype(f"{label}: output_dtype()", out.dtype, STORED)
+    check_dtype(f"{label}: output_dtype()", out.dtype)
     for name in op.named_outputs():
         form = specs[name]
         shape = (*out.shape[:-1], form.features) if name in op.values else out.shape
-        check_dtype(f"{label}: named_output({name!r})", form.dtype, STORED)
+        check_dtype(f"{label}: named_output({name!r})", form.dtype)
         if form.shape != shape:
             raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
 
 
-def check_dtype(who: str, dtype: torch.dtype, known: Mapping[str, torch.dtype] = FLOATING) -> None:
-    """Refuse a dtype that is not `known`, where an op gives it."""
-    if dtype not in known.values():
-        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(known)}")
+def check_dtype(who: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that no value is stored in, where an op gives it."""
+    if dtype not in STORED.values():
+        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(STORED)}")
 
 
 def _is_double(spec: Spec) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.dtypes import FLOATING, STORED
+from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.checks import check_dtype, plain
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -121,7 +121,7 @@ def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtyp
     for node in readers:
         dtype = node.op.gradient_dtype(own)
         if dtype != own:
-            check_dtype(f"{node.label}: gradient_dtype()", dtype, STORED)
+            check_dtype(f"{node.label}: gradient_dtype()", dtype)
         found[dtype] = None
     if len(found) == 1 and dtype in taken:
         return dtype

@@ -49,9 +49,10 @@ class Names:
 
     def read(self, name: str) -> int | None:
         """What an op reads by this name; None where no op before it binds it."""
-        if name in self._bound:
-            self._read.add(name)
-        return self._bound.get(name)
+        if name not in self._bound:
+            return None
+        self._read.add(name)
+        return self._bound[name]
 
     def exported(self, name: str) -> int:
         """What a caller gets who asks for this output.

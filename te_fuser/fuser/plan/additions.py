@@ -44,13 +44,13 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
             if ref.form.layout != "rows":
                 result.append(turning_step(problem, prices, ref, (step.start, step.stop)))
             elif ref.kind is PARAMETER:
-                result.append(_cast(problem, prices, ref, step))
+                result.append(_cast(prices, ref, step))
             made.add(ref)
         result.append(step)
     return result
 
 
-def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
+def _cast(prices: Prices, ref: Ref, step: Step) -> Step:
     dtype = ref.form.dtype
     assert dtype is not None
     inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)

@@ -1,7 +1,7 @@
 """Covers: the cheapest steps for the whole list in each direction, and how the two meet.
 
 Backward first: its cover says which values it reads, and with joint fusions among its candidates it is the cheapest
-by what both directions take (`both_ways`). Then the forward cover, which must emit them. If a forward
+by what both directions take (`paths.Passing`). Then the forward cover, which must emit them. If a forward
 fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
 plans backward around it; the cheaper total wins.
 
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
-from te_fuser.fuser.plan.both_ways import Passing
 from te_fuser.fuser.plan.candidates import Placed, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from te_fuser.fuser.plan.paths import Aim, Way, way_through, why_not_taken
+from te_fuser.fuser.plan.paths import Aim, Passing, Way, way_through, why_not_taken
 from te_fuser.fuser.plan.plan import Choice, Refusal
 
 if TYPE_CHECKING:

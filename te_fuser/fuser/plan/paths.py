@@ -187,7 +187,7 @@ def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
         return
     edges = [(e.start - section.start, e.stop - section.start, length) for e, length in way.compared.items()]
     end = section.stop - section.start
-    before, after = distances(edges), distances_to(end, edges)
+    before, after = _distances(edges), _distances_to(end, edges)
     for edge in losers:
         rivals = [c for c in way.edges if c.start < edge.stop and edge.start < c.stop]
         names = " + ".join(dict.fromkeys(c.name for c in rivals))
@@ -203,7 +203,41 @@ def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
         yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}{both}"
 
 
-def distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+class Passing:
+    """What candidates for backward stand for in forward, where joint fusions are among them.
+
+    Backward's cover chooses these, and forward's then has to follow. Forward is priced as if backward demanded nothing
+    of it: a candidate for backward stands for forward's way past its ops without joint fusions; a joint fusion, on top,
+    for what the whole way takes longer (or less long) through its forward. Places are counted from the section's
+    beginning.
+
+    Args:
+        free: the candidates of a forward of which backward demands nothing.
+        length: their lengths in ticks.
+    """
+
+    def __init__(self, free: Found, length: Callable[[Edge], int]) -> None:
+        section = free.section
+        edges = [(e.start - section.start, e.stop - section.start, length(e)) for e in free.edges]
+        self._end = section.stop - section.start
+        self._before, self._after = _distances(edges), _distances_to(self._end, edges)
+        least = [self._before[self._end]]
+        for place in range(self._end - 1, -1, -1):
+            least.append(min(least[-1], self._before.get(place, least[-1])))
+        self._way_to = least[::-1]  # never less for a later place
+
+    def past(self, start: int, stop: int) -> int:
+        """Ticks of forward for the ops start..stop-1."""
+        return self._way_to[stop] - self._way_to[start]
+
+    def more(self, start: int, stop: int, length: int) -> int:
+        """What all of forward takes more with a candidate in it; 0 where that cannot be at all."""
+        if start not in self._before or stop not in self._after:
+            return 0  # why, is said where forward is covered
+        return self._before[start] + length + self._after[stop] - self._before[self._end]
+
+
+def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
     """Place -> the length of the shortest way there from 0 over (from, to, length), all of which lead on."""
     found = {0: 0}
     for start, stop, length in sorted(edges):
@@ -212,7 +246,7 @@ def distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
     return found
 
 
-def distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+def _distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
     """Place -> the length of the shortest way from there to `end`."""
     turned = [(end - stop, end - start, length) for start, stop, length in edges]
-    return {end - place: length for place, length in distances(turned).items()}
+    return {end - place: length for place, length in _distances(turned).items()}

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.plan.before import with_made
-from te_fuser.fuser.plan.borders import borders
 from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.finish import finish, segment_bytes, segments
+from te_fuser.fuser.plan.finish import borders, finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.measuring import with_zeros
 from te_fuser.fuser.plan.overlap import retimed, with_overlap
@@ -155,7 +154,7 @@ def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tupl
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
-        ends = borders(graph, segment_bytes()) if options.summed_apart else frozenset[int]()
+        ends = borders(graph) if options.summed_apart else frozenset[int]()
         plan, prices = _kept_as_asked(graph, options, ends)
         plan = with_blocks(with_zeros(with_made(plan, prices), prices), prices)
         for change in PASSES:

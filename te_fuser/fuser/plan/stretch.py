@@ -273,13 +273,11 @@ class Stretch:
         if (start, stop) not in self._differentiated:
             self._differentiated[start, stop] = self._differentiate(start, stop)
         cut, wanted, adjoints = self._differentiated[start, stop]
-        if not wanted and not recompute:
-            return None
         arriving = self._raised_by(start, stop, wanted, adjoints, measuring)
         if measuring:
             wanted, adjoints, recompute = {}, [], ()
-            if not arriving:
-                return None
+        if not (wanted or recompute or arriving):
+            return None
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
         roots = adjoints + again + [e for *_, e in arriving]

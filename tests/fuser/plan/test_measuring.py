@@ -1,0 +1,77 @@
+"""Scales that a call makes: which steps plans have for them, what they read, and what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+
+F, WIDE, ROWS = 128, 256, 64
+CURRENT = Float8CurrentScaling()
+
+
+def planned(recipe: Recipe = CURRENT, device: str | None = "h200", grad: bool = True, **options: Any) -> Plan:
+    """A norm and two products with a GELU between."""
+    where = "meta" if device else "cpu"
+    first, second = (ops.MatMul(*sizes, **options) for sizes in ((F, WIDE), (WIDE, F)))
+    model = te_fuser.Sequential(ops.LayerNorm(F), first, ops.Bias(WIDE), ops.GELU(), second, ops.Bias(F))
+    model = model.to(torch.bfloat16).to_empty(device=where)
+    x = torch.empty(ROWS, F, dtype=torch.bfloat16, device=where, requires_grad=grad)
+    with te_fuser.autocast(recipe=recipe), torch.set_grad_enabled(grad):
+        return model.plan(x, device=device)
+
+
+def names(steps: Any) -> list[str]:
+    return [s.name for s in steps]
+
+
+@pytest.mark.parametrize("device", ["h200", "l4", None])
+def test_a_pass_and_a_small_step_before_each_kernel_that_quantizes(device: str | None) -> None:
+    p = planned(device=device)
+    made = [k for k, s in enumerate(p.steps) if s.name == "scale_of_amax"]
+    assert len(made) == 4  # x and dy of two products
+    for k in made:
+        before, scale, kernel = p.steps[k - 1 : k + 2]
+        assert before.name == f"{kernel.name}_amax" and not before.writes()
+        (amax,), numbers = scale.reads(), scale.writes()
+        assert amax in before.reads() and amax not in kernel.reads() and numbers[0] in kernel.reads()
+        read = {r for s in p.steps[k + 1 :] for r in s.reads()}
+        assert set(numbers) <= read
+
+
+def test_the_kernels_are_those_of_kept_scales() -> None:
+    """But for what they raise; and the products are the same rows."""
+    mine, other = planned(), planned(DelayedScaling())
+    own = [n for n in names(mine.steps) if n not in ("scale_of_amax", "zeros") and not n.endswith("_amax")]
+    assert own == names(other.steps)
+    assert mine.kept_bytes() == other.kept_bytes()
+
+
+def test_zeros_by_one_step() -> None:
+    p = planned()
+    assert names(p.before) == ["quantize_weights", "zeros"]
+    assert len(p.before[1].writes()) == 4
+    assert names(planned(DelayedScaling()).before) == ["quantize_weights"]
+
+
+def test_without_gradients() -> None:
+    p = planned(grad=False)
+    assert not p.backward and names(p.forward).count("scale_of_amax") == 2
+    assert len(p.before[1].writes()) == 2
+
+
+def test_what_quantizes_on_its_way_says_why_not() -> None:
+    p = planned()
+    why = [r.reason for r in p.refusals if r.name.startswith("float8_matmul_gelu_quack")]
+    assert any("its scale follows from what it quantizes" in words for words in why)
+
+
+def test_main_grad() -> None:
+    p = planned(accumulate_into_main_grad=True)
+    assert "float8_matmul_main_grad" in names(p.backward)
