@@ -262,8 +262,9 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
 def _tile_vector(description: KernelDescription) -> int:
     """Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws."""
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    most = 8 if draws or description.in_blocks else 16
-    return math.gcd(min(most, 16 // _narrowest(description)), description.width)
+    if draws or (description.in_blocks and _narrowest(description) == 1):
+        return math.gcd(8, description.width)
+    return math.gcd(16 // _narrowest(description), description.width)
 
 
 def _narrowest(description: KernelDescription) -> int:
