@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import te_fuser
-from te_fuser.parallel import shard_placement
 
 
 def made(mesh: DeviceMesh, bf16: bool) -> te_fuser.Sequential:
@@ -33,7 +32,7 @@ def made(mesh: DeviceMesh, bf16: bool) -> te_fuser.Sequential:
     te_fuser.parallelize(model, mesh["tp"])
     parallelize_module(model, mesh["tp"], {"embedding": RowwiseParallel(input_layouts=Replicate())})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
-    options: dict[str, Any] = {"mesh": mesh["dp"], "shard_placement_fn": shard_placement}
+    options: dict[str, Any] = {"mesh": mesh["dp"]}
     options |= {"mp_policy": policy} if policy else {}
     for block in model.blocks:
         fully_shard(block, **options)

@@ -1,5 +1,6 @@
 """What holds for every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="avx512",
         help="the CPU that tests plan for; with avx2 kernels are compiled for one that has no more, too",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: collections of garbage, which take a second with it, leave it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,9 +52,9 @@ def _same_fusions() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """The CUDA driver for machines without a GPU, compiled."""
-    return compile_driver(tmp_path_factory.mktemp("driver"))
+    return compile_driver()
 
 
 @pytest.fixture
@@ -56,7 +64,7 @@ def driver(library: Path) -> Iterator[FakeDriver]:
         yield fake
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     """Generated kernels that the driver runs on the CPU."""
     return Emulation(tmp_path_factory.mktemp("emulated"))

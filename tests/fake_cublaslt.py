@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from te_fuser import _native
+from tests.c_library import compiled
 
 
 class FakeCublasLt(ctypes.Structure):
@@ -28,16 +25,9 @@ class FakeCublasLt(ctypes.Structure):
     ]
 
 
-def compile_library(folder: Path) -> Path:
-    """The library; skips the test where there is no C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    library = folder / "fake_cublaslt.so"
-    source = Path(__file__).with_name("fake_cublaslt.c")
-    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-lm"], check=True)
-    return library
+def compile_library() -> Path:
+    """The library, which a process compiles once; skips the test where there is no C compiler."""
+    return compiled("fake_cublaslt.c", "-O2", "-lm")
 
 
 @contextlib.contextmanager

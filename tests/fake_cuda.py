@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from te_fuser.codegen.written import Loadable, TextKernel
 from te_fuser.config import config
 from te_fuser.fuser.run import fuser, loading
 from te_fuser.kernels import packed_heads
+from tests.c_library import compiled
 from tests.codegen import cuda_on_cpu
 
 REAL_DRIVER = "libcuda.so.1"
@@ -42,16 +42,9 @@ class FakeDriver(ctypes.Structure):
     ]
 
 
-def compile_driver(folder: Path) -> Path:
-    """The driver as a library; skips the test where there is no C compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    library = folder / "fake_cuda.so"
-    source = Path(__file__).with_name("fake_cuda.c")
-    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
-    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
-    return library
+def compile_driver() -> Path:
+    """The driver as a library, which a process compiles once; skips the test where there is no C compiler."""
+    return compiled("fake_cuda.c", "-O1", "-pthread", "-ldl")
 
 
 def as_new_process(patch: pytest.MonkeyPatch, cache_dir: Path, gpu: str = "NVIDIA H200") -> None:
@@ -131,7 +124,7 @@ class Emulation:
 
     def _build(self, descriptions: Sequence[KernelDescription]) -> None:
         folder = self.folder / str(len(self.kernels))
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         texts = [cuda.generate(d, "sm_90a") for d in descriptions]
         assert CXX is not None
         for d, text, built in zip(descriptions, texts, cuda_on_cpu.build(CXX, texts, folder), strict=True):
@@ -142,7 +135,7 @@ class Emulation:
         """A kernel written by hand."""
         if kernel not in self._written:
             folder = self.folder / f"{kernel.name}_{len(self._written)}"
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             self._written.update(emulate([kernel], folder))
         return self._written[kernel]
 

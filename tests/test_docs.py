@@ -6,17 +6,19 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import te_fuser
 from te_fuser.presets.arguments import WITHOUT_EFFECT
 from te_fuser.presets.attention_call import ARGUMENTS
 from te_fuser.presets.base import Preset
+from tests.parallel.ranks import forking
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -52,12 +54,23 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
             pytest.importorskip(package)
     script = tmp_path / "blocks.py"
     script.write_text(program)
-    # A process of its own: fusions that a document registers must not reach other tests. Of one thread, as all tests.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=env, check=False
-    )
-    assert done.returncode == 0, f"{path.name}\n{done.stderr[-3000:]}"
+    # A process of its own: fusions that a document registers must not reach other tests.
+    process = forking().Process(target=_run, args=(script,))
+    process.start()
+    process.join()
+    said = script.with_suffix(".log")
+    assert process.exitcode == 0, f"{path.name}\n{said.read_text()[-3000:] if said.exists() else 'it said nothing'}"
+
+
+def _run(script: Path) -> None:
+    """What such a process does: run the program in its folder, on one thread; what it says goes to a log."""
+    with open(script.with_suffix(".log"), "w") as said:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(said.fileno(), stream.fileno())
+    os.chdir(script.parent)
+    torch.set_num_threads(1)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

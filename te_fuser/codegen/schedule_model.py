@@ -294,8 +294,11 @@ def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int,
                 yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=sums, keeps=True)
         yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.REGISTERS, keeps=True)
         return
-    for keeps in (True, False):
-        yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0, keeps=keeps)
+    for keeps in (True, False):  # what stores nothing raises its maxima once for all rows of a block
+        rounds = 0 if description.outputs else 1
+        yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=rounds, keeps=keeps)
+    if not description.outputs:
+        return
     yield row(Kind.SHARED, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0)
     for ahead in (3, 2):
         yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=Sums.NONE)

@@ -19,10 +19,12 @@ from te_fuser.ops.group import Group
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 _OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 _WITHOUT = "leave what uses it out by te_fuser.fusions.disabled, and NCCL exchanges as before"
 
-_graphed: list[Any] = []  # what captured CUDA graphs go by, which has to stay when a larger one takes its place
+# What captured CUDA graphs go by, which has to stay when a larger one takes its place; by its addresses.
+_graphed: dict[tuple[int, ...], Any] = {}
 
 
 # ------------------------------------------------------------------------------------------------ can it be used
@@ -53,6 +55,8 @@ def _why_no_operators(device: torch.device) -> str | None:
     backend = memory.get_backend(device)
     if backend != "CUDA":
         return f"PyTorch's symmetric memory is by {backend} here, and this takes that by CUDA: unset TORCH_SYMMMEM"
+    if NATIVE in os.environ:
+        return f"{NATIVE} is set, by which some of PyTorch's products go by another kernel, unchecked here: unset it"
     return None
 
 
@@ -109,7 +113,7 @@ def workspace(group: Group, size: int) -> None:
             f"{MULTICAST}=1 before anything else makes it, or {_WITHOUT}"
         )
     if torch.cuda.is_current_stream_capturing():
-        _graphed.append(found)
+        _graphed[tuple(found.buffer_ptrs)] = found
 
 
 def _memory() -> Any:

@@ -87,8 +87,9 @@ class Exchange:
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
             return ops.all_reduce(sent, "sum", group.name)  # type: ignore[no-any-return]
-        if self.cut is None:
-            return ops.all_gather_into_tensor(sent, n, group.name)  # type: ignore[no-any-return]
+        if self.cut is None:  # not all_gather_into_tensor: two that end at once break memory in gloo (PyTorch 2.13)
+            whole = sent.new_empty(n * sent.shape[0], *sent.shape[1:])
+            return ops.all_gather_into_tensor_out(sent, n, group.name, out=whole)  # type: ignore[no-any-return]
         if self.join is None:
             return ops.reduce_scatter_tensor(sent, "sum", n, group.name)  # type: ignore[no-any-return]
         sizes = [sent.shape[0] // n] * n

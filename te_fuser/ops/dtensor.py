@@ -1,14 +1,12 @@
 """Parameters that are DTensors: a rank runs on its own part of each, and gives gradients that are DTensors as they are.
 
-A weight of several parts along its features that is cut lies so that ranks cut each part: of equal ones (a gate and
-what it gates) as [parts, features, in], of others (queries, and fewer keys and values) rank by rank. Its owner knows
-which parameters lie so; ops see [features of all parts, in].
+A weight of several parts along its features that is cut lies rank by rank, so that ranks cut each part (a gate and what
+it gates; queries, and fewer keys and values). Its owner knows which parameters lie so.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -35,39 +33,32 @@ class Lies(NamedTuple):
         mesh: the mesh in words.
         ranks: for each dimension of the mesh those that this rank is among; a DTensor may know them by an older mesh.
         placements: for each dimension of the mesh.
-        parts: how many parts it has that are cut each by itself.
     """
 
     shape: tuple[int, ...]
     mesh: str
     ranks: tuple[tuple[int, ...], ...]
     placements: tuple[Placement, ...]
-    parts: int = 1
 
     @classmethod
-    def of(cls, t: torch.Tensor, parts: int = 1) -> Lies | None:
+    def of(cls, t: torch.Tensor) -> Lies | None:
         """How a tensor lies; None where it is no DTensor."""
         if not is_dtensor(t):
             return None
         mesh = t.device_mesh
         ranks = tuple(tuple(get_process_group_ranks(g)) for g in mesh.get_all_groups())
-        return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements), parts)
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """The shape that ops see of this rank's own tensor."""
-        return self.shape if self.parts == 1 else (math.prod(self.shape[:2]), *self.shape[2:])
+        return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements))
 
     def is_whole(self) -> bool:
         """Whether every rank has all of it."""
         return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
 
     def is_cut(self, dim: int, group: Group) -> bool:
-        """Whether the ranks of that group alone, in their order, have equal parts along a dimension that ops see."""
+        """Whether the ranks of that group alone, in their order, have equal parts along a dimension."""
         if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
             return False
         (placement,) = self.placements
-        return placement.is_shard(dim if self.parts == 1 else dim + 1)
+        return placement.is_shard(dim)
 
 
 def is_dtensor(t: Any) -> TypeGuard[DTensor]:
@@ -78,31 +69,8 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
     return known is not None and isinstance(t, known.DTensor)
 
 
-class InParts(NamedTuple):
-    """Parts of one size, as [parts, features, ..]."""
-
-    parts: int
-
-    def shape(self, laid: Sequence[int]) -> tuple[int, ...]:
-        """That of the whole, of what lies so."""
-        return (laid[0] * laid[1], *laid[2:])
-
-    def laid(self, whole: torch.Tensor) -> torch.Tensor:
-        """The whole as it lies."""
-        return whole.view(self.parts, whole.shape[0] // self.parts, *whole.shape[1:])
-
-    def whole(self, laid: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
-        return laid.flatten(0, 1)
-
-    def pieces(self, local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Piece]:
-        """Views of a rank's own tensor, which begins at `offsets` of one that lies as `shape`, and their offsets."""
-        for part, piece in enumerate(local.unbind(0), offsets[0]):
-            yield piece, (part * shape[1] + offsets[1], *offsets[2:])
-
-
-class InTurns(NamedTuple):
-    """Parts of other sizes, as they are for the ranks in turn: of each part a rank's share, then the next rank's.
+class Laid(NamedTuple):
+    """How parts lie: for the ranks in turn, of each part a rank's share, then the next rank's.
 
     Attributes:
         sizes: the features of each part.
@@ -111,15 +79,6 @@ class InTurns(NamedTuple):
 
     sizes: tuple[int, ...]
     ranks: int
-
-    @property
-    def parts(self) -> int:
-        """Those that lie along a dimension of their own."""
-        return 1
-
-    def shape(self, laid: Sequence[int]) -> tuple[int, ...]:
-        """That of the whole, of what lies so."""
-        return tuple(laid)
 
     def laid(self, whole: torch.Tensor) -> torch.Tensor:
         """The whole as it lies, in new memory."""
@@ -133,8 +92,8 @@ class InTurns(NamedTuple):
             made[first : first + count] = share
         return made
 
-    def pieces(self, local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Piece]:
-        """Views of a rank's own tensor, which begins at `offsets` of one that lies as `shape`, and their offsets."""
+    def pieces(self, local: torch.Tensor, offsets: Sequence[int]) -> Iterator[Piece]:
+        """Views of a rank's own tensor, which begins at `offsets` of what lies so, and their offsets in the whole."""
         (start, *others), before = offsets, 0
         for first, count in self._shares():
             begin, end = max(before, start), min(before + count, start + local.shape[0])
@@ -148,9 +107,6 @@ class InTurns(NamedTuple):
         for rank in range(self.ranks):
             for start, size in zip(starts, self.sizes, strict=False):
                 yield start + rank * size // self.ranks, size // self.ranks
-
-
-Laid = InParts | InTurns
 
 
 def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
@@ -176,31 +132,19 @@ class _Waited(torch.autograd.Function):
         return dy
 
 
-def in_parts(owner: torch.nn.Module, name: str) -> int:
-    """How many parts a parameter has that ops see side by side and that lie apart."""
-    laid = how_laid(owner).get(name)
-    return 1 if laid is None else laid.parts
-
-
 def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
     """Say how the parts of a parameter lie."""
     owner.__dict__[_LAID] = {**how_laid(owner), name: laid}
 
 
-def own_part(t: torch.Tensor, seen: tuple[int, ...] | None = None) -> torch.Tensor:
-    """This rank's own tensor, without autograd, in the shape that ops see; a plain tensor as it is."""
-    if not is_dtensor(t):
-        return t
-    local: torch.Tensor = t._local_tensor
-    return local if seen is None or local.shape == seen else local.view(seen)
+def own_part(t: torch.Tensor) -> torch.Tensor:
+    """This rank's own tensor, without autograd; a plain tensor as it is."""
+    return t._local_tensor if is_dtensor(t) else t
 
 
-def recorded_part(t: torch.Tensor, parts: int = 1) -> torch.Tensor:
+def recorded_part(t: torch.Tensor) -> torch.Tensor:
     """The same as autograd records it."""
-    if not is_dtensor(t):
-        return t
-    local = t.to_local()
-    return local if parts == 1 else local.flatten(0, 1)
+    return t.to_local() if is_dtensor(t) else t
 
 
 def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
@@ -237,8 +181,7 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
         fill(parameter)
         return
     laid, local = how_laid(owner).get(name), parameter._local_tensor
-    shape = parameter.shape if laid is None else laid.shape(parameter.shape)
-    whole = torch.empty(shape, dtype=local.dtype, device=local.device)
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
     fill(whole)
     with torch.no_grad():
         local.copy_(own_chunk(whole if laid is None else laid.laid(whole), parameter))

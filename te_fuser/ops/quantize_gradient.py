@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.formula import Axes, quantize_gradient
-from te_fuser.formula.float8 import check_float8, rounded
+from te_fuser.formula.float8 import check_float8, once, rounded
 from te_fuser.ops.base import NamedInput, OpCall
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.own_scales import Scaling, put_scales
@@ -85,4 +85,4 @@ class _Measured(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,), (scale, inverse), (dtype, own) = gradients, ctx.numbers, ctx.how
         put_scales(dy, dtype, own, scale, inverse)
-        return rounded(dy.to(scale.dtype) * scale, dtype).to(dy.dtype), None, None, None, None
+        return once(rounded(dy.to(scale.dtype) * scale, dtype).to(dy.dtype)), None, None, None, None

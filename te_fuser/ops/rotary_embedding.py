@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,43 @@ STYLES = {
 }
 
 
-@functools.lru_cache(maxsize=64)
+class _Kept:
+    """What makes tensors, which keeps those that were used last; the last argument is their device.
+
+    What is made while a CUDA graph is captured has its memory and gets its values in replays alone, so it is not kept.
+    What a graph was given, which reads it in each replay, stays.
+    """
+
+    def __init__(self, make: Callable[..., tuple[torch.Tensor, torch.Tensor]], most: int) -> None:
+        self._make, self._most = make, most
+        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_graphs: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        functools.update_wrapper(self, make)
+
+    def __call__(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._known.pop(given, None) or self._in_graphs.get(given)
+        graphed = given[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if found is None:
+            found = self._make(*given)
+            if graphed:
+                return found
+        if graphed:
+            self._in_graphs[given] = found
+        self._known[given] = found
+        while len(self._known) > self._most:
+            self._known.pop(next(iter(self._known)), None)
+        return found
+
+    def clear(self) -> None:
+        """Keep those that graphs read alone."""
+        self._known.clear()
+
+
+def _kept(most: int) -> Callable[[Callable[..., tuple[torch.Tensor, torch.Tensor]]], _Kept]:
+    return functools.partial(_Kept, most=most)
+
+
+@_kept(64)
 def _table(
     length: int, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +107,7 @@ def _table(
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept(256)
 def rotation_table(
     spans: Spans, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from te_fuser.parallel.context import cut_sequence
 from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
-from te_fuser.parallel.styles import Column, Heads, Row, shard_placement
+from te_fuser.parallel.styles import Column, Heads, Row
 from te_fuser.parallel.sums import leave_sums_to_engine
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "derived_plan",
     "leave_sums_to_engine",
     "parallelize",
-    "shard_placement",
 ]

@@ -22,6 +22,18 @@ from te_fuser.ops.dtensor import Laid, how_laid, own_chunk
 _STATE, _GROUPS = "state", "param_groups"  # keys of an optimizer's state_dict
 
 
+class _Pieces(LocalShardsWrapper):
+    """Pieces of a whole, which take their values from it."""
+
+    def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> _Pieces:
+        """What `torch.distributed.checkpoint.state_dict` does with a tensor that the first rank has sent."""
+        for piece, offsets in zip(self.local_shards(), self.local_offsets(), strict=True):
+            piece.copy_(
+                whole[tuple([slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True)])], non_blocking
+            )
+        return self
+
+
 class WholeShape(DTensor):
     """A DTensor whose parts lie apart, in the shape of the whole, for checkpoints: nothing else is computed on it."""
 
@@ -32,18 +44,22 @@ class WholeShape(DTensor):
     def of(cls, cut: DTensor, laid: Laid) -> WholeShape:
         """That of a DTensor, over its memory."""
         (chunk,) = cut.__create_chunk_list__()
-        whole = torch.empty(laid.shape(cut.shape), dtype=cut.dtype, device="meta")
+        whole = torch.empty(cut.shape, dtype=cut.dtype, device="meta")
         local = cut._local_tensor.detach()
-        found = [*laid.pieces(local, chunk.offsets, cut.shape)] if local.numel() else []
-        pieces = LocalShardsWrapper([piece for piece, _ in found], [offsets for _, offsets in found])
+        found = [*laid.pieces(local, chunk.offsets)] if local.numel() else []
+        pieces = _Pieces([piece for piece, _ in found], [offsets for _, offsets in found])
         places = [Replicate()] * cut.device_mesh.ndim
         made = DTensor.from_local(
             pieces, cut.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
         )
         made.__class__ = cls
         assert isinstance(made, cls)
-        made.cut, made.laid = cut, laid
+        made.cut, made.laid, made._local_tensor = cut, laid, pieces
         return made
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's pieces."""
+        return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole, in every rank."""
@@ -63,7 +79,7 @@ def _as_it_lies(value: Any, like: DTensor, laid: Laid | None) -> Any:
         value = value.full_tensor()
     if isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         return value
-    if value.shape != (like.shape if laid is None else laid.shape(like.shape)):
+    if value.shape != like.shape:
         return value
     local = own_chunk(value if laid is None else laid.laid(value), like).to(like.device, copy=True)
     return DTensor(local, like._spec, requires_grad=False)  # type: ignore[call-arg]

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul, telling
 from te_fuser.ops.binding import place_of
-from te_fuser.ops.dtensor import InParts, InTurns, Laid, is_dtensor, own_part, set_laid
+from te_fuser.ops.dtensor import Laid, is_dtensor, own_part, set_laid
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Line
 from te_fuser.parallel.checkpoint import keep_whole_shapes
@@ -77,9 +77,8 @@ class Column(_Style):
         sequence_parallel, sequence_dim: whether the rows of the input are cut, and along which dimension: these are
             gathered first.
         parts: how many equal parts lie side by side in the output, each of which is cut by itself: 2 for what a gated
-            unit takes; or their sizes, as far as they matter: (4, 1, 1) of queries, keys and values. Equal ones make
-            the parameters [parts, features, in] and [parts, features], others lie rank by rank; `state_dict` has
-            [out, in] as the whole.
+            unit takes; or their sizes, as far as they matter: (4, 1, 1) of queries, keys and values. Parameters have
+            the features of each rank in turn; `state_dict` has them in the order of the whole.
 
     Raises:
         TypeError: for a module that it does not take.
@@ -202,8 +201,9 @@ def distribute(
     old = owner._parameters.get(name)
     if old is None:
         return
-    laid = None if dim is None else _laid(sizes_of(parts, old.shape[0]), mesh.size())
-    wanted = [Replicate()] if dim is None else [Shard(dim + isinstance(laid, InParts))]
+    sizes = () if dim is None else sizes_of(parts, old.shape[0])
+    laid = Laid(sizes, mesh.size()) if len(sizes) > 1 else None
+    wanted = [Replicate()] if dim is None else [Shard(dim)]
     if is_dtensor(old):
         if old.device_mesh == mesh and list(old.placements) == wanted:
             return
@@ -224,27 +224,9 @@ def distribute(
     keep_whole_shapes(owner)
 
 
-def _laid(sizes: tuple[int, ...], ranks: int) -> Laid | None:
-    """How parts of these sizes are to lie; None: there is one."""
-    if len(sizes) == 1:
-        return None
-    return InParts(len(sizes)) if len({*sizes}) == 1 else InTurns(sizes, ranks)
-
-
 def owners(module: torch.nn.Module, name: str) -> list[tuple[torch.nn.Module, str]]:
     """The modules that have a parameter of an op, and its names there: of one that is bound, its owner's."""
     if not isinstance(module, Bound):
         return [(module, name)]
     given: Any = module.names.get(name, ())
     return [place_of(module.owner, of) for of in ((given,) if isinstance(given, str) else given)]
-
-
-def shard_placement(parameter: torch.nn.Parameter) -> Shard | None:
-    """For `fully_shard(..., shard_placement_fn=shard_placement)`: spread features, where a weight lies in parts.
-
-    By default `fully_shard` spreads the first dimension, of which such a weight has two or three: on more ranks than
-    that the others would have none of it.
-    """
-    if is_dtensor(parameter) and parameter.placements[-1].is_shard(1) and parameter.dim() == 3:
-        return Shard(1)
-    return None

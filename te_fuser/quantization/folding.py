@@ -38,6 +38,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry, settings_changed
 
 LARGEST = torch.finfo(torch.float32).max
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclass
@@ -111,9 +112,15 @@ def fold() -> None:
         scale = largest of the format / amax(history) / 2^margin    in float32; infinite: the largest one
 
     Raises:
-        RuntimeError: on all ranks of a group where they have different numbers of products; while a stream is captured.
+        RuntimeError: on all ranks of a group where they have different numbers of products; while a stream is captured;
+            where PyTorch transforms or fakes what runs.
     """
     not_in_capture("amaxes are folded")
+    if _is_transformed():
+        raise RuntimeError(
+            "what earlier calls recorded is folded where a region is entered, and not inside of torch.func transforms "
+            "or FakeTensorMode: enter the region around these"
+        )
     with lock, torch.inference_mode(False), torch.no_grad():
         last = _recorded.region
         agreement = _agreement(last)
@@ -164,17 +171,22 @@ def _note_alike(agreement: Agreement | None, waiting: Sequence[State]) -> None:
 
 
 def fold_to_look() -> None:
-    """The same for who looks; not inside of a region or a backward, which go by the scales of one entry throughout."""
-    if not (any(entered()) or in_backward()):
+    """The same for who looks, where nothing goes by the scales of now: outside of regions, backwards and transforms."""
+    if not (any(entered()) or in_backward() or _is_transformed()):
         fold()
+
+
+def _is_transformed() -> bool:
+    """Whether PyTorch transforms or fakes what runs here."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 def fold_alone() -> None:
-    """The same where no other rank has to be asked, and something was recorded, for who saves or copies."""
-    if any(entered()) or in_backward():
+    """That where no other rank has to be asked, and something was recorded, for who saves or copies."""
+    if _is_transformed():
         return
     if _agreement(_recorded.region) is None and any(bool(block.amaxes.any()) for block in blocks()):
-        fold()
+        fold_to_look()
 
 
 def _agreement(region: Region | None) -> Agreement | None:

@@ -20,7 +20,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention, telling
 from te_fuser.ops.base import NamedInput, Spec
-from te_fuser.ops.dtensor import in_parts, is_dtensor, own_part
+from te_fuser.ops.dtensor import is_dtensor, own_part
 from te_fuser.ops.group import Group as RankGroup
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import unrounded
@@ -364,8 +364,7 @@ def _with_own_parts(owned: torch.nn.Module) -> torch.nn.Module:
     for module in owned.modules():
         for name, p in [*module._parameters.items()]:
             if p is not None and is_dtensor(p):
-                part = own_part(p.detach())
-                plain = part if in_parts(module, name) == 1 else part.flatten(0, 1)
+                plain = own_part(p.detach())
                 module.register_parameter(name, torch.nn.Parameter(plain, p.requires_grad))
     return owned
 

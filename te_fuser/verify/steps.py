@@ -70,8 +70,7 @@ class _Watch:
         self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
         self.given = parameters
-        specs = plan.graph.parameter_specs
-        self.parameters = [own_part(p.detach(), s.shape) for p, s in zip(parameters, specs, strict=True)]
+        self.parameters = [own_part(p.detach()) for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
         self.coarsest = plan.graph.coarsest

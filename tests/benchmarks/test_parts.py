@@ -91,7 +91,7 @@ def test_the_floor_of_a_call_makes_new_gradients_for_all_that_has_one(gpu_bench:
 def test_parts_run_cuda_kernels(name: str, gpu_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their emulation on the CPU; where nothing is drawn, the part itself compares results with eager's."""
     emulation = fake_cuda.Emulation(tmp_path)
-    with fake_cuda.in_place(fake_cuda.compile_driver(tmp_path)) as driver, emulation.in_plans():
+    with fake_cuda.in_place(fake_cuda.compile_driver()) as driver, emulation.in_plans():
         assert all("left_out" not in entry for entry in PARTS[name].run(gpu_bench))
         assert driver.launches > 50
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from tests.fake_cuda import Emulation, FakeDriver
 
 
 @pytest.fixture
-def on_an_emulated_gpu(
-    tmp_path_factory: pytest.TempPathFactory, emulation: Emulation, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def on_an_emulated_gpu(emulation: Emulation, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans are those of an H200."""
     monkeypatch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
     monkeypatch.setattr(quantized_matmul, "refusal", lambda *_: None)
@@ -26,8 +23,7 @@ def on_an_emulated_gpu(
     monkeypatch.setattr(fuser, "device_of", lambda device: device_named("h200"))
     for configured in (quantized_matmul.configured, products.configured):
         configured.cache_clear()
-    library: Path = fake_cublaslt.compile_library(tmp_path_factory.mktemp("library"))
-    with fake_cublaslt.in_place(library), emulation.in_plans():
+    with fake_cublaslt.in_place(fake_cublaslt.compile_library()), emulation.in_plans():
         yield
     for configured in (quantized_matmul.configured, products.configured):
         configured.cache_clear()

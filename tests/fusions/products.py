@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -80,9 +79,9 @@ def autocast_on_cuda() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def library_on_the_cpu(folder: Path) -> Iterator[FakeCublasLt]:
+def library_on_the_cpu() -> Iterator[FakeCublasLt]:
     """A cuBLASLt that takes tensors on the CPU."""
-    driver, library = fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+    driver, library = fake_cuda.compile_driver(), fake_cublaslt.compile_library()
     # Products outlive a test, and with them problems of the library before.
     products.configured.cache_clear()
     with fake_cuda.in_place(driver), fake_cublaslt.in_place(library) as fake:

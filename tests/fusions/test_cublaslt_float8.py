@@ -184,8 +184,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCublasLt]:
     quantized_matmul.configured.cache_clear()
     with (
         in_place_of_written(native.__getitem__),
-        in_place(compile_driver(folder)),
-        fake_cublaslt.in_place(fake_cublaslt.compile_library(folder)) as fake,
+        in_place(compile_driver()),
+        fake_cublaslt.in_place(fake_cublaslt.compile_library()) as fake,
     ):
         yield fake
     quantized_matmul.configured.cache_clear()

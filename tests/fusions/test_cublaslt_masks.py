@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,8 +169,8 @@ def test_a_bias_of_another_dtype() -> None:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Iterator[FakeCublasLt]:
-    with library_on_the_cpu(tmp_path) as fake:
+def library() -> Iterator[FakeCublasLt]:
+    with library_on_the_cpu() as fake:
         yield fake
 
 

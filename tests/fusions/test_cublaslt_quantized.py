@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -75,7 +73,7 @@ def test_a_bias_that_it_refuses_stays_a_row_op() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_runs_is_right(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_what_runs_is_right(dtype: torch.dtype) -> None:
     """What plans for a GPU chose, by a library that computes on the CPU."""
     step = planned(dtype=dtype).forward[1]
     rng = torch.Generator().manual_seed(0)
@@ -84,7 +82,7 @@ def test_what_runs_is_right(tmp_path: Path, dtype: torch.dtype) -> None:
     exact = a.data.double() / 100.0 @ (b.data.double() / 100.0).mT
     given = [a.data, b.data, a.scale_inverse, b.scale_inverse, *([bias] if step.name == BIAS else [])]
     quantized_matmul.configured.cache_clear()
-    with library_on_the_cpu(tmp_path) as library:
+    with library_on_the_cpu() as library:
         found = step.task.body.function(*given)  # type: ignore[union-attr]
         assert not library.last_fast
     quantized_matmul.configured.cache_clear()

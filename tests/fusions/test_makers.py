@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import te_fuser as te
 from te_fuser import fusions, ops
-from te_fuser.fusions import cublaslt_float8
+from te_fuser.fusions import float8_weights
 from te_fuser.quantization import kept, lowering, states
 from te_fuser.recipe import DelayedScaling
 from tests.fake_cuda import FakeDriver
@@ -110,7 +110,7 @@ def test_what_a_call_makes_is_its_own() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[weakref.ref[torch.Tensor]]]:
     """Of each call what it made of weights."""
     made: list[list[weakref.ref[torch.Tensor]]] = []
-    maker = cublaslt_float8.Weights8
+    maker = float8_weights.Weights8
     function = maker.function
 
     def noting(self: Any, wanted: Any, device: Any) -> Any:

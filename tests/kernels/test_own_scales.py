@@ -32,7 +32,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("own_scales")
     native = emulate(BLOCKS, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

@@ -24,7 +24,7 @@ B16, F32 = torch.bfloat16, torch.float32
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     folder = tmp_path_factory.mktemp("own_weights")
     native = emulate([QuantizeWeights(), *(ScaleOfAmax.of(E4M3, s) for s in (Scaling(), POWERS))], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def who_stores_8_bits(plan: Plan) -> set[str]:
 @pytest.mark.parametrize("packs", [False, True], ids=["attention packs not", "attention packs"])
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients(
-    name: str, packs: bool, driver: FakeDriver, emulation: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, packs: bool, driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One pass packs, turns, adds up and quantizes; where attention packs by itself, that of the rotation does."""
     model = randomize(made(name)).to(BF16)
@@ -114,7 +113,7 @@ def test_values_and_gradients(
     monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
     # Of so few rows bytes decide, as of many.
     monkeypatch.setitem(DEVICES, "h200", dataclasses.replace(DEVICES["h200"], launch=0.0, replayed=True))
-    with on_an_emulated_gpu(emulation, tmp_path), fusions.only("stretch", *ROTARY, *products, attention_by):
+    with on_an_emulated_gpu(emulation), fusions.only("stretch", *ROTARY, *products, attention_by):
         with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(amax_history_len=2)):
             plan = model.plan(torch.empty(37, 1, F, dtype=BF16, requires_grad=True), **named(model))
         agree(trained(model, one_sample), wanted, share=0.04)

@@ -57,7 +57,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     folder = tmp_path_factory.mktemp("tiles")
     blocks = {in_blocks(case) for case in CASES if not why_not(case.heads, case.dtype, True)}
     native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)} | blocks, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

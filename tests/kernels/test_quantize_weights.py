@@ -30,7 +30,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
     folder = tmp_path_factory.mktemp("weights")
     native = emulate([KERNEL, OTHER], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

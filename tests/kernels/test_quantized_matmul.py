@@ -25,9 +25,8 @@ pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(str(d)[12:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("libraries")
-    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+def libraries() -> tuple[Path, Path]:
+    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
 
 
 @pytest.fixture

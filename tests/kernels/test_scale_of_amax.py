@@ -28,7 +28,7 @@ AMAXES = [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan]
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     folder = tmp_path_factory.mktemp("scale_of_amax")
     native = emulate(KERNELS, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

@@ -22,7 +22,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def handle(name: str, size: int) -> Any:
         found.asked.append((name, size, symmetric.os.environ.get(symmetric.MULTICAST)))
-        return SimpleNamespace(multicast_ptr=found.multicast)
+        return SimpleNamespace(multicast_ptr=found.multicast, buffer_ptrs=[size, 2 * size])
 
     memory = SimpleNamespace(get_backend=lambda device: found.backend, get_symm_mem_workspace=handle)
     found.memory, found.patch = memory, monkeypatch
@@ -35,7 +35,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Group, "is_here", lambda self: found.here)
     monkeypatch.setattr(Group, "process_group", lambda self: None)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: found.ranks)
-    for name in (symmetric.MULTICAST, symmetric.OVERLAPPING, "LOCAL_WORLD_SIZE"):
+    for name in (symmetric.MULTICAST, symmetric.OVERLAPPING, symmetric.NATIVE, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     return found
@@ -65,6 +65,8 @@ def test_reasons(host: Any) -> None:
     assert said() == "torch.distributed knows no group 'tp' in this process"
     host.patch.setenv(symmetric.MULTICAST, "0")
     assert said() == f"{symmetric.MULTICAST}=0 asks for NVLink multicast, which is not used here: unset it"
+    host.patch.setenv(symmetric.NATIVE, "1")
+    assert said().startswith(f"{symmetric.NATIVE} is set, by which")
     host.backend = "NVSHMEM"
     assert said().startswith("PyTorch's symmetric memory is by NVSHMEM here") and "unset TORCH_SYMMMEM" in said()
 
@@ -112,12 +114,15 @@ def test_memory_that_cannot_be_had_is_said_with_what_to_do(host: Any) -> None:
 
 
 def test_what_a_captured_graph_goes_by_stays(host: Any) -> None:
-    host.patch.setattr(symmetric, "_graphed", [])
+    host.patch.setattr(symmetric, "_graphed", {})
     symmetric.workspace(TWO, 64)
     assert not symmetric._graphed
     host.patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    symmetric.workspace(TWO, 64)
+    for _ in range(2):
+        symmetric.workspace(TWO, 64)
     assert len(symmetric._graphed) == 1
+    symmetric.workspace(TWO, 128)
+    assert len(symmetric._graphed) == 2
 
 
 def test_pytorch_declares_the_operators_as_they_are_called() -> None:

@@ -23,7 +23,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("turned")
     native = emulate({p for case in CASES for p in case.passes()}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 

@@ -159,8 +159,32 @@ def test_the_table_is_shared_and_not_in_the_state():
     assert not op.state_dict() and op.revision == before
 
 
+def test_a_table_made_in_a_capture_is_not_handed_out_later(monkeypatch):
+    """It lies in the graph's memory, and has its values in replays alone; one that a graph reads is not dropped."""
+    captures, made, device = [True], [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+
+    def make(*given):
+        made.append(given)
+        return torch.zeros(1), torch.zeros(1)
+
+    kept = rotary_embedding._Kept(make, 1)
+    first, second = kept(0, device), kept(0, device)
+    assert first is not second and len(made) == 2
+    captures[0] = False
+    known = kept(0, device)
+    assert known is not second and kept(0, device) is known and len(made) == 3
+    captures[0] = True
+    assert kept(0, device) is known
+    captures[0] = False
+    kept(1, device), kept(2, device)
+    assert kept(0, device) is known and len(made) == 5
+    assert kept(1, device) is not None and len(made) == 6, "dropped"
+    assert rotary_embedding.rotation_table(((0, 5),), 8, 10.0, torch.float32, torch.device("cpu"))[0].shape == (5, 4)
+
+
 def test_a_table_made_in_inference_mode_can_be_recorded():
-    rotary_embedding._table.cache_clear()
+    rotary_embedding._table.clear()
     op, x = make()
     with torch.inference_mode():
         op.op_forward(OpCall(), x)

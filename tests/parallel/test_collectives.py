@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fuser
 from te_fuser import ops
@@ -198,6 +199,31 @@ def test_what_is_in_flight_is_held(name: str) -> None:
     found = op.forth.wait(started, op.group)
     torch.testing.assert_close(found, expected(xs)[rank], rtol=1e-13, atol=1e-13)
     assert all(bool(t.isnan().all()) for t in others)
+
+
+class Called(TorchDispatchMode):
+    """The names of the operators that are called in here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func.name()))
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks
+def test_no_exchange_is_one_by_which_gloo_breaks_memory() -> None:
+    """One whose name of a work has memory of its own, which two threads free (`ranks.py`): of gathers the plain one."""
+    with Called() as called:
+        for kind, arguments, _ in OPS.values():
+            op = kind(tp(), *arguments)
+            for exchange in filter(None, (op.forth, op.back)):
+                exchange.run(tensor(*SHAPE, grad=False), op.group)
+    exchanges = {name.removeprefix("_c10d_functional::") for name in called.names if name.startswith("_c10d")}
+    short = {"all_gather_into_tensor_out", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"}
+    assert exchanges == {*short, "wait_tensor"}
 
 
 @pytest.mark.parametrize("name", OPS)

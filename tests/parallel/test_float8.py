@@ -42,14 +42,14 @@ def mine(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def sent() -> Iterator[list[torch.dtype]]:
     """The dtypes of what is gathered in here."""
     found: list[torch.dtype] = []
-    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    gather = torch.ops._c10d_functional.all_gather_into_tensor_out
 
-    def noted(t: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def noted(t: torch.Tensor, *rest: Any, out: torch.Tensor) -> torch.Tensor:
         found.append(t.dtype)
-        return gather(t, *rest)  # type: ignore[no-any-return]
+        return gather(t, *rest, out=out)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops._c10d_functional, "all_gather_into_tensor", noted)
+        patch.setattr(torch.ops._c10d_functional, "all_gather_into_tensor_out", noted)
         yield found
 
 

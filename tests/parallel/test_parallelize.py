@@ -14,6 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -190,10 +197,10 @@ def test_what_is_derived() -> None:
     assert lie["0.0.weight"] == lie["0.3.bias"] == lie["2.weight"] == (Replicate(),)
     cut = parallelize(gated(), mesh_of())
     weight, bias = cut[0][1].weight, cut[0][1].bias
-    assert weight.shape == (2, INNER, F) and bias.shape == (2, INNER) and weight.placements == (Shard(1),)
+    assert weight.shape == (2 * INNER, F) and bias.shape == (2 * INNER,) and weight.placements == (Shard(0),)
     parts = parallelize(apart(), mesh_of())
     assert parts[0].parallel_mode == parts[1].parallel_mode == "column" and parts[3].parallel_mode == "row"
-    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2, INNER, F)
+    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2 * INNER, F)
 
 
 @on_ranks
@@ -252,6 +259,58 @@ def test_whole_tensors_are_loaded(kind: str) -> None:
         assert torch.equal(whole(p, state[name], laid.get(name)), state[name])
     with pytest.raises(RuntimeError, match="size mismatch for 0.1.weight"):
         model.load_state_dict({**state, "0.1.weight": torch.zeros(3, F)})
+
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["mlp", "gated", "apart", "turns", "packed"])
+@on_ranks
+def test_whole_states_by_torch(kind: str, first: bool) -> None:
+    """`torch.distributed.checkpoint.state_dict` gives and takes those of the model in one process, strictly."""
+    rank, twin, given = (
+        dist.get_rank(),
+        MODELS[kind](),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=first),
+    )
+    model, other = (parallelize(copy.deepcopy(twin), mesh_of()) for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (twin, model, other)]
+    for m, optimizer in zip((twin, model), optimizers, strict=False):
+        torch.manual_seed(0)
+        backward(m, tensor(S, B, F))
+        optimizer.step()
+    want, state = dict(get_model_state_dict(twin)), get_optimizer_state_dict(twin, optimizers[0])
+    torch.testing.assert_close(dict(get_model_state_dict(model, options=FULL)), want, rtol=1e-8, atol=1e-8)
+    found = get_optimizer_state_dict(model, optimizers[1], options=FULL)["state"]
+    torch.testing.assert_close(found, state["state"], rtol=1e-8, atol=1e-8)
+    offered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert [*offered] == [*(want if rank == 0 else ())]
+
+    tells = rank == 0 or not first
+    set_model_state_dict(other, copy.deepcopy(want) if tells else {}, options=given)
+    set_optimizer_state_dict(other, optimizers[2], copy.deepcopy(state) if tells else {}, options=given)
+    torch.testing.assert_close(dict(get_model_state_dict(other, options=FULL)), want, rtol=0, atol=0)
+    found = get_optimizer_state_dict(other, optimizers[2], options=FULL)["state"]
+    torch.testing.assert_close(found, state["state"], rtol=0, atol=0)
+
+
+@on_ranks
+def test_whole_states_that_do_not_fit() -> None:
+    model = parallelize(gated(), mesh_of())
+    want = dict(get_model_state_dict(gated()))
+    name = next(iter(want))
+    less = {key: t for key, t in want.items() if key != name}
+    by_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=f"(?s)Missing key.*{name}"):  # which PyTorch asks of the first rank's alone
+        set_model_state_dict(model, {} if dist.get_rank() else dict(less), options=by_first)
+    with pytest.raises(RuntimeError, match="(?s)Unexpected key.*more"):
+        set_model_state_dict(model, {**want, "more": want[name]}, options=FULL)
+    loose = StateDictOptions(full_state_dict=True, strict=False)
+    assert set_model_state_dict(model, {**want, "more": want[name]}, options=loose).unexpected_keys == ["more"]
+    wide = {**want, name: torch.zeros(3, *want[name].shape, dtype=torch.float64)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        set_model_state_dict(model, wide, options=FULL)
 
 
 @on_ranks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +31,26 @@ def one_fails() -> None:
 
 
 @on_ranks
-def one_ends() -> None:
+def both_end() -> None:
     if dist.get_rank() == 0:
         print("the end", file=sys.stderr)
         os._exit(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def gloo_threads() -> int:
+    """How many run the works of this process's groups."""
+    return sum(path.read_text().strip() == "pt_gloo_runloop" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@on_ranks
+def test_a_group_of_gloo_has_one_thread() -> None:
+    dist.barrier()  # by which its threads have begun
+    before = gloo_threads()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    dist.barrier(group)
+    assert before >= 1 and gloo_threads() == before + 1
+    dist.destroy_process_group(group)
 
 
 def body(test: object) -> object:
@@ -51,5 +69,6 @@ def test_a_failure_shows_both_logs_and_leaves_no_process(ranks: Ranks) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(int(line.split()[1]), 0)
     ranks.run(body(test_ranks_know_each_other), {"number": 3})
-    with pytest.raises(RanksFailedError, match=r"rank 0 ended, and wrote:\nthe end"):
-        ranks.run(body(one_ends), {})
+    with pytest.raises(RanksFailedError, match=r"rank 0 ended with exit code 3, and wrote:\nthe end") as failed:
+        ranks.run(body(both_end), {})
+    assert "rank 1 ended by SIGTERM, and wrote:" in str(failed.value)

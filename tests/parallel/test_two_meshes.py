@@ -15,16 +15,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from te_fuser.ops import telling
 from te_fuser.ops.group import Group
-from te_fuser.parallel import cut_sequence, parallelize, shard_placement
+from te_fuser.parallel import cut_sequence, parallelize
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
@@ -32,7 +35,7 @@ from tests.twins import assert_same_gradients, tensor
 
 RANKS = 4
 MODELS = {"mlp": mlp, "gated": gated, "llama": llama, "turns": turns}
-PLACED: dict[str, Any] = {"default": None, "features": shard_placement}
+PLACED: dict[str, Any] = {"default": None, "features": lambda p: Shard(1) if p.dim() == 2 else None}
 
 
 def mesh_of() -> DeviceMesh:
@@ -164,6 +167,29 @@ def test_whole_states_are_gathered_and_loaded() -> None:
     model.load_state_dict({name: 2 * t for name, t in state.items()})
     want = {name: 2 * p.detach() for name, p in like.named_parameters()}
     torch.testing.assert_close(parameters(model, like), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@on_ranks
+def test_whole_states_of_the_first_rank(first: bool) -> None:
+    """Or of each; optimizers' too: training goes on as that of the model that they are of."""
+    mesh, options = mesh_of(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=first)
+    model, other = (spread(parallelize(gated(), mesh["tp"]), mesh) for _ in range(2))
+    optimizer, of_other = adam(model), adam(other)
+    train(model, optimizer, range(2), mesh)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+    given = states if dist.get_rank() == 0 or not first else ({}, {})
+    set_model_state_dict(other, given[0], options=options)
+    set_optimizer_state_dict(other, of_other, given[1], options=options)
+    train(model, optimizer, range(2, 4), mesh)
+    train(other, of_other, range(2, 4), mesh)
+    like = gated()
+    torch.testing.assert_close(parameters(other, like), parameters(model, like), rtol=0, atol=0)
+    gathered = [
+        get_optimizer_state_dict(*pair, options=StateDictOptions(full_state_dict=True))["state"]
+        for pair in ((model, optimizer), (other, of_other))
+    ]
+    torch.testing.assert_close(*gathered, rtol=0, atol=0)
 
 
 @on_ranks

@@ -21,6 +21,7 @@ from te_fuser import ops
 from te_fuser.quantization import not_finite, states
 from te_fuser.quantization.products import products
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.parallel.ranks import forking
 
 WORLD = 2
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -222,7 +223,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What went wrong by case, in two processes that ran all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     try:
-        mp.spawn(one_of_two, (str(folder),), nprocs=WORLD)
+        forking()
+        mp.start_processes(one_of_two, (str(folder),), nprocs=WORLD, start_method="forkserver")
     except Exception as error:
         return {path.stem: path.read_text() for path in folder.glob("*.[01]")} or {"": str(error)}
     return {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_fuser as te
 from te_fuser import ops
@@ -331,7 +332,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
     folder = tmp_path_factory.mktemp("fold")
     native = emulate([FoldAmaxes()], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
 
@@ -496,3 +497,25 @@ def test_buffers_are_written_in_place_and_apart() -> None:
         kept, address, numbers = before[name]
         assert t is kept and t.data_ptr() == address and not torch.equal(t, numbers)
     assert len({t.untyped_storage().data_ptr() for t in model.buffers()}) == 4
+
+
+@pytest.mark.parametrize("faked", [False, True])
+def test_regions_are_entered_around_what_transforms(faked: bool) -> None:
+    model, x = te.Sequential(ops.MatMul(16, 16)), torch.randn(4, 16)
+    step(model, x)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPE):
+            return model.reference(x).sum()
+
+    with pytest.raises(RuntimeError, match="enter the region around these"):
+        if faked:
+            with FakeTensorMode():
+                call(x)
+        else:
+            torch.func.grad(call)(x)
+    with te.autocast(recipe=RECIPE):
+        dx = torch.func.grad(lambda x: model.reference(x).sum())(x)
+    twin = x.clone().requires_grad_()
+    call(twin).backward()
+    assert torch.equal(dx, twin.grad)

@@ -90,12 +90,13 @@ class GraphBuilder:
             parameters[name] = self.parameters[key := b.key]
             known[name] = self.call.parameters[key]
         like, named_in = self._taken(label, listed, kind, current, known)
-        x, named = self.values[current], {arg: self.values[v] for arg, v in named_in.items()}
-        told = self._told(label, op, like, x.spec, {arg: v.spec for arg, v in named.items()})
+        x = self.values[current]
+        named = {arg: self.values[v].spec for arg, v in named_in.items()} if named_in else {}
+        told = self._told(label, op, like, x.spec, named)
         needs = self.call.grad and (
             x.needs_grad
             or True in [p.requires_grad for p in known.values()]
-            or True in [v.needs_grad and kind.reads[arg].gradient for arg, v in named.items()]
+            or True in [self.values[v].needs_grad and kind.reads[arg].gradient for arg, v in named_in.items()]
         )
         alias, needed = current if told.same else None, needs and "output" in told.differentiable
         output = self._value(f"{kind.role}.output", told.specs["output"], Axes.FULL, needed, alias)

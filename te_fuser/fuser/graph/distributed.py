@@ -40,9 +40,8 @@ def _check(place: int, item: ListedOp, name: str, lies: Lies) -> None:
     if lies.is_whole() if cut is None else lies.is_cut(*cut):
         return
     takes = "whole in each rank" if cut is None else f"cut along dimension {cut[0]} by the ranks of {cut[1].title}"
-    parts = f", each of {lies.parts} parts by itself" * (lies.parts > 1)
     raise TypeError(
-        f"{here}: parameter {name} is a DTensor on {lies.mesh} with {list(lies.placements)}{parts}, and the op takes "
+        f"{here}: parameter {name} is a DTensor on {lies.mesh} with {list(lies.placements)}, and the op takes "
         f"it {takes}: te_fuser.parallelize(model, mesh['tp']) cuts both alike; what fully_shard cut is whole in "
         "a call of the module that it was given, and after its unshard()"
     )

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
-from te_fuser.ops.dtensor import Lies, in_parts, is_dtensor
+from te_fuser.ops.dtensor import Lies, is_dtensor
 from te_fuser.ops.joined import parts_of
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
@@ -118,8 +118,8 @@ class ParameterSpecs:
         kind = torch.Tensor if stands_in(t) else type(t)
         lies, spec = None, spec_of(t, absent)
         if kind not in _PLAIN and is_dtensor(t):
-            lies = Lies.of(t, in_parts(binding.owner, binding.name))
-            spec = spec if lies is None else replace(spec, shape=lies.seen)
+            lies = Lies.of(t)
+            spec = spec if lies is None else replace(spec, shape=lies.shape)
         joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed and not is_compiling() else ()
         return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
 

@@ -11,7 +11,7 @@ import torch
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
-from te_fuser.ops.dtensor import in_parts, recorded_part
+from te_fuser.ops.dtensor import recorded_part
 from te_fuser.ops.gradient_sums import with_sum
 from te_fuser.ops.share import Share, stream_of
 
@@ -37,7 +37,7 @@ def reference_run(
         around: what surrounds the call.
     """
     lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
-    tensors = {b.key: _of_call(t) if b.made_in_call else recorded_part(t, _parts_of(b)) for b, t in given.items()}
+    tensors = {b.key: _of_call(t) if b.made_in_call else recorded_part(t) for b, t in given.items()}
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
@@ -60,14 +60,6 @@ def reference_run(
 def _of_call(blank: torch.Tensor) -> torch.Tensor:
     """A number that ops of this call make."""
     return torch.full_like(blank, math.nan, requires_grad=False)
-
-
-def _parts_of(binding: Binding) -> int:
-    """How many parts a parameter has that are cut each by itself; one where no module has it among its own."""
-    try:
-        return in_parts(binding.owner, binding.name)
-    except ReferenceError:
-        return 1
 
 
 def run_nodes(

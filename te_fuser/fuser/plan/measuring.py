@@ -67,8 +67,9 @@ def name_of_rows(steps: Sequence[Step]) -> str:
 def with_zeros(plan: Plan, prices: Prices) -> Plan:
     """The plan with what its passes begin with: zeros for all of a call by one step."""
     graph = plan.graph
-    read = {r for s in plan.steps for r in s.reads() if r.kind is PARAMETER}
-    numbers = [k for k, b in enumerate(graph.parameters) if b.made_in_call and b.written and parameter_ref(k) in read]
+    numbers = [k for k, b in enumerate(graph.parameters) if b.made_in_call and b.written]
+    read = {r for s in plan.steps for r in s.reads() if r.kind is PARAMETER} if numbers else ()
+    numbers = [k for k in numbers if parameter_ref(k) in read]
     if not numbers:
         return plan
     nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])

@@ -55,7 +55,7 @@ class Segment:
             in, and their numbers in the graph.
         left_at: the slot in backward of those that a call leaves to the engine.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
-        distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
+        distributed: the places among the tensors handed in of parameters that are DTensors.
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
         groups: of ranks that run some of the plan's ops together.
         last_read: of `values_in` those that no later segment reads and the call does not give.
@@ -86,7 +86,7 @@ class Segment:
     unrecorded: bool = False
     sums: tuple[tuple[Group, tuple[tuple[int, int], ...]], ...] = ()
     left_at: int = -1
-    distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    distributed: tuple[int, ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
     groups: tuple[Group, ...] = ()
     last_read: tuple[int, ...] = ()
@@ -120,8 +120,8 @@ class Segment:
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
-        for place, seen in self.distributed:
-            found[place] = own_part(found[place], seen)
+        for place in self.distributed:
+            found[place] = own_part(found[place])
         return found
 
     def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
@@ -130,7 +130,7 @@ class Segment:
         if not self.distributed:
             return given
         found = list(given)
-        for (place, _), (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
+        for place, (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
         return found
@@ -173,7 +173,7 @@ class SegmentFunction(torch.autograd.Function):
         if segment.joined:
             kept, ctx.places = kept_in_parts(kept, segment.joined)
         if segment.distributed:  # saved as they are: who takes them away meanwhile fills the same ones again
-            whole = [tensors[place] for place, _ in segment.distributed]
+            whole = [tensors[place] for place in segment.distributed]
             ctx.lying = [(t._spec, t._local_tensor.shape) for t in whole]  # type: ignore[attr-defined]
             kept = _exchanged(kept, segment.parts, [whole[number] for _, number in segment.parts])
         ctx.save_for_backward(*kept)
@@ -195,7 +195,7 @@ class SegmentFunction(torch.autograd.Function):
         if segment.written:
             saved = _exchanged(saved, segment.written, ctx.written)
         if segment.parts:
-            own = [own_part(saved[place], segment.distributed[number][1]) for place, number in segment.parts]
+            own = [own_part(saved[place]) for place, _ in segment.parts]
             saved = _exchanged(saved, segment.parts, own)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
@@ -279,11 +279,11 @@ def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
     made = replace(made, groups=tuple(dict.fromkeys(together)))
     if graph.sums:
         made = replace(made, sums=_sums(graph, segment))
-    lies = {parameter_ref(k): (graph.parameter_specs[k].shape) for k, it in enumerate(graph.lies) if it is not None}
+    lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     if not refs:
         return made
-    distributed = tuple((segment.takes.index(ref), lies[ref]) for ref in refs)
+    distributed = tuple(segment.takes.index(ref) for ref in refs)
     kept = [entry.ref for entry in segment.kept] if made.backward is not None else []
     parts = tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept)
     return replace(made, distributed=distributed, parts=parts)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +123,9 @@ def test_one_layout_is_kept() -> None:
 
 
 @contextlib.contextmanager
-def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCublasLt]:
+def on_an_emulated_gpu(emulation: Emulation) -> Iterator[FakeCublasLt]:
     """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
-    library = fake_cublaslt.compile_library(folder)
+    library = fake_cublaslt.compile_library()
     quantized_matmul.configured.cache_clear()
     with pytest.MonkeyPatch.context() as patch, emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
         patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
@@ -139,10 +138,10 @@ def on_an_emulated_gpu(emulation: Emulation, folder: Path) -> Iterator[FakeCubla
 
 
 @needs_compiler
-def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation, tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation) -> None:
     """Tests behind one that failed find the GPU that there is."""
     before = fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
-    with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation, tmp_path):
+    with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation):
         raise ZeroDivisionError
     assert (fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
 
@@ -171,13 +170,13 @@ def agree(found: list[torch.Tensor], wanted: list[torch.Tensor], share: float = 
 
 @needs_compiler
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_gradients(name: str, driver: FakeDriver, emulation: Emulation, tmp_path: Path) -> None:
+def test_values_and_gradients(name: str, driver: FakeDriver, emulation: Emulation) -> None:
     """As the emulation has them, with kernels that store both layouts, in generated CUDA; and each step is right."""
     model = randomize(MODELS[name]()).to(BF16)
     twin, looked_at = copy.deepcopy(model), copy.deepcopy(model)
     looked_at.verify = True
     wanted = trained(twin, lambda m, x: m(x))
-    with on_an_emulated_gpu(emulation, tmp_path) as library:
+    with on_an_emulated_gpu(emulation) as library:
         agree(trained(model, lambda m, x: m(x)), wanted)
         agree(trained(looked_at, lambda m, x: m(x)), wanted)
         assert library.products

@@ -44,7 +44,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         if request.param != "reference" and CXX is None:
             pytest.skip("needs a C++ compiler")
         if request.param == "emulated":
-            stack.enter_context(in_place(compile_driver(tmp_path)))
+            stack.enter_context(in_place(compile_driver()))
             stack.enter_context(Emulation(tmp_path).in_plans())
         yield "reference" if request.param == "reference" else "generated"
 

@@ -20,5 +20,5 @@ def row_kernels(folder: Path) -> Iterator[FakeDriver]:
     """Those that blank rows, find tokens and move them."""
     kernels = [FindTokens(), *(kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)]
     native = emulate(kernels, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver

@@ -21,9 +21,8 @@ FORM = products.form_of("forward", torch.float32, torch.float32)
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("libraries")
-    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+def libraries() -> tuple[Path, Path]:
+    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
 
 
 @pytest.fixture

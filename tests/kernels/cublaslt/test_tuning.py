@@ -29,9 +29,8 @@ FORWARD, DGRAD = products.form_of("forward", F32, F32), products.form_of("dgrad"
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("libraries")
-    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+def libraries() -> tuple[Path, Path]:
+    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
 
 
 @pytest.fixture(autouse=True)

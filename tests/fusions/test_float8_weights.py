@@ -1,0 +1,94 @@
+"""Weights by scales of their own, and models whose products read them, on a GPU that a CPU stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser as te
+from te_fuser import fusions, ops
+from te_fuser.quantization import lowering
+from te_fuser.recipe import Float8CurrentScaling, Format, QParams, Recipe
+from tests.fake_cuda import FakeDriver
+from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
+from tests.needs import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("on_an_emulated_gpu")]
+
+F, FFN = 32, 64
+POWERS = QParams(power_2_scale=True, amax_epsilon=1e-3)
+RECIPES: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "powers": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_weight=POWERS, fp8_quant_bwd_grad=POWERS),
+}
+PRODUCTS = ("float8_matmul", "float8_matmul_bias", "float8_matmul_backward", "float8_matmul_main_grad")
+every = pytest.mark.parametrize("recipe", [*RECIPES.values()], ids=[*RECIPES])
+
+
+def mlp() -> te.Sequential:
+    torch.manual_seed(0)
+    return te.Sequential(te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)))
+
+
+def joined() -> te.Linear:
+    torch.manual_seed(0)
+    made = te.Linear(F, 3 * FFN, parameters_split=("query", "key", "value"))
+    for p in made.parameters():  # apart from each other, so that each call copies them
+        p.data = p.data.clone()
+    return made
+
+
+def step(model: Any, recipe: Recipe, rows: int = 24, scale: float = 1.0, twice: bool = False) -> Any:
+    """Output and gradients of one call in a region."""
+    x = (scale * torch.randn(rows, F, generator=torch.Generator().manual_seed(rows))).requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = model(x)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for k in range(1 + twice):
+        kept = torch.autograd.grad(y, [x, *parameters], (k + 1.0) * torch.cos(y.detach()), retain_graph=twice)
+    return {"output": y.detach(), **dict(zip(("x", *names), kept, strict=True))}
+
+
+@every
+def test_as_emulated(recipe: Recipe) -> None:
+    """In values and gradients, whatever their size, of any number of tokens."""
+    model, twin = mlp(), mlp()
+    for rows, scale in ((24, 1.0), (24, 1e3), (7, 1e-3), (1, 1.0)):
+        found = step(model, recipe, rows, scale)
+        with fusions.disabled(*PRODUCTS):
+            wanted = step(twin, recipe, rows, scale)
+        for name, exact in wanted.items():
+            apart = (found[name] - exact).double().norm() / exact.double().norm()
+            assert apart <= 0.02, (name, rows, apart)
+
+
+@every
+def test_a_graph_that_is_kept_measures_anew(recipe: Recipe) -> None:
+    """Each of its backwards has the scales of its own gradients: here all are powers of two apart."""
+    once, again = step(mlp(), recipe), step(mlp(), recipe, twice=True)
+    for name, gradient in once.items():
+        torch.testing.assert_close(again[name], gradient * (1.0 if name == "output" else 2.0), rtol=1e-6, atol=1e-7)
+
+
+@every
+@pytest.mark.parametrize("make", [mlp, joined])
+def test_weights_that_are_taken_away_are_turned_again(make: Any, recipe: Recipe) -> None:
+    wanted = step(make(), recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "is_taken_away", lambda owner: True)
+        found = step(make(), recipe)
+    for name, exact in wanted.items():
+        assert torch.equal(found[name], exact), name
+
+
+def test_launches(driver: FakeDriver) -> None:
+    """Of weights three for all; of what each product quantizes a pass, a scale and the kernel; one behind them."""
+    model, recipe = mlp(), RECIPES["current"]
+    step(model, recipe)
+    driver.launches = 0
+    with te.autocast(recipe=recipe), torch.no_grad():
+        model(torch.randn(24, F))
+        model(torch.randn(24, F))
+    assert driver.launches / 2 == 3 + 2 * 3 + 1
