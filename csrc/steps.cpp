@@ -111,6 +111,9 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
     case SizeRule::samples: shape[0] = sizes.call.batch_size, count = 1; break;
     case SizeRule::sample_rows: shape[0] = sizes.call.batch_size, shape[1] = spec.width, count = 2; break;
     case SizeRule::transposed: shape[0] = spec.width, shape[1] = (sizes.call.rows + 15) / 16 * 16, count = 2; break;
+    case SizeRule::transposed_blocks:  // four bytes for the scale of each 128 rows
+      shape[0] = spec.width, shape[1] = (sizes.call.rows + 15) / 16 * 16 + (sizes.call.rows + 127) / 128 * 4, count = 2;
+      break;
   }
   return new_tensor(sizes.lead, found, count, spec.dtype.get());
 }

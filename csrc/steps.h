@@ -43,8 +43,8 @@ class Step {
 };
 
 // How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width], [width, rows up to
-// a multiple of 16].
-enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows, transposed };
+// a multiple of 16], and that with room for the scales of blocks.
+enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows, transposed, transposed_blocks };
 
 struct OutputSpec {
   Py_ssize_t slot;

@@ -71,10 +71,10 @@ int cublasLtMatmulAlgoCheck(void* handle, struct description* d, struct layout* 
   if (narrow != (b->type >= 28) || (narrow && (!along || a->type + b->type == 58))) return 15;
   if (narrow && (a->rows % 16 || a->ld % 16 || b->ld % 16)) return 15;
   /* Blocks: of both factors, not 128 x 128 of both, sums that are not fast, whole fours of rows; with squares k is
-     whole blocks, and no epilogue. */
+     whole blocks, and no epilogue but a bias. */
   int blocks = d->mode_a || d->mode_b;
   if (blocks && (!narrow || !d->mode_a || !d->mode_b || d->mode_a + d->mode_b == 10 || d->fast)) return 15;
-  if (blocks && (a->columns % 4 || (b->columns % 4 && b->columns != 1) || d->epilogue != 1)) return 15;
+  if (blocks && (a->columns % 4 || (b->columns % 4 && b->columns != 1) || (d->epilogue != 1 && d->epilogue != 4))) return 15;
   if (blocks && d->mode_a + d->mode_b == 9 && a->rows % 128) return 15;
   memset(found, 0, sizeof(*found));
   found->algorithm = *algorithm;

@@ -303,7 +303,7 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
     kinds -= {
         name for other in (PACKAGE / "fuser").rglob("*.py") for name in classes(other)
     }  # a tensor that a kernel makes
-    concrete = kinds | set(fusions.names()) - {fusions.STRETCH, fusions.RECORDED}
+    concrete = kinds | set(fusions.names()) - {fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS}
     tree = tree_of(path)
     named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     named |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
@@ -370,7 +370,7 @@ def test_every_op_is_exported():
     assert missing == []
 
 
-FUSIONS = [fusions.get(n) for n in fusions.names() if n not in (fusions.STRETCH, fusions.RECORDED)]
+FUSIONS = [fusions.get(n) for n in fusions.names() if n not in (fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS)]
 ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p

@@ -34,7 +34,7 @@ def generate(description: KernelDescription) -> CppKernel:
     """Write the kernel.
 
     Raises:
-        ValueError: for a dtype that kernels do not know, float64 above all.
+        ValueError: for a dtype that kernels do not know, float64 above all; for what is stored by blocks.
     """
     for tensor in description.tensors:
         if tensor.dtype not in ELEMENTS:
@@ -42,6 +42,8 @@ def generate(description: KernelDescription) -> CppKernel:
                 f"kernel {description.name}: {tensor.name} is {tensor.dtype}; "
                 f"generated kernels know {', '.join(ELEMENTS)}"
             )
+    if description.in_blocks:
+        raise ValueError(f"kernel {description.name}: blocks of 8 bits are made by kernels of a GPU alone")
     symbol = symbol_of(description)
     kernel = Kernel(symbol, description)
     return CppKernel(

@@ -90,7 +90,7 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
 
     Raises:
         ValueError: for a tensor in a dtype that generated kernels do not store; for one that is stored transposed in
-            another dtype than 8 bits, or beside what a kernel by tiles cannot do.
+            another dtype than 8 bits, or beside what a kernel by tiles cannot do; the same by blocks.
     """
     for tensor in description.tensors:
         if tensor.dtype not in CTYPES:
@@ -178,6 +178,7 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
     partials = tuple(Partial(t.name, t.width if t.axes & Axes.FEATURE else 1) for t in description.sums)
     values = [p.name for launch in launches[:1] for p in launch.parameters if p.kind == "row_value"]
     header = "te_cuda_tile.cuh" if description.transposed else "te_cuda.cuh"
+    header = "te_cuda_blocks.cuh" if description.in_blocks else header
     source = f'{head}#include "{header}"\n\n' + "\n\n".join(bodies) + "\n"
     schedules = tuple(s for _, s in kernels)
     return CudaKernel(

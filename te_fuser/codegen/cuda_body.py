@@ -219,12 +219,11 @@ class CudaKernelText:
     def last_pass(self, known: Mapping[int, str], vectors: Mapping[int, str], chunk: str) -> None:
         """Store one vector of every full-size output and add to the column sums."""
         outputs: list[tuple[str, str, Expr]] = []
-        for s in self.d.stores:
-            if s.axes & Axes.FEATURE:
-                for k, p in enumerate(s.parts):
-                    name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
-                    self.text(f"float {name}[kVector];")
-                    outputs.append((name, self.store_line(s, k, name), p))
+        for s in self.stored_as_vectors:
+            for k, p in enumerate(s.parts):
+                name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
+                self.text(f"float {name}[kVector];")
+                outputs.append((name, self.store_line(s, k, name), p))
         sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]
         largest = [(self.largest[m.name], p) for m in self.d.maxima for p in m.parts]
 
@@ -241,6 +240,11 @@ class CudaKernelText:
             self.elements(targets, known, vectors, then)
         for _, line, _ in outputs:
             self.text(line)
+
+    @property
+    def stored_as_vectors(self) -> tuple[Store, ...]:
+        """What a row's vectors are handed to."""
+        return tuple(s for s in self.d.stores if s.axes & Axes.FEATURE)
 
     def store_line(self, s: Store, k: int, name: str) -> str:
         """The statement that stores the vector `name` of part k."""

@@ -27,6 +27,7 @@ from te_fuser.codegen.description import (
     Maximum,
     Store,
     Sum,
+    is_in_blocks,
     is_transposed,
     item_size,
 )
@@ -274,6 +275,6 @@ def _alignment(tensor: Load | Maximum | Store | Sum | None, text: CudaKernel) ->
     size = item_size(tensor.dtype)
     if isinstance(tensor, Sum) or not tensor.axes & Axes.FEATURE:
         return size
-    if is_transposed(tensor):
+    if is_transposed(tensor) or is_in_blocks(tensor):
         return _WIDEST_ACCESS
     return min(_WIDEST_ACCESS, size * max(s.vector for s in text.schedules))

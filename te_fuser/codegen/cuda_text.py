@@ -37,7 +37,7 @@ class CudaNames(RoleNames):
     own_words = """
     rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
     ahead early later alone phase exchange turn shelves fetch_row fetch_numbers shared_sums found raised
-    block start left four seed seed_value seed_offset batch_inner batch_size
+    block start left four block_scales seed seed_value seed_offset batch_inner batch_size
     threadIdx blockIdx gridDim blockDim
     """
 

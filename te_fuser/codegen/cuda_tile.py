@@ -3,6 +3,9 @@
 A thread has 8 bits of four rows at a time, which it turns in its registers and puts into shared memory; when the whole
 tile is there, each thread stores 16 rows of a column at once. The rows of the tile are stored from registers, as other
 kernels store them, and column sums and maxima are theirs, too.
+
+What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is there:
+then its scales are known. Each thread reads there what it has put there itself.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterator
 
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_text import CTYPES, part_role
-from te_fuser.codegen.description import KernelDescription, Store, is_transposed
+from te_fuser.codegen.description import KernelDescription, Store, is_in_blocks, is_transposed, item_size
 from te_fuser.codegen.schedule import Schedule
 
 
@@ -33,6 +36,17 @@ class TileText(ColumnText):
             for k in range(len(s.parts))
         }
         self.shelf = {key: self.names.fresh(name.replace("_rows", "_tile")) for key, name in self.turned.items()}
+        if description.in_blocks:
+            self.is_there = "four + ahead < left"
+        self.pairs: dict[tuple[object, ...], dict[str, Store]] = {}
+        for s in description.in_blocks:
+            self.pairs.setdefault(_value(s), {})[s.layout] = s
+        self.waiting = {
+            (value, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_waiting")
+            for value, stores in self.pairs.items()
+            for s in [next(iter(stores.values()))]
+            for k in range(len(s.parts))
+        }
 
     def write(self) -> str:
         """The function."""
@@ -41,16 +55,19 @@ class TileText(ColumnText):
             self.begin()
             self._prologue()
             text("extern __shared__ uint4 shelves[];")
-            text("int phase = 0;")
+            text("int phase = 0;" if self.shelf else "__shared__ te::BlockScales block_scales;")
+            self._declare_waiting()
             self._load_what_stays()
             with text.block("for (long long start = first; start < count; start += step)"):
                 text("const int left = static_cast<int>(rows - start < kRows ? rows - start : kRows);")
                 self._declare_tiles()
                 with self._inside(), self._turns():
                     self._four_rows()
-                text("__syncthreads();")
-                self._store_columns()
-                text("phase ^= 1;")
+                if self.shelf:
+                    text("__syncthreads();")
+                    self._store_columns()
+                    text("phase ^= 1;")
+                self._store_blocks()
             self._epilogue()
         return self.finished()
 
@@ -78,6 +95,17 @@ class TileText(ColumnText):
         for number, name in enumerate(self.shelf.values()):
             at = f"({number} + phase * {len(self.shelf)}) * (kColumns * kRows / 4)"
             self.text(f"unsigned* const {name} = reinterpret_cast<unsigned*>(shelves) + {at};")
+        for name in self.waiting.values():
+            self.text(f"{'if (left < kRows) ' if not self._ragged else ''}{name}.clear();")
+
+    def _declare_waiting(self) -> None:
+        """Where values of a tile wait for its scales, before the tile that is transposed."""
+        at = 0
+        for (value, _), name in self.waiting.items():
+            made_in = next(iter(self.pairs[value].values())).made_in
+            self.text(f"const te::Waiting<{CTYPES[made_in]}, kVector> {name}(shelves{f' + {at}' if at else ''});")
+            at += self.s.covered * self.s.rows * item_size(made_in) // 16
+        self._words = f"reinterpret_cast<unsigned*>(shelves + {at})"
 
     @contextlib.contextmanager
     def _turns(self) -> Iterator[None]:
@@ -87,8 +115,13 @@ class TileText(ColumnText):
             self.text.loop("turn", "kTurns", "#pragma unroll 1") if several else contextlib.nullcontext(),
             self.names.scope(),
         ):
-            self.text(f"const int four = {'turn * kSlots + slot' if several else 'slot'};")
-            self.text("const long long base = start + four * kAhead;")
+            if self.waiting:  # a thread has four rows here, too, but not all of them on their way
+                self.text("constexpr int kPart = 4 / kAhead;")
+                self.text("const int early = turn % kPart * kAhead, four = 4 * (turn / kPart * kSlots + slot) + early;")
+                self.text("const long long base = start + four;")
+            else:
+                self.text(f"const int four = {'turn * kSlots + slot' if several else 'slot'};")
+                self.text("const long long base = start + four * kAhead;")
             yield
 
     def _four_rows(self) -> None:
@@ -98,7 +131,15 @@ class TileText(ColumnText):
         for key, name in self.turned.items():
             self.text(f"te::put_columns({self.shelf[key]}, lane, four, {name});")
 
+    @property
+    def stored_as_vectors(self) -> tuple[Store, ...]:
+        """Of two stores of one value by blocks only the first."""
+        others = [s for stores in self.pairs.values() for s in list(stores.values())[1:]]
+        return tuple(s for s in super().stored_as_vectors if not any(s is other for other in others))
+
     def store_line(self, s: Store, k: int, name: str) -> str:
+        if is_in_blocks(s):
+            return f"{self.waiting[_value(s), k]}.keep(turn / kPart, early + ahead, {name});"
         if not is_transposed(s):
             return super().store_line(s, k, name)
         return f"te::put_row<{CTYPES[s.dtype]}>({self.turned[s.name, k]}, ahead, {name});"
@@ -109,3 +150,22 @@ class TileText(ColumnText):
                 to = self.pointer["store", s.name] + (f" + {k * self.d.width} * te::padded(rows)" if k else "")
                 begin = "column - lane * kVector, kWidth, start, rows"
                 self.text(f"te::store_columns<kThreads, kColumns, kVector>({to}, {self.shelf[s.name, k]}, {begin});")
+
+    def _store_blocks(self) -> None:
+        for (value, k), name in self.waiting.items():
+            stores = self.pairs[value]
+            first = next(iter(stores.values()))
+            made, turned = stores.get("blocks"), stores.get("transposed_blocks")
+            sides = ", ".join([str(side is not None).lower() for side in (made, turned)])
+            where = ", ".join(["nullptr" if s is None else self.pointer["store", s.name] for s in (made, turned)])
+            words = self._words if turned else "nullptr"
+            left = f"{k * self.d.width} + column - lane * kVector" if k else "column - lane * kVector"
+            self.text(
+                f"te::store_blocks<{sides}, {CTYPES[first.dtype]}>({name}, block_scales, {words}, lane, slot, {where}, "
+                f"{left}, {first.width}, start, rows);"
+            )
+
+
+def _value(s: Store) -> tuple[object, ...]:
+    """Equal for stores of one value, whose blocks are looked for in the same tile."""
+    return s.dtype, s.made_in, s.width, *[p.digest for p in s.parts]

@@ -40,8 +40,9 @@ class Load:
 
 
 PLACES = ("row_rank", "column_rank", "row_block")  # where a rank's part lies, see `te_fuser.formula.random.Placed`
-Layout = Literal["rows", "transposed"]
+Layout = Literal["rows", "transposed", "blocks", "transposed_blocks"]
 TOKENS = 16  # a multiple of so many is a row of what is stored transposed
+BLOCK = 128  # numbers that have a scale of their own, where it is stored by blocks
 
 
 @record()
@@ -49,6 +50,11 @@ class Store:
     """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows].
 
     One that is "transposed" is FULL and lies as [width, rows], with zeros behind the rows up to a multiple of 16.
+    One in "blocks" is FULL and in 8 bits: it is rounded to `made_in`, then each 128 numbers of a row are multiplied by
+    the power of two that their largest magnitude leaves room for, and rounded again. Behind the rows lie the
+    reciprocals of these scales, float32 [ceil(width / 128), rows]. "transposed_blocks" are the same of what is
+    transposed, so each 128 numbers of a column have their scale: [width, rows] with zeros, and
+    [ceil(rows / 128), width].
     """
 
     name: str
@@ -57,6 +63,7 @@ class Store:
     width: int
     dtype: str
     layout: Layout = "rows"
+    made_in: str = ""
 
 
 @record()
@@ -133,6 +140,16 @@ class KernelDescription:
         return tuple(s for s in self.stores if is_transposed(s))
 
     @functools.cached_property
+    def in_blocks(self) -> tuple[Store, ...]:
+        """What is stored by blocks, transposed or not."""
+        return tuple(s for s in self.stores if is_in_blocks(s))
+
+    @property
+    def is_by_tiles(self) -> bool:
+        """Whether something is stored otherwise than row by row."""
+        return bool(self.transposed or self.in_blocks)
+
+    @functools.cached_property
     def integers(self) -> int:
         """How many run-time integers a call has."""
         return len(self.streams) + (len(PLACES) if self.shared else 0)
@@ -171,6 +188,7 @@ class KernelDescription:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
         text += "".join(f"\n{s.name} transposed" for s in self.transposed)
+        text += "".join(f"\n{s.name} {s.layout} of {s.made_in}" for s in self.in_blocks)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
         text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
@@ -202,6 +220,8 @@ class KernelDescription:
             body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
             dtype = f"{item.dtype} transposed" if is_transposed(item) else item.dtype
+            if isinstance(item, Store) and is_in_blocks(item):
+                dtype = f"{item.dtype} in {item.layout.replace('_', ' ')} of {item.made_in}"
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {dtype} = {body}")
         for m in self.maxima:
             body = ", ".join(next(rest) for _ in m.parts)
@@ -221,6 +241,17 @@ def is_transposed(tensor: Load | Store | Sum) -> bool:
     return isinstance(tensor, Store) and tensor.layout == "transposed"
 
 
+def is_in_blocks(tensor: Load | Store | Sum) -> bool:
+    """Whether it is stored with a scale for each block."""
+    return isinstance(tensor, Store) and tensor.layout in ("blocks", "transposed_blocks")
+
+
+def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
+    """The sizes of a tensor of 8 bits by blocks: each of its rows with four bytes for each of their scales."""
+    height, inner, room = (rows, width, width) if layout == "blocks" else (width, rows, padded(rows))
+    return height, room + 4 * -(-inner // BLOCK)
+
+
 def padded(rows: int) -> int:
     """For how many rows a tensor that lies transposed has room."""
     return -(-rows // TOKENS) * TOKENS
@@ -228,6 +259,8 @@ def padded(rows: int) -> int:
 
 def elements_of(tensor: Load | Store | Sum, rows: int, samples: int) -> int:
     """How many elements a tensor has in a call with so many rows."""
+    if isinstance(tensor, Store) and is_in_blocks(tensor):
+        return math.prod(sizes_in_blocks(tensor.layout, rows, tensor.width))
     return elements(tensor.axes, tensor.width, padded(rows) if is_transposed(tensor) else rows, samples)
 
 
@@ -259,6 +292,7 @@ class Target:
     width: int
     dtype: str
     layout: Layout = "rows"
+    made_in: str = ""
 
 
 def describe(
@@ -304,7 +338,7 @@ def describe(
         name,
         unit,
         tuple([Load(n, *tensor) for n, tensor in tensors.items() if n in used]),
-        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype, t.layout) for t in stores]),
+        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype, t.layout, t.made_in) for t in stores]),
         tuple([Sum(t.name, next(rest), t.axes, t.width, t.dtype) for t in totals]),
         streams,
         maxima=tuple([Maximum(t.name, next(rest), t.width) for t in largest]),

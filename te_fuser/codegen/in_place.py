@@ -4,7 +4,7 @@ Every schedule keeps to one rule: the thread that stores the vector at `column` 
 only one that reads it there, and it has read all parts when it stores the first.
 
     columns      a thread loads the vectors of `ahead` rows of its own columns, then computes and stores them
-    tile         the same; what is stored transposed overwrites nothing
+    tile         the same; what is stored transposed or by blocks overwrites nothing
     registers    a thread loads its vectors of a row before the first pass, and stores them in the last
     shared       a thread copies what it will read itself; what is on its way meanwhile belongs to later rows
     reread       each pass reads a thread's own vectors again, the last one right before it stores them
@@ -21,7 +21,7 @@ from collections.abc import Container
 
 from te_fuser.codegen import schedule_model
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import KernelDescription, Load, Store, axes_text, is_transposed
+from te_fuser.codegen.description import KernelDescription, Load, Store, axes_text, is_in_blocks, is_transposed
 from te_fuser.codegen.schedule import limits_of
 from te_fuser.formula.expr import Axes
 
@@ -33,6 +33,8 @@ def refusal(description: KernelDescription, store: Store, load: Load) -> str:
             return f"{tensor.name} has no element for each row and feature ({axes_text(tensor.axes)})"
     if is_transposed(store):
         return f"{store.name} is stored transposed"
+    if is_in_blocks(store):
+        return f"{store.name} is stored by blocks"
     if store.dtype != load.dtype:
         return f"{store.name} is {store.dtype}, {load.name} is {load.dtype}"
     if store.width != load.width:

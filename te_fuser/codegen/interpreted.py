@@ -18,6 +18,8 @@ class InterpretedKernel:
     """Called like a generated kernel: (tensors, rows, batch_inner, batch_size, integers)."""
 
     def __init__(self, description: KernelDescription) -> None:
+        if description.in_blocks:
+            raise ValueError(f"kernel {description.name}: blocks of 8 bits are made by kernels of a GPU alone")
         self.description = description
 
     def __call__(

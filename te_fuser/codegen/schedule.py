@@ -3,7 +3,7 @@
 Five kinds of schedule, by where a row waits for the passes after the first:
 
     columns      no row reductions: threads own columns and walk down the rows; nothing waits
-    tile         the same by tiles of 128 rows, whose transposed stores go through shared memory
+    tile         the same by tiles of 128 rows, whose transposed stores go through shared memory, or by blocks
     registers    the threads of a row hold its loaded vectors
     shared       shared memory holds them, filled by asynchronous copies, the next row already on its way
     reread       nobody holds them: each pass reads the row again, from L2
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import networkx
 
-from te_fuser.codegen.description import KernelDescription, Load, Store
+from te_fuser.codegen.description import BLOCK, KernelDescription, Load, Store, item_size
 from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula.expr import Axes, Expr, leaf
 from te_fuser.formula.functions import FUNCTIONS
@@ -258,7 +258,7 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
     remaining = iter(replaced)
     sums = tuple(dataclasses.replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
     between = tuple(Store(names[id(n)], (n,), Axes.ROWS, 1, "float32") for n in needed)
-    rows = _narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
+    rows = narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
     values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
     columns = dataclasses.replace(
         description,
@@ -268,7 +268,7 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
         sums=sums,
         maxima=(),
     )
-    return rows, _narrowed(columns)
+    return rows, narrowed(columns)
 
 
 def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
@@ -286,7 +286,7 @@ def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
             yield node
 
 
-def _narrowed(description: KernelDescription) -> KernelDescription:
+def narrowed(description: KernelDescription) -> KernelDescription:
     """The description without the loads and streams that it does not use."""
     used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
     return dataclasses.replace(
@@ -317,7 +317,7 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
     exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
-    exchanges += 32 * 4 * len(description.maxima)
+    exchanges += 32 * 4 * len(description.maxima) + (2 * 4 * BLOCK if description.in_blocks else 0)
     return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
 
@@ -330,7 +330,10 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.TILE:  # one is written while another one is read
         parts = sum(len(t.parts) for t in description.transposed)
-        return [(None, s.covered * s.rows)] * (2 * parts)
+        turned = any(t.layout == "transposed_blocks" for t in description.in_blocks)
+        waiting = {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
+        bytes_waiting = sum(count * item_size(str(made_in)) for (*_, made_in), count in waiting.items())
+        return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + turned)
     if s.kind == Kind.SHARED:
         found += [(n, s.ahead * own * description.load_bytes[n.attrs[0]]) for n in full_loads(description)]
         values = {id(n): n for p in passes(description, s.kind) for n in p.waits if n.op != "input"}

@@ -30,7 +30,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from te_fuser.codegen.description import KernelDescription, item_size
+from te_fuser.codegen.description import BLOCK, TOKENS, KernelDescription, item_size
 from te_fuser.codegen.schedule import (
     Kind,
     Limits,
@@ -59,6 +59,10 @@ _TILE_LANES, _TILE_SLOTS = 8, 4  # of a warp
 _TILE_THREADS = 256
 _TILE_SHARED = 64 * _KIB  # of a block
 _MOST_TILES = 8  # blocks on a multiprocessor
+_MADE_IN = ("float32", "bfloat16", "float16")  # what waits to be quantized by blocks
+_BLOCK_VECTORS, _BLOCK_AHEAD = (8, 4), (2, 4, 1)
+_BLOCK_REGISTERS = 72  # of a thread that quantizes by blocks
+_BLOCK_SHARED = 160 * _KIB  # of a block whose values wait there
 _LINE = 128  # bytes
 # Vectors of a row per thread: with more, the compiler takes more registers than it is given.
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
@@ -71,7 +75,7 @@ def pick(description: KernelDescription, limits: Limits) -> Schedule | None:
 
 def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]:
     """Every schedule that fits, the best first."""
-    if description.transposed:
+    if description.is_by_tiles:
         return list(_tiles(description, limits))
     vector = _vector(description)
     if not description.reductions:
@@ -110,6 +114,8 @@ def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits
 
 def tile_refusal(description: KernelDescription, limits: Limits) -> str:
     """Why a kernel cannot store what it shall store transposed; empty when it can, and where there is nothing."""
+    if description.in_blocks:
+        return _refusal_of_blocks(description, limits)
     if not description.transposed:
         return ""
     names = ", ".join(s.name for s in description.transposed)
@@ -125,11 +131,35 @@ def tile_refusal(description: KernelDescription, limits: Limits) -> str:
     return ""
 
 
+def _refusal_of_blocks(description: KernelDescription, limits: Limits) -> str:
+    stores, width = description.in_blocks, description.width
+    names = ", ".join(s.name for s in stores)
+    how = f"{names} cannot be stored by blocks"
+    for s in stores:
+        if item_size(s.dtype) != 1 or s.made_in not in _MADE_IN:
+            wanted = ", ".join(_MADE_IN)
+            return f"{s.name} is {s.dtype} of {s.made_in or 'nothing'}; blocks are 8 bits of {wanted}: store it by rows"
+        if s.width % TOKENS or (len(s.parts) > 1 and width % BLOCK):
+            parts = f", in {len(s.parts)} parts," if len(s.parts) > 1 else ""
+            return f"{how}: {s.width} features{parts} are no multiple of {BLOCK if parts else TOKENS}: store it by rows"
+    if description.reductions:
+        return f"{how} beside row sums: store it in a kernel that reads their results"
+    if any(t.axes & Axes.BATCH for t in description.sums):
+        return f"{how} beside sums of samples: add these up in a kernel of their own"
+    if description.transposed:
+        return f"{how} beside what is stored transposed: store that in a kernel of its own"
+    return "" if candidates(description, limits) else f"{how} together: store fewer of them in one kernel"
+
+
 def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
-    if (s.kind == Kind.TILE) != bool(description.transposed):
-        what = "" if description.transposed else "nothing "
-        return f"kind {s.kind.value} is not for a kernel that stores {what}transposed"
-    wrong = s.rows != TILE_ROWS or s.ahead != _TILE_AHEAD or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
+    if (s.kind == Kind.TILE) != description.is_by_tiles:
+        how = "by blocks" if description.in_blocks else "transposed"
+        what = how if description.is_by_tiles else f"nothing {how}"
+        return f"kind {s.kind.value} is not for a kernel that stores {what}"
+    if description.in_blocks and (s.covered, s.threads) != (BLOCK, _TILE_THREADS):
+        return f"tiles of blocks have {BLOCK} columns for {_TILE_THREADS} threads, which {s} has not"
+    ahead = _BLOCK_AHEAD if description.in_blocks else (_TILE_AHEAD,)
+    wrong = s.rows != TILE_ROWS or s.ahead not in ahead or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
     if s.kind == Kind.TILE and wrong:
         return f"tiles have {TILE_ROWS} rows, four for a thread, and warps of 8 x 4 threads, which {s} has not"
     if s.owns_columns == bool(description.reductions):
@@ -201,19 +231,22 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
     vector = _tile_vector(description)
     while vector:
         found = []
-        for rounds, lanes in itertools.product((1,) if description.sums else (0, 1), _tile_lanes(description, vector)):
+        walks, rows = (1,) if description.sums else (0, 1), _BLOCK_AHEAD if description.in_blocks else (_TILE_AHEAD,)
+        for rounds, ahead, lanes in itertools.product(walks, rows, _tile_lanes(description, vector)):
             slots, sums = _TILE_THREADS // lanes, Sums.REGISTERS if description.sums else Sums.NONE
-            turns = TILE_ROWS // (slots * _TILE_AHEAD)
-            draft = Schedule(Kind.TILE, vector, lanes, slots, turns, _TILE_AHEAD, 1, sums, rounds)
+            draft = Schedule(Kind.TILE, vector, lanes, slots, TILE_ROWS // (slots * ahead), ahead, 1, sums, rounds)
             shared = shared_bytes(description, draft) + static_bytes(description, draft)
-            blocks = min(_MOST_TILES, resident(description, draft, limits)) if shared <= _TILE_SHARED else 0
+            most = _BLOCK_SHARED if description.in_blocks else _TILE_SHARED
+            blocks = min(_MOST_TILES, resident(description, draft, limits)) if shared <= most else 0
             found += [dataclasses.replace(draft, blocks_per_multiprocessor=blocks)] if blocks else []
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
 
 
 def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
-    """Threads side by side: a line of 128 bytes of what is read, or two."""
+    """Threads side by side: a line of 128 bytes of what is read, or two; those of a block."""
+    if description.in_blocks:
+        return (BLOCK // vector,) if vector in _BLOCK_VECTORS else ()
     vectors = 1 << (-(-description.width // vector) - 1).bit_length()
     lanes = max(_TILE_LANES, min(_WARP, vectors, _LINE // (vector * _narrowest(description))))
     return (lanes, 2 * lanes) if lanes < vectors else (lanes,)
@@ -229,7 +262,9 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
 def _tile_vector(description: KernelDescription) -> int:
     """Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws."""
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    return math.gcd(8 if draws else 16 // _narrowest(description), description.width)
+    if draws or (description.in_blocks and _narrowest(description) == 1):
+        return math.gcd(8, description.width)
+    return math.gcd(16 // _narrowest(description), description.width)
 
 
 def _narrowest(description: KernelDescription) -> int:
@@ -388,7 +423,11 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
         stored = sum(len(t.parts) for t in description.transposed)
         numbers = sum(n.op == "input" and n.axes == Axes.ROWS for n in description.nodes) + 6 * (s.chunks > 1)
         words = _travelling_bytes(description) / 4 * s.ahead + features + stored + sums
-        return math.ceil(26 + draws * 0.375 + numbers + s.vector * words + max(0.0, instructions(description) - 6) / 2)
+        least = _BLOCK_REGISTERS if description.in_blocks else 0
+        return max(
+            least,
+            math.ceil(26 + draws * 0.375 + numbers + s.vector * words + max(0.0, instructions(description) - 6) / 2),
+        )
     if s.kind == Kind.COLUMNS:
         words = _travelling_bytes(description) / 4 * s.ahead + features
         results = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)

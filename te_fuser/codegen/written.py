@@ -126,6 +126,7 @@ def over_rows(
     rows: int = 1,
     *,
     blocks: int,
+    shared_bytes: int = 0,
 ) -> _native.CudaKernel:
     """A kernel of one launch over rows, which takes tensors, the rows, how many blocks share them, and integers.
 
@@ -135,13 +136,14 @@ def over_rows(
         threads: of a block.
         rows: that a block looks at together.
         blocks: of a multiprocessor.
+        shared_bytes: dynamic shared memory of a block.
     """
     from te_fuser import _native
 
     dtypes, alignments = zip(*tensors, strict=True)
     arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
     arguments += [("integer", k) for k in range(integers)]
-    launch = (name, threads, 0, (1, rows, blocks, False, False), tuple(arguments))
+    launch = (name, threads, shared_bytes, (1, rows, blocks, False, False), tuple(arguments))
     return _native.CudaKernel(name, cubin, dtypes, alignments, inputs, (launch,), (), 0, integers, waits=True)
 
 

@@ -4,6 +4,7 @@ from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
+    BY_BLOCKS,
     RECORDED,
     STRETCH,
     Fusion,
@@ -44,6 +45,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
 )
 
 __all__ = [
+    "BY_BLOCKS",
     "RECORDED",
     "STRETCH",
     "Body",

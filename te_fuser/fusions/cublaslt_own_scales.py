@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.description import Layout
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.fusions.match import Body, Cost, FusionCall, Match
-from te_fuser.fusions.pattern import check
+from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
+from te_fuser.fusions.pattern import PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, quantize_blocks
 from te_fuser.kernels.transposed8 import padded
+from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.float8_products import Form
 from te_fuser.ops.main_grad import put_gradient
@@ -32,6 +36,9 @@ from te_fuser.ops.sizes import asked
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
+_BIASED = 0.91  # and of that those with a bias: 669 us for 613, which is less than a kernel that adds it
+_OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
+_SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
 _SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
@@ -45,10 +52,10 @@ def _scaling(form: Form, role: int) -> Scaling:
     return form.scalings[role]
 
 
-def _multiply(form: Form, which: str, a: Factor, b: Factor) -> torch.Tensor:
+def _multiply(form: Form, which: str, a: Factor, b: Factor, *bias: torch.Tensor) -> torch.Tensor:
     """a b^T, one of the three products."""
-    run = products.configured(*_configuration(form, which, "plain"))
-    return cast(torch.Tensor, run.make(a.data, b.data, a.inverse, b.inverse))
+    run = products.configured(*_configuration(form, which, "bias" if bias else "plain"))
+    return cast(torch.Tensor, run.make(a.data, b.data, a.inverse, b.inverse, *bias))
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -78,28 +85,70 @@ def _lie(form: Form, role: int) -> str:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *, form: Form, keeps: bool, keeps_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = x W^T; and what backward reads, where there is one: x turned, and W unless it is made again."""
+    """y = x W^T + b; and what backward reads, where there is one: x turned, and W unless it is made again."""
     by_rows, turned = quantize_blocks(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
-    weights, weight_turned = quantize_blocks(
-        weight, form.formats[1], _scaling(form, 1), "both" if keeps_weight else "rows"
-    )
-    y = _rows_of(x, _multiply(form, "y", by_rows, weights))
-    return (y, *turned, *weight_turned) if keeps else y
+    return _output(x, by_rows, turned if keeps else None, weight, bias, form, keeps_weight)
+
+
+def _forward_by_blocks(
+    x8: torch.Tensor, *given: torch.Tensor, form: Form, features: int, keeps: bool, keeps_weight: bool
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same of x by blocks, and of x^T by blocks where that is kept."""
+    by_rows = own_scales.unpacked(x8, features)
+    turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if keeps else None
+    weight, *bias = given[1:] if keeps else given
+    return _output(by_rows.data, by_rows, turned, weight, bias, form, keeps_weight)
+
+
+def _output(
+    x: torch.Tensor,
+    by_rows: Factor,
+    turned: Factor | None,
+    weight: torch.Tensor,
+    bias: Sequence[torch.Tensor],
+    form: Form,
+    keeps_weight: bool,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same of x in 8 bits; what stands for x says how many rows there are."""
+    sides = "both" if keeps_weight else "rows"
+    weights, weight_turned = quantize_blocks(weight, form.formats[1], _scaling(form, 1), sides)
+    y = _rows_of(x, _multiply(form, "y", by_rows, weights, *bias))
+    return y if turned is None else (y, *turned, *weight_turned)
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return math.prod(x.shape[:-1])
 
 
 def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """dx = dy W and dW = dy^T x, as far as somebody needs them."""
     for_input, for_weight = m.needs("input"), m.needs("0.weight")
     wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    (by_rows, turned), op, dx = quantize_blocks(dy, form.formats[2], _scaling(form, 2), wanted), m[0], None
-    if for_input:
+    return _gradients(m, dy, *quantize_blocks(dy, form.formats[2], _scaling(form, 2), wanted), form)
+
+
+def _backward_by_blocks(
+    m: FusionCall, dy8: torch.Tensor, form: Form, features: int
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The same of dy and dy^T by blocks."""
+    by_rows = own_scales.unpacked(dy8, features)
+    turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+    return _gradients(m, by_rows.data, by_rows, turned, form)
+
+
+def _gradients(
+    m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor, form: Form
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """The same of dy in 8 bits; what stands for dy says how many rows there are."""
+    op, dx = m[0], None
+    if m.needs("input"):
         weight = Factor(m["weight_turned"], m["weight_inverse"])
         if not op.keeps_weight:
             _, weight = quantize_blocks(op.weight, form.formats[1], _scaling(form, 1), "turned")
         dx = _rows_of(dy, _multiply(form, "dx", by_rows, weight))
-    if not for_weight:
+    if not m.needs("0.weight"):
         return dx, {}
     x = Factor(m["turned"], m["inverse"])
     if op.accumulate_into_main_grad:
@@ -129,12 +178,43 @@ def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
 
 def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
+    by_blocks = _by_blocks(m, method)
     if method == "forward":
         run = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
-        return Body(run, plain=True, describe=functools.partial(_algorithms, m.exact(), ("y",)))
-    return Body(
-        functools.partial(_backward, form=form), describe=functools.partial(_algorithms, m.exact(), ("dx", "dW"))
+        return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",)), by_blocks=by_blocks)
+    describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
+    return Body(functools.partial(_backward, form=form), describe=describe, by_blocks=by_blocks)
+
+
+def _by_blocks(m: Match, method: str) -> ByBlocks | None:
+    """How a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
+
+    These have the scales that the recipe has by default, and products take as many rows as they come.
+    """
+    op, role = cast(OwnScalesMatMul, m[0]), 0 if method == "forward" else 2
+    form = op.form
+    if _scaling(form, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
+        return None
+    cost = functools.partial(_forward_cost if role == 0 else _backward_cost, by_blocks=True)
+    if role == 2:
+        backward = functools.partial(_backward_by_blocks, form=form, features=op.out_features)
+        written = () if op.keeps_weight else (_of_weight(m, "turned"),)
+        return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
+    forward = functools.partial(
+        _forward_by_blocks, form=form, features=op.in_features, keeps=m.needs_grad, keeps_weight=_keeps_weight(m)
     )
+    weight = _of_weight(m, "both" if _keeps_weight(m) else "rows")
+    return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, (weight,))
+
+
+def _are_whole_fours(rows: int) -> bool:
+    return rows % FOUR == 0
+
+
+def _of_weight(m: Match, sides: str) -> WrittenKernel:
+    """What quantizes W."""
+    form = cast(OwnScalesMatMul, m[0]).form
+    return own_scales.kernel_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides)
 
 
 def _algorithms(m: Match, which: Iterable[str]) -> str:
@@ -153,18 +233,17 @@ def _keeps_weight(m: Match) -> bool:
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
     """Those that its bodies launch beside the products."""
     op = cast(OwnScalesMatMul, m[0])
-    form, weight = op.form, m[0].dtype_of("weight")
+    form = op.form
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
         yield own_scales.kernel_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
-        sides = "both" if _keeps_weight(m) else "rows"
-        yield own_scales.kernel_of(weight, form.formats[1], _scaling(form, 1), sides)
+        yield _of_weight(m, "both" if _keeps_weight(m) else "rows")
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
     yield own_scales.kernel_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
     if "input" in needed and not op.keeps_weight:
-        yield own_scales.kernel_of(weight, form.formats[1], _scaling(form, 1), "turned")
+        yield _of_weight(m, "turned")
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -174,6 +253,8 @@ def _why_not(m: Match, keeps: bool) -> str | bool:
     """Why cuBLASLt cannot run the products of a match; True when it can."""
     if m.needs_grad != keeps:
         return "there is no backward to read what it keeps" if keeps else "it keeps nothing that backward reads"
+    if len(m) > 1 and (no_bias := why_no_bias(m)):
+        return no_bias
     why = products.obstacle_on(m.device, m.capability, _scales(m))
     if why is not None:
         return f"{why}; it is emulated"
@@ -209,26 +290,30 @@ def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int,
     rows = turned if rows % FOUR else rows
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
     kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
+    kind = "bias" if which == "y" and len(m) > 1 else kind
     out_dtype = torch.float32 if kind == "onto" else None
     return _configuration(op.form, which, kind, out_dtype), sizes
 
 
-def _forward_cost(m: Match) -> Cost:
+def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:
     op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
-    read = x * m.dtype.itemsize + w * weight.itemsize
-    written = (2 if m.needs_grad else 1) * x + (2 if _keeps_weight(m) else 1) * w
+    quantized = 0 if by_blocks else x
+    read = quantized * m.dtype.itemsize + w * weight.itemsize
+    written = (2 if m.needs_grad else 1) * quantized + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
-    return _cost(op, m.x.rows, 1, read, written, x + w, made, 2)
+    cost = _cost(op, m.x.rows, 1, read, written, x + w, made, 2 - by_blocks)
+    return cost if len(m) == 1 else replace(cost, efficiency=cost.efficiency * _BIASED)
 
 
-def _backward_cost(m: Match) -> Cost:
+def _backward_cost(m: Match, by_blocks: bool = False) -> Cost:
     op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     rows, inner, out = m.x.rows, op.in_features, op.out_features
     again = 0 if op.keeps_weight else inner * out
-    read = rows * out * op.form.dtype.itemsize + again * weight.itemsize
+    quantized = 0 if by_blocks else rows * out
+    read = quantized * op.form.dtype.itemsize + again * weight.itemsize
     made = rows * inner * op.form.dtype.itemsize + inner * out * op.form.weight_dtype.itemsize
-    written, launches = 2 * rows * out + again, 4 - op.keeps_weight
+    written, launches = 2 * quantized + again, 4 - op.keeps_weight - by_blocks
     return _cost(op, rows, 2, read, written, 2 * rows * out + inner * out + rows * inner, made, launches)
 
 
@@ -251,12 +336,13 @@ def _saved_bytes(m: Match) -> Mapping[str, int]:
 # ---------------------------------------------------------------------------------------------- the fusions
 
 
-def _declare(name: str, doc: str, keeps: bool) -> Fusion:
+def _declare(name: str, doc: str, bias: bool, keeps: bool) -> Fusion:
+    pattern: tuple[PatternPart, ...] = (OwnScalesMatMul, Bias) if bias else (OwnScalesMatMul,)
     return register(
         Fusion(
             name,
             "joint" if keeps else "forward",
-            check((OwnScalesMatMul,), name),
+            check(pattern, name),
             run_forward=None,
             run_backward=None,
             when=lambda m: _why_not(m, keeps),
@@ -265,7 +351,7 @@ def _declare(name: str, doc: str, keeps: bool) -> Fusion:
             saves=_SAVED if keeps else (),
             saved_bytes=_saved_bytes if keeps else None,
             doc=doc,
-            takes=("input", "0.weight"),
+            takes=("input", "0.weight", *(["1.bias"] if bias else [])),
             gives=("output", *(_SAVED if keeps else ())),
             backward_ops=slice(0, 1) if keeps else slice(None),
             choose=_choose,
@@ -275,6 +361,8 @@ def _declare(name: str, doc: str, keeps: bool) -> Fusion:
 
 
 FUSIONS = (
-    _declare("own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", True),
-    _declare("own_scales_matmul_alone", "y by cuBLASLt where nothing needs a gradient.", False),
+    _declare("own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", False, True),
+    _declare("own_scales_matmul_bias", "The same, where the product's epilogue adds the bias.", True, True),
+    _declare("own_scales_matmul_alone", "y by cuBLASLt where nothing needs a gradient.", False, False),
+    _declare("own_scales_matmul_bias_alone", "The same with its bias.", True, False),
 )

@@ -36,7 +36,7 @@ _MADE = 5  # times that the bytes of a dense bias are moved to make it
 _MOVING = (8.0, 14.0)  # calls of PyTorch that finding and moving tokens takes the host as long as, each way
 _FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
-_TURNED = "input.transposed"
+_TURNED, _BLOCKS = "input.transposed", ("input.blocks", "input.transposed_blocks")
 
 
 def _op(m: Match) -> DotProductAttention:
@@ -137,8 +137,12 @@ class _Attention:
         sums = m[self._bias].dtype if m.needs(self._bias) else None
         parts, grouped = provider.gradients_apart(settings, tensors, dy)
         scaled, others = rotary_embedding.scaled_by(m), {}
-        if scaled is not None and m.needs(_TURNED):
-            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, sums=sums, later=m.later)
+        how: dict[str, Any] = {"sums": sums, "later": m.later}
+        if m.needs(_BLOCKS[0]):
+            *made, dbias = self._tiles(parts, torch.float8_e4m3fn, grouped, **how)
+            dx, others = None, dict(zip(_BLOCKS, made, strict=True))
+        elif scaled is not None and m.needs(_TURNED):
+            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, **how)
         else:
             dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
         if dbias is not None:
@@ -212,13 +216,17 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] 
         separate = _separate_attention(provider, settings, names, blanks, op._heads_of)
         return getattr(separate, direction)  # type: ignore[no-any-return]
     made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
-    return Body(getattr(made, direction), transposed=("input",) if direction == "backward" and _packs_tiles(m) else ())
+    if direction == "forward":
+        return Body(made.forward)
+    return Body(made.backward, transposed=_packed_by_tiles(m), in_blocks=_packed_by_tiles(m, in_blocks=True))
 
 
-def _packs_tiles(m: Match) -> bool:
-    """Whether the packed gradient can be given in both layouts."""
-    in_8_bits = rotary_embedding.quantizes(m) is not None and _rotary(m) is None
-    return in_8_bits and not packed_tiles.why_not(_op(m).settings().packed, m.dtype)
+def _packed_by_tiles(m: Match, in_blocks: bool = False) -> tuple[str, ...]:
+    """The packed gradient, where it can be given in both layouts."""
+    in_8_bits = rotary_embedding.quantizes(m) is not None
+    if in_8_bits == in_blocks or len(m) == 1 or _rotary(m) is not None:
+        return ()
+    return () if packed_tiles.why_not(_op(m).settings().packed, m.dtype, in_blocks) else ("input",)
 
 
 def _blanks(provider: Provider, m: Match) -> bool:
@@ -276,7 +284,9 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
         return
     bias, stored, heads = rotary_embedding.bias_of(m), rotary_embedding.quantizes(m), _op(m).settings().packed
     sums = m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None
-    if stored is not None and _TURNED in needed:
+    if _BLOCKS[0] in needed:
+        yield packed_tiles.PackedTiles(heads, m.dtype, torch.float8_e4m3fn, sums, in_blocks=True)
+    elif stored is not None and _TURNED in needed:
         yield packed_tiles.PackedTiles(heads, m.dtype, stored, sums)
     else:
         given = {"sums": sums, "stored": stored}

@@ -11,13 +11,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.share import own_state
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.description import Layout
+    from te_fuser.codegen.written import WrittenKernel
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,30 @@ def why_no_cost(found: Any) -> str | None:
 
 
 @dataclass(frozen=True)
+class ByBlocks:
+    """Another way to run a body: with a tensor by blocks in the place of its rows, where a generated kernel has these.
+
+    Attributes:
+        name: the tensor, "input", or in backward "dy".
+        layouts: in which it is taken, each by its name with that behind: "input.blocks", as `codegen.description.Store`
+            has them.
+        dtype: the 8 bits.
+        function: what runs then: of the same tensors, but for these.
+        cost: what it takes.
+        written: the kernels that it launches.
+        needs: the gradients without which it is not worth it.
+    """
+
+    name: str
+    layouts: tuple[Layout, ...]
+    dtype: torch.dtype
+    function: Callable[..., Any]
+    cost: Callable[[Match], Cost] = field(compare=False)
+    written: tuple[WrittenKernel, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Body:
     """What a fusion chose to run in a match: a plain function of tensors, and what may be known of it.
 
@@ -111,12 +139,17 @@ class Body:
         describe: says what it runs by, as explain() shows it; nothing while that is not known.
         transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
             "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
+        by_blocks: how it runs with a tensor that comes by blocks.
+        in_blocks: of a backward that is one step, the gradients that it can give by blocks in float8_e4m3fn in the
+            place of their rows: where `m.needs("input.blocks")`, it gives that and "input.transposed_blocks".
     """
 
     function: Callable[..., Any]
     plain: bool = False
     describe: Callable[[], str] | None = field(default=None, compare=False)
     transposed: tuple[str, ...] = ()
+    by_blocks: ByBlocks | None = None
+    in_blocks: tuple[str, ...] = ()
 
 
 class MatchedOp:

@@ -133,7 +133,8 @@ _version = 0
 _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
 _only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
-STRETCH, RECORDED = _OWN = "stretch", "torch_functions"  # names like others: kernels of several row ops; see by_torch
+# Names like others: kernels of several row ops; see by_torch; kernels that quantize by blocks what products read.
+STRETCH, RECORDED, BY_BLOCKS = _OWN = "stretch", "torch_functions", "kernels_by_blocks"
 
 
 def register(entry: Fusion) -> Fusion:

@@ -6,6 +6,7 @@ from one reading. The kernel's text is `quantize_blocks.cu`; `ops/own_scales.py`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -70,6 +71,22 @@ def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wante
     return Factor(data, inverses[0]), Factor(turned, inverses[1])
 
 
+def unpacked(made: torch.Tensor, features: int) -> Factor:
+    """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales]."""
+    *leading, _ = made.shape
+    tokens, flat = math.prod(leading), made.view(-1)
+    data, inverse = flat[: tokens * features], flat[tokens * features :]
+    return Factor(data.view(*leading, features), inverse.view(torch.float32).view(_scales_of(tokens, features, False)))
+
+
+def unpacked_turned(made: torch.Tensor, tokens: int) -> Factor:
+    """The same, turned: [features, tokens up to a multiple of 16 and room for their scales]."""
+    features, flat = len(made), made.view(-1)
+    data, inverse = flat[: features * padded(tokens)], flat[features * padded(tokens) :]
+    scales = inverse.view(torch.float32).view(_scales_of(features, tokens, False))
+    return Factor(data.view(features, padded(tokens)), scales)
+
+
 def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
     """The shape of the scales of a factor with so many rows of so many numbers."""
     blocks = -(-columns // _SIDE)
@@ -120,7 +137,7 @@ class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
         """The CUDA text."""
         flags = {"kSquare": self.square, "kPowerOfTwo": self.power_of_two}
         flags |= {"kByRows": self.wanted != "turned", "kTurned": self.wanted != "rows"}
-        lines = ['#include "te_cuda_quantize.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
+        lines = ['#include "te_cuda_blocks.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
         lines += [f"using Narrow = {CTYPES[text_of(self.narrow)]};"]
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         most = torch.finfo(self.narrow).max
@@ -131,4 +148,5 @@ class QuantizeBlocks(TextKernel["_native.CudaKernel"]):
         """The kernel as the native runtime takes it."""
         narrow, number = (text_of(self.narrow), STEP), ("float32", 4)
         tensors = [(text_of(self.dtype), STEP), narrow, narrow, number, number]
-        return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS)
+        tile = _SIDE * _SIDE * (self.dtype.itemsize + (self.wanted != "rows"))
+        return over_rows(self.name, cubin, tensors, 1, 4, _THREADS, blocks=_ENDLESS, shared_bytes=tile)

@@ -2,8 +2,8 @@
 
     rows = quantize(dq | dk | dv), turned = rows^T, dbias = the sums of columns
 
-As `packed_heads`, where nothing turns by its position and products read both layouts. The kernel's text is
-`packed_tiles.cu`; its tiles are those of generated kernels that store transposed.
+As `packed_heads`, where nothing turns by its position and products read both layouts; by one scale that is given, or by
+blocks of 128 numbers. The kernel's text is `packed_tiles.cu`; its tiles are those of generated kernels that store so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.lanes import Scaled, constants
@@ -35,9 +36,11 @@ _BLOCKS = 3  # of a multiprocessor
 _FORMS_KEPT = 256
 
 
-def why_not(heads: PackedHeads, dtype: torch.dtype) -> str:
+def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> str:
     """Why the kernel does not pack these heads; empty when it does."""
     vector = _ACCESS // dtype.itemsize
+    if in_blocks and heads.features % TOKENS:
+        return f"{heads.features} features are no multiple of {TOKENS}"
     return "" if heads.head_dim % vector == 0 else f"heads of {heads.head_dim} features are no vectors of {vector}"
 
 
@@ -50,12 +53,14 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         dtype: of what is read.
         stored: of the result, 8 bits.
         sums: of the sums over tokens, if any.
+        in_blocks: whether it has a scale for each 128 numbers, as `codegen.description.Store` has these.
     """
 
     heads: PackedHeads
     dtype: torch.dtype
     stored: torch.dtype
     sums: torch.dtype | None = None
+    in_blocks: bool = False
     name: ClassVar[str] = "packed_tiles"
 
     @property
@@ -66,7 +71,12 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
     @property
     def tiles(self) -> int:
         """Blocks side by side in a row."""
-        return -(-self.heads.features // (_LANES * self.vector))
+        return -(-self.heads.features // (BLOCK if self.in_blocks else _LANES * self.vector))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a multiprocessor: what is read waits in shared memory for the scales of its blocks."""
+        return _BLOCKS if not self.in_blocks or self.dtype.itemsize == 2 else 2
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_tiles.cu`."""
@@ -74,35 +84,45 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         types = {"Element": self.dtype, "SumElement": self.sums or self.dtype, "OutElement": self.stored}
         integers = {
             "kQueries": heads.heads, "kGroups": heads.kv_heads, "kHeadDim": heads.head_dim,
-            "kBlocks": _BLOCKS, "kTiles": self.tiles,
+            "kBlocks": self.blocks, "kTiles": self.tiles,
         }  # fmt: skip
         flags = {
             "kBlocked": heads.packing == "blocked",
             "kSamplesFirst": heads.layout == "batch_first",
             "kSums": self.sums is not None,
+            "kInBlocks": self.in_blocks,
         }
         names = {name: CTYPES[name_of(dtype)] for name, dtype in types.items()}
-        lines = ['#include "te_cuda_tile.cuh"', "", *constants(names, integers, flags), "", _SOURCE.read_text()]
+        lines = ['#include "te_cuda_blocks.cuh"', "", *constants(names, integers, flags), "", _SOURCE.read_text()]
         return "\n".join(lines)
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any."""
+        """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any.
+
+        By blocks there are no scale and no amax.
+        """
         from te_fuser import _native
 
         stored = name_of(self.stored)
-        tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * 2 + [(stored, self.vector), (stored, 16)]
-        sums = [("tensor", 7), ("partial", 0)] if self.sums else [("tensor", 5)] * 2  # what is not there is never read
-        grid = (self.tiles, _TILE_ROWS, _BLOCKS, False, self.sums is not None)
+        scaled = 0 if self.in_blocks else 2
+        tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * scaled
+        tensors += [(stored, self.vector), (stored, 16)]
+        read, made = 3 + scaled, 5 + scaled  # how many tensors; what is not there is never read
+        sums = [("tensor", made), ("partial", 0)] if self.sums else [("tensor", read)] * 2
+        grid = (self.tiles, _TILE_ROWS, self.blocks, False, self.sums is not None)
         counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
-        arguments = (*[("tensor", k) for k in range(7)], *sums, *counts, *[("integer", k) for k in range(10)])
-        launches: list[_native.CudaLaunch] = [(self.name, _THREADS, 0, grid, arguments)]
+        given = [*[("tensor", k) for k in range(read)], *[("tensor", read)] * (2 - scaled), ("tensor", read)]
+        arguments = (*given, ("tensor", read + 1), *sums, *counts, *[("integer", k) for k in range(10)])
+        waiting = BLOCK * _TILE_ROWS * (self.dtype.itemsize + 1) if self.in_blocks else 0
+        launches: list[_native.CudaLaunch] = [(self.name, _THREADS, waiting, grid, arguments)]
         if self.sums:
             tensors.append((name_of(self.sums), self.sums.itemsize))
-            finish = (("partial", 0), ("tensor", 7), ("groups", 0))
+            finish = (("partial", 0), ("tensor", made), ("groups", 0))
             launches.append((f"{self.name}_finish", 1024, 0, (-(-self.heads.features // 32), 0), finish))
         dtypes, alignments = zip(*tensors, strict=True)
         widths = (self.heads.features,) if self.sums else ()
-        return _native.CudaKernel(self.name, cubin, dtypes, alignments, 5, tuple(launches), widths, 0, 10, waits=True)
+        how = dtypes, alignments, read, tuple(launches), widths, 0, 10
+        return _native.CudaKernel(self.name, cubin, *how, waits=True)
 
 
 Packed8 = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
@@ -121,7 +141,7 @@ class TilePacking:
     def __call__(
         self,
         parts: Parts,
-        scaled: Scaled,
+        scaled: Scaled | torch.dtype,
         grouped: Callable[..., Parts] | None = None,
         *,
         sums: torch.dtype | None = None,
@@ -131,15 +151,16 @@ class TilePacking:
 
         Args:
             parts: as `packed_heads.Packing` takes them, and `grouped`, `sums` and `later`.
-            scaled: how the result is stored.
+            scaled: how the result is stored, or the dtype of 8 bits by blocks, behind which the scales then lie.
         """
         q, k, v = parts
-        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, scaled.dtype, sums
+        stored, in_blocks = (scaled, True) if isinstance(scaled, torch.dtype) else (scaled.dtype, False)
+        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, stored, in_blocks, sums
         known = self._known.get(form)
         if known is not None:
             return _run(*known, [q, k, v], scaled, sums, later)
         given = parts if grouped is None else grouped(*parts)
-        kernel = PackedTiles(self._heads, q.dtype, scaled.dtype, sums)
+        kernel = PackedTiles(self._heads, q.dtype, stored, sums, in_blocks)
         sources = [readable(part, kernel.vector) for part in given]
         ready = kernel.ready(q.device), rows_of_parts(self._heads, sources, kernel.vector)
         if all(source is part for source, part in zip(sources, given, strict=True)):
@@ -153,20 +174,26 @@ def _run(
     kernel: _native.CudaKernel,
     rows: Rows,
     sources: list[torch.Tensor],
-    scaled: Scaled,
+    scaled: Scaled | torch.dtype,
     sums: torch.dtype | None,
     later: object,
 ) -> Packed8:
     """Allocate, and launch on tensors that can be read where they lie."""
     first, features = sources[0], rows.out[2]
-    out = first.new_empty(rows.out, dtype=scaled.dtype)
-    turned = first.new_empty((features, padded(rows.count)), dtype=scaled.dtype)
+    if isinstance(scaled, torch.dtype):
+        out = first.new_empty((*rows.out[:2], sizes_in_blocks("blocks", rows.count, features)[1]), dtype=scaled)
+        turned = first.new_empty(sizes_in_blocks("transposed_blocks", rows.count, features), dtype=scaled)
+        numbers = []
+    else:
+        out = first.new_empty(rows.out, dtype=scaled.dtype)
+        turned = first.new_empty((features, padded(rows.count)), dtype=scaled.dtype)
+        numbers = [scaled.scale, scaled.amax]
     added = None if sums is None else first.new_empty(features, dtype=sums)
     if not rows.count:
         return out, turned, None if added is None else added.zero_()
     # The native runtime takes contiguous tensors alone.
     tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
-    tensors += [scaled.scale, scaled.amax, out, turned, *([] if added is None else [added])]
+    tensors += [*numbers, out, turned, *([] if added is None else [added])]
     launch = kernel if later is None else functools.partial(kernel.leave_sums, later)
     launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps[2:])
     return out, turned, added

@@ -28,6 +28,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
+from te_fuser.fusions import registry
 from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.main_grad import caught
 from te_fuser.ops.rows import unrounded
@@ -45,7 +46,8 @@ def run_verified(
     Raises:
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
-    known, call = fuser.prepare_call(x, inputs, outputs)
+    with registry.disabled(registry.BY_BLOCKS):  # bytes of blocks are another kernel's and product's, who go together
+        known, call = fuser.prepare_call(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None

@@ -20,8 +20,10 @@ from te_fuser.codegen.description import (
     Target,
     describe,
     elements,
+    is_in_blocks,
     is_transposed,
     padded,
+    sizes_in_blocks,
 )
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
@@ -390,6 +392,8 @@ def shape(axes: Axes, width: int, rows: int, samples: int) -> tuple[int, ...]:
 
 def shape_of(target: Store | Sum, rows: int, samples: int) -> tuple[int, ...]:
     """The shape of what is written."""
+    if isinstance(target, Store) and is_in_blocks(target):
+        return sizes_in_blocks(target.layout, rows, target.width)
     if is_transposed(target):
         return target.width, padded(rows)
     return shape(target.axes, target.width, rows, samples)

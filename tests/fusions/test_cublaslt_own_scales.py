@@ -31,6 +31,8 @@ from tests.needs import needs_compiler
 
 IN, OUT, ROWS = 128, 256, 17
 BOTH, ALONE = "own_scales_matmul", "own_scales_matmul_alone"
+BIASED = {BOTH: "own_scales_matmul_bias", ALONE: "own_scales_matmul_bias_alone"}
+SHIFT = 2.0  # what a bias adds
 SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
 BLOCKS = Float8BlockScaling()
 RECIPES: dict[str, Recipe] = {
@@ -67,16 +69,16 @@ def planned(
 
 
 def step(p: Plan, name: str, backward: bool = False) -> Step:
-    (found,) = [s for s in (p.backward if backward else p.forward) if s.name == name]
+    (found,) = [s for s in (p.backward if backward else p.forward) if s.name in (name, BIASED[name])]
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_taken(dtype: torch.dtype) -> None:
-    """One step forward, one backward for both gradients, and what they launch."""
+    """One step forward with the bias, one backward for both gradients, and what they launch."""
     p = planned(dtype=dtype)
-    assert [s.name for s in p.forward] == ["layer_norm_fwd", BOTH, "bias_fwd"]
-    assert [s.name for s in p.backward] == ["bias_bwd", BOTH, "layer_norm_bwd"]
+    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED[BOTH]]
+    assert [s.name for s in p.backward] == ["bias_bwd", BIASED[BOTH], "layer_norm_bwd"]
     forward, backward = step(p, BOTH), step(p, BOTH, True)
     flops = 2.0 * ROWS * IN * OUT
     assert (forward.cost.flops, backward.cost.flops) == (flops, 2 * flops)
@@ -107,10 +109,10 @@ def test_the_factors_are_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_gradients() -> None:
     p = planned(grad=False)
-    assert [s.name for s in p.forward] == ["layer_norm_fwd", ALONE, "bias_fwd"]
+    assert [s.name for s in p.forward] == ["layer_norm_fwd", BIASED[ALONE]]
     assert step(p, ALONE).task.written == (kernel(torch.bfloat16, ROW, "rows"), kernel(torch.bfloat16, SQUARE, "rows"))
     frozen = planned(frozen=("x", "0.weight", "0.bias", "1.weight"))
-    assert ALONE in {s.name for s in frozen.forward} and BOTH not in {s.name for s in frozen.backward}
+    assert step(frozen, ALONE) and not {BOTH, BIASED[BOTH]} & {s.name for s in frozen.backward}
 
 
 @pytest.mark.parametrize("frozen", [("1.weight",), ("x", "0.weight", "0.bias")])
@@ -124,6 +126,7 @@ REFUSED = [
     ({"device": None}, BOTH, "cuBLASLt runs on cuda, the input is on cpu; it is emulated"),
     ({"device": "a100"}, BOTH, "products of 8 bits take compute capability 8.9, this GPU has 8.0; it is emulated"),
     ({}, ALONE, "it keeps nothing that backward reads"),
+    ({"dtype": torch.float32}, BIASED[BOTH], "not every cuBLASLt adds a bias in float32 to products of 8 bits"),
     ({"kernels": "reference"}, BOTH, "this plan has none of these"),
     ({"recipe": MXFP8BlockScaling()}, BOTH, "products with a scale for each 32 numbers are emulated alone"),
     ({"device": "l4"}, BOTH, "take compute capability 9.0, this GPU has 8.9"),
@@ -191,7 +194,8 @@ def tensors(shape: tuple[int, ...], dtype: torch.dtype, own: torch.dtype) -> tup
 def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, *needed: str) -> Any:
     """y, dx and dW, by the bodies of a plan."""
     forward, backward = step(p, BOTH), step(p, BOTH, True)
-    y, *saved = forward.task.body.function(x, w)  # type: ignore[union-attr]
+    bias = () if forward.name == BOTH else (x.new_full((OUT,), SHIFT),)
+    y, *saved = forward.task.body.function(x, w, *bias)  # type: ignore[union-attr]
     reads = {"0.weight": w, **dict(zip(SAVED, saved, strict=True))}
     op = p.graph.nodes[forward.start].op
     call = FusionCall([op], reads, frozenset(needed or ("input", "0.weight")), {})
@@ -222,7 +226,9 @@ def test_products(
     x, w, dy = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy)
     wanted = factor(x, op, 0, False) @ factor(w, op, 1, False).mT
-    close(y, wanted.view(y.shape))
+    biased = step(p, BOTH).name == BIASED[BOTH]
+    assert biased == (dtype != torch.float32)
+    close(y, (wanted + biased * SHIFT).view(y.shape))
     close(dx, (factor(dy, op, 2, False) @ factor(w, op, 1, True)).view(x.shape))
     close(dw, factor(dy, op, 2, True).mT @ factor(x, op, 0, True))
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, own)

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from te_fuser.codegen import nvrtc
+from te_fuser.kernels import own_scales
 from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.transposed8 import by_torch
 from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.own_scales import Scaling, quantized
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.float8 import codes
@@ -36,6 +38,10 @@ def kernel_of(case: Case) -> PackedTiles:
     return PackedTiles(case.heads, case.dtype, case.stored, case.sums)
 
 
+def in_blocks(case: Case) -> PackedTiles:
+    return PackedTiles(case.heads, case.dtype, E4M3, case.sums, in_blocks=True)
+
+
 def parts_of(case: Case, x: torch.Tensor) -> Parts:
     """Queries [B, G, R, S, D], keys and values [B, G, S, D], in the memory order of the case."""
     q, k, v = case.heads.split(x)
@@ -49,7 +55,8 @@ def parts_of(case: Case, x: torch.Tensor) -> Parts:
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases, and those that store rows alone, run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("tiles")
-    native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)}, folder)
+    blocks = {in_blocks(case) for case in CASES if not why_not(case.heads, case.dtype, True)}
+    native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)} | blocks, folder)
     with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
@@ -72,6 +79,31 @@ def test_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) ->
                 torch.testing.assert_close(
                     sums.float(), totals.float(), rtol=2 * torch.finfo(sums.dtype).eps, atol=1e-4
                 )
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks(case: Case, emulated: FakeDriver) -> None:
+    """What the kernel that packs stores, and `quantized` makes of it by rows and by columns."""
+    if why_not(case.heads, case.dtype, True):
+        pytest.skip("no multiple of 16")
+    packing, features = TilePacking(case.heads), case.heads.features
+    for seed, (samples, positions) in enumerate(((2, 66), (3, 43), (0, 4))):
+        x = case.inputs(samples, positions, seed)[0]
+        parts = parts_of(case, x)
+        rows, turned, sums = packing(parts, E4M3, sums=case.sums)
+        whole = x.reshape(-1, features)
+        for made, given in (
+            (own_scales.unpacked(rows, features), whole),
+            (own_scales.unpacked_turned(turned, len(whole)), whole.mT),
+        ):
+            data, inverse = quantized(given, E4M3, Scaling((1, 128), power_of_two=True))
+            found = made.data.flatten(0, -2)
+            assert torch.equal(codes(found)[:, : given.shape[1]], codes(data))
+            assert not codes(found)[:, given.shape[1] :].any() and torch.equal(made.inverse, inverse.mT)
+        if sums is not None:
+            exact = whole.double().sum(0)
+            torch.testing.assert_close(sums.double(), exact, rtol=0.02, atol=0.02 * (1 + len(whole)) ** 0.5)
 
 
 @needs_compiler
@@ -111,6 +143,14 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
         compiled = nvrtc.compile_source(kernel_of(case).text(), arch, name="packed_tiles", cache=tmp_path)
         assert {r.symbol for r in compiled.resources} >= {"packed_tiles"}
         assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+def test_compiles_by_blocks(tmp_path: Path) -> None:
+    """For Hopper, whose products take blocks; a few registers of heads that are no lines may wait in memory."""
+    for case in CASES[:2]:
+        compiled = nvrtc.compile_source(in_blocks(case).text(), "sm_90a", name="packed_tiles", cache=tmp_path)
+        assert all(r.spilled_bytes <= 32 for r in compiled.resources), compiled.resources
 
 
 @needs_nvrtc

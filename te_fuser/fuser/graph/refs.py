@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_fuser.codegen.description import Layout, padded
+from te_fuser.codegen.description import Layout, padded, sizes_in_blocks
 from te_fuser.dtypes import STORED, name_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -26,7 +26,8 @@ class Form(NamedTuple):
 
     Attributes:
         dtype: None: what it is made in.
-        layout: "rows"; or "transposed", [features, rows] with zeros behind the rows up to a multiple of 16.
+        layout: "rows"; or "transposed", [features, rows] with zeros behind the rows up to a multiple of 16; or "blocks"
+            or "transposed_blocks", in 8 bits with the scales behind them, as `codegen.description.Store` has it.
     """
 
     dtype: torch.dtype | None = None
@@ -35,7 +36,12 @@ class Form(NamedTuple):
     def of(self, spec: Spec) -> Spec:
         """The spec of a tensor in this form."""
         found = spec if self.dtype is None else replace(spec, dtype=self.dtype)
-        return found if self.layout == "rows" else replace(found, shape=(spec.features, padded(spec.rows)))
+        if self.layout == "rows":
+            return found
+        if self.layout == "transposed":
+            return replace(found, shape=(spec.features, padded(spec.rows)))
+        sizes = sizes_in_blocks(self.layout, spec.rows, spec.features)
+        return replace(found, shape=(*spec.shape[:-1], sizes[1]) if self.layout == "blocks" else sizes)
 
 
 AS_MADE = Form()
@@ -155,10 +161,13 @@ def _bytes_of_emission(graph: Graph, ref: Ref) -> int:
     return node.op.emitted_bytes(graph.values[node.input].spec).get(ref.name, 0)
 
 
+_LYING = {"rows": "", "transposed": " transposed", "blocks": " by blocks", "transposed_blocks": " by blocks transposed"}
+
+
 def _value_label(graph: Graph, ref: Ref) -> str:
     name = graph.values[ref.index].name
     name = name if ref.form.dtype is None else f"{name} in {name_of(ref.form.dtype)}"
-    return name if ref.form.layout == "rows" else f"{name} transposed"
+    return name + _LYING[ref.form.layout]
 
 
 def _parameter_label(graph: Graph, ref: Ref) -> str:

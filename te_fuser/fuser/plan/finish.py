@@ -21,9 +21,11 @@ from te_fuser.fuser.graph.refs import (
     parameter_ref,
 )
 from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums, with_sums_over_ranks
+from te_fuser.fuser.plan.by_blocks import held_together
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.order import in_running_order, without_idle
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+from te_fuser.fuser.plan.unread import without_unread
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -66,6 +68,7 @@ def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[Segment
     backward = in_running_order([e for p in covers.backward for e in p.moved(problem, prices)])
     if problem.gathered_again:
         backward = without_idle(backward)
+    backward = without_unread(problem, prices, backward)
     return tuple(
         _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
         for part in segments(problem, prices, covers)
@@ -261,7 +264,7 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
 def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     """Where no cut can be: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
-    found: set[int] = set()
+    found = set(held_together(problem, prices, covers))
     # A gradient in another dtype than its value's would come out of autograd in the value's.
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:

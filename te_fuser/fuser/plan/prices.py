@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Price, Task
+    from te_fuser.fusions.match import ByBlocks
     from te_fuser.fusions.registry import Fusion
 
 Made = TypeVar("Made")
@@ -232,6 +233,10 @@ class Prices:
             return stated
         efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
         return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
+
+    def of_fusion_by_blocks(self, by_blocks: ByBlocks, match: Match) -> Cost:
+        """What a body takes with a tensor that comes by blocks."""
+        return by_blocks.cost(self._seen(match))
 
     def of_node(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named

@@ -94,7 +94,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
 
 def _is_said(ref: Ref, kept: dict[Ref, Kept]) -> bool:
     """Whether a layout is to be named that nothing else names."""
-    return ref.form.layout == "transposed" and ref.kind is not RECOMPUTED and ref not in kept
+    return ref.form.layout != "rows" and ref.kind is not RECOMPUTED and ref not in kept
 
 
 def _over(step: Step) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from te_fuser import _native
 from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
-from te_fuser.fusions.match import Body, FusionCall, Match
+from te_fuser.fusions.match import Body, ByBlocks, FusionCall, Match
 from te_fuser.ops.share import stream_of
 from te_fuser.record import record
 
@@ -31,6 +31,7 @@ class FusionTask(Task):
         gradient: which node of a backward fusion whose nodes run apart.
         body: what was chosen to run here; None: what the fusion declares.
         covered: what a fusion that launches kernels written by hand sees of the ops that this direction covers.
+        by_blocks: whether it runs with a tensor that comes by blocks, as its body can.
     """
 
     what = "fusion"
@@ -42,16 +43,23 @@ class FusionTask(Task):
     gradient: Gradient | None = None
     body: Body | None = None
     covered: Match | None = None
+    by_blocks: bool = False
 
     @property
     def identity(self) -> Any:
-        return self.fusion, self.direction, self.needed, self.gradient, self.body, self.written
+        return self.fusion, self.direction, self.needed, self.gradient, self.body, self.written, self.by_blocks
 
     @functools.cached_property
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
+        if self._blocks is not None:
+            return self._blocks.written
         if self.fusion.compiles is None or self.covered is None:
             return ()
         return tuple(self.fusion.asked("compiles", self.covered, self.direction, self.needed))
+
+    @property
+    def _blocks(self) -> ByBlocks | None:
+        return self.body.by_blocks if self.by_blocks and self.body is not None else None
 
     @property
     def own_memory(self) -> bool:  # type: ignore[override]
@@ -103,7 +111,16 @@ class FusionTask(Task):
         if self.gradient is not None:
             return self.gradient.takes
         joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
-        return () if joint_backward else tuple([self._from_start(name) for name in self.fusion.takes])
+        if joint_backward:
+            return ()
+        return tuple([taken for name in self.fusion.takes for taken in self.forms_of(self._from_start(name))])
+
+    def forms_of(self, name: str) -> tuple[str, ...]:
+        """What it takes for a tensor: the tensor, or that by blocks."""
+        blocks = self._blocks
+        if blocks is None or name != blocks.name:
+            return (name,)
+        return tuple([f"{name}.{layout}" for layout in blocks.layouts])
 
     def _from_start(self, name: str) -> str:
         """A name that may count ops from the end, by their number from the beginning."""
@@ -117,6 +134,8 @@ class FusionTask(Task):
 
     def function(self) -> Callable[..., Any]:
         """What was chosen here, or what the fusion declares: a plain function of tensors, or a body of (m, x)."""
+        if self._blocks is not None:
+            return self._blocks.function
         if self.body is not None:
             return self.body.function
         declared = self.fusion.run_forward if self.direction == "forward" else self.fusion.run_backward
@@ -146,7 +165,7 @@ class FusionRunner:
         self._ops = tuple(n.op for n in task.nodes)
         self._needed = task.needed
         self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
-        self._first = dict(self._inputs)["input" if self._forward else "dy"]
+        self._first = dict(self._inputs)[task.forms_of("input" if self._forward else "dy")[0]]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
         self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
         self._shared = frozenset([k for k, n in self._streams if n.share is not None and n.share.ranks_draw_apart])

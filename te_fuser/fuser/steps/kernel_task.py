@@ -13,6 +13,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen import in_place
+from te_fuser.codegen.description import sizes_in_blocks
 from te_fuser.dtypes import STORED
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
@@ -135,7 +136,7 @@ class KernelTask(Task):
                     slots[o.ref],
                     -1 if alike is None else alike,
                     _shape_rule(o.axes, o.layout),
-                    o.width,
+                    sizes_in_blocks("blocks", 0, o.width)[1] if o.layout == "blocks" else o.width,
                     o.shape,
                     STORED[o.dtype],
                 )
@@ -162,12 +163,14 @@ class KernelTask(Task):
         forms: dict[Any, int] = {}
         for k, (ref, load) in enumerate(zip(self.inputs, self.description.loads, strict=True)):
             if ref == self.lead:
-                forms[_ROWS, load.width, load.dtype] = k
+                forms["rows", _ROWS, load.width, load.dtype] = k
             elif ref.kind is PARAMETER:
                 forms[ref.index, load.dtype] = k
         found = []
         for k, o in enumerate(self.outputs, inputs):
-            form: Any = (_shape_rule(o.axes, o.layout), o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
+            form: Any = (o.layout, _shape_rule(o.axes, o.layout), o.width, o.dtype)
+            if not o.axes & Axes.OUTER:
+                form = (o.ref, o.dtype)
             if o.ref.kind is PARAMETER_GRADIENT and not o.ref.term:
                 form = (o.ref.index, o.dtype)
             found.append(forms.get(form))
@@ -176,14 +179,15 @@ class KernelTask(Task):
 
 
 # How an output's sizes follow from a call's; in the order of the native runtime.
-_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS, _TRANSPOSED = range(5)
+_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS, _TRANSPOSED, _TRANSPOSED_BLOCKS = range(6)
+_LYING = {"rows": _ROWS, "blocks": _ROWS, "transposed": _TRANSPOSED, "transposed_blocks": _TRANSPOSED_BLOCKS}
 _ANY_SIZE = (_FIXED, -1)
 
 
 def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
     """How the sizes of a tensor with these axes follow from a call's."""
     if axes & Axes.OUTER:
-        return _ROWS if layout == "rows" else _TRANSPOSED
+        return _LYING[layout]
     if axes & Axes.BATCH:
         return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
     return _FIXED

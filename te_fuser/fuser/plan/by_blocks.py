@@ -1,0 +1,188 @@
+"""What a generated kernel makes and a product reads by blocks of 8 bits: handed over so, and never stored as it is.
+
+Covers know nothing of it: a product that quantizes its factors by blocks reads rows, and what it says of another way to
+run (`Body.by_blocks`) is taken in a pass over the plan, where a kernel by tiles makes what nobody else reads, or a
+fusion that can (`Body.in_blocks`). Only the cuts between segments are told, so that none is in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.description import Store
+from te_fuser.codegen.nvrtc import arch_of
+from te_fuser.codegen.schedule import limits_of
+from te_fuser.codegen.schedule_model import tile_refusal
+from te_fuser.dtypes import name_of
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.refs import AS_MADE, Form, Ref
+from te_fuser.fuser.plan.candidates import kernel_step
+from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.fuser.steps.step import Price
+from te_fuser.fusions import registry
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.schedule import Limits
+    from te_fuser.fuser.plan.covers import Covers
+    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Options, Problem
+    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fusions.match import ByBlocks
+
+
+_OF_FUSIONS = torch.float8_e4m3fn, ("blocks", "transposed_blocks")  # what their bodies give by blocks
+
+
+class _Pair(NamedTuple):
+    """A step that makes a tensor, the step that reads it by blocks, by their numbers, and which tensor that is."""
+
+    maker: int
+    reader: int
+    ref: Ref
+
+
+def with_blocks(plan: Plan, prices: Prices) -> Plan:
+    """The plan whose kernels make by blocks what products read so."""
+    if not _is_on(prices.problem.options):
+        return plan
+    return replace(plan, segments=tuple([_in_segment(s, prices) for s in plan.segments]))
+
+
+def held_together(problem: Problem, prices: Prices, covers: Covers) -> Iterator[int]:
+    """Where no segment may end: between a kernel and a product that it makes blocks for."""
+    if not _is_on(problem.options):
+        return
+    for placed in (covers.forward, covers.backward):
+        if not any(_taken_by(s) for p in placed for e in p.edges for s in e.steps):
+            continue
+        steps = [s for p in placed for e in p.moved(problem, prices) for s in e.steps]
+        for maker, reader, _ in _pairs(steps, _limits(problem.options)):
+            parts = steps[maker], steps[reader]
+            yield from range(min(s.stop for s in parts), max(s.start for s in parts) + 1)
+
+
+def _is_on(options: Options) -> bool:
+    return options.target == "cuda" and registry.enabled(registry.BY_BLOCKS)
+
+
+def _limits(options: Options) -> Limits:
+    return limits_of(arch_of(options.capability or options.device.capability or (8, 0)))
+
+
+def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
+    held = {*segment.gives, *segment.takes, *[k.ref for k in segment.kept], *segment.returned, *segment.arriving}
+    limits = _limits(prices.problem.options)
+    forward, backward = (_handed(segment.steps(d), prices, limits, held) for d in ("forward", "backward"))
+    return replace(segment, forward=forward, backward=backward)
+
+
+def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
+    made = list(steps)
+    for maker, reader, ref in _pairs(steps, limits):
+        blocks, task = _taken_by(made[reader]), _making(made[maker], made[reader], ref, limits)
+        if ref not in held and task is not None and blocks is not None:
+            made[maker] = _made_by(task, made[maker], ref, blocks, prices)
+            made[reader] = _reading(made[reader], ref, prices)
+    return tuple(made)
+
+
+# --------------------------------------------------------------------------------------------- who and whom
+
+
+def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
+    """What is handed over in these steps, each of which makes a tensor for one reader alone."""
+    readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := _taken_by(step)) is not None]
+    if not readers:
+        return []
+    makers = {r: k for k, step in enumerate(steps) for r in step.writes()}
+    reads = Counter(r for step in steps for r in step.reads())
+    found = []
+    for k, blocks in readers:
+        ref = dict(steps[k].inputs)[blocks.name]
+        maker, plain = makers.get(ref), reads[ref] == 1 and ref.form == AS_MADE and not ref.term
+        if maker is not None and plain and _making(steps[maker], steps[k], ref, limits) is not None:
+            found.append(_Pair(maker, k, ref))
+    return found
+
+
+def _taken_by(step: Step) -> ByBlocks | None:
+    """How the body of a step would take a tensor by blocks; None: it does not."""
+    task = step.task
+    if not isinstance(task, FusionTask) or task.body is None or task.by_blocks:
+        return None
+    blocks = task.body.by_blocks
+    return blocks if blocks is not None and blocks.needs <= task.needed else None
+
+
+# ------------------------------------------------------------------------------------------------ both steps
+
+
+def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | FusionTask | None:
+    """What makes a tensor by blocks in the place of its rows; None where nothing can."""
+    task, blocks = step.task, _taken_by(reader)
+    if blocks is None:
+        return None
+    if isinstance(task, FusionTask):
+        return _fusion_making(task, step, ref, blocks)
+    return _kernel_making(task, ref, blocks, limits) if isinstance(task, KernelTask) else None
+
+
+def _fusion_making(task: FusionTask, step: Step, ref: Ref, blocks: ByBlocks) -> FusionTask | None:
+    """A backward that says that it can."""
+    able = () if task.body is None or task.gradient is not None else task.body.in_blocks
+    names = [name for name, r in step.outputs if r == ref]
+    if not able or not set(names) <= set(able) or (blocks.dtype, blocks.layouts) != _OF_FUSIONS:
+        return None
+    return replace(task, needed=task.needed.union(f"{name}.{layout}" for name in names for layout in blocks.layouts))
+
+
+def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits) -> KernelTask | None:
+    d, dtype = task.description, name_of(blocks.dtype)
+    at = next((k for k, o in enumerate(task.outputs[: len(d.stores)]) if o.ref == ref), None)
+    if at is None or ref in {r for pair in task.aliases for r in pair} or d.stores[at].axes != Axes.FULL:
+        return None
+    store, output = d.stores[at], task.outputs[at]
+    stores = [
+        Store(f"{store.name}_{layout}", store.parts, Axes.FULL, store.width, dtype, layout, store.dtype)
+        for layout in blocks.layouts
+    ]
+    outputs = [KernelOutput(r, Axes.FULL, output.width, dtype) for r in _forms(ref, blocks)]
+    description = replace(d, stores=(*d.stores[:at], *stores, *d.stores[at + 1 :]), overwrites=())
+    if tile_refusal(rewrite(description), limits):
+        return None
+    return replace(task, description=description, outputs=(*task.outputs[:at], *outputs, *task.outputs[at + 1 :]))
+
+
+def _made_by(task: KernelTask | FusionTask, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
+    """The step that makes a tensor by blocks."""
+    if isinstance(task, KernelTask):
+        return replace(kernel_step(prices.problem, prices, task, step.start, step.stop), chain=step.chain)
+    outputs: list[tuple[str, Ref]] = []
+    for name, made in step.outputs:
+        forms = [(f"{name}.{r.form.layout}", r) for r in _forms(ref, blocks)]
+        outputs += forms if made == ref else [(name, made)]
+    return replace(step, task=task, outputs=tuple(outputs))
+
+
+def _forms(ref: Ref, blocks: ByBlocks) -> list[Ref]:
+    return [ref._replace(form=Form(blocks.dtype, layout)) for layout in blocks.layouts]
+
+
+def _reading(step: Step, ref: Ref, prices: Prices) -> Step:
+    """The product that takes a tensor by blocks."""
+    task, blocks = step.task, _taken_by(step)
+    assert isinstance(task, FusionTask) and blocks is not None and step.price is not None
+    task = replace(task, by_blocks=True)
+    forms = list(zip(task.forms_of(blocks.name), _forms(ref, blocks), strict=True))
+    inputs = [found for name, r in step.inputs for found in (forms if r == ref else [(name, r)])]
+    _, match, *_ = step.price.arguments
+    price = Price("of_fusion_by_blocks", (blocks, match))
+    return prices.step(step.name, (step.start, step.stop), inputs, step.outputs, task, price, chain=step.chain)
