@@ -61,6 +61,7 @@ _TILE_SHARED = 64 * _KIB  # of a block
 _MOST_TILES = 8  # blocks on a multiprocessor
 _MADE_IN = ("float32", "bfloat16", "float16")  # what waits to be quantized by blocks
 _BLOCK_VECTORS, _BLOCK_AHEAD = (8, 4), (2, 4, 1)
+_BLOCK_BYTES = 64
 _BLOCK_REGISTERS = 72  # of a thread that quantizes by blocks
 _BLOCK_SHARED = 160 * _KIB  # of a block whose values wait there
 _LINE = 128  # bytes
@@ -231,7 +232,7 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
     vector = _tile_vector(description)
     while vector:
         found = []
-        walks, rows = (1,) if description.sums else (0, 1), _BLOCK_AHEAD if description.in_blocks else (_TILE_AHEAD,)
+        walks, rows = (1,) if description.sums else (0, 1), _rows_ahead(description, vector)
         for rounds, ahead, lanes in itertools.product(walks, rows, _tile_lanes(description, vector)):
             slots, sums = _TILE_THREADS // lanes, Sums.REGISTERS if description.sums else Sums.NONE
             draft = Schedule(Kind.TILE, vector, lanes, slots, TILE_ROWS // (slots * ahead), ahead, 1, sums, rounds)
@@ -241,6 +242,14 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
             found += [dataclasses.replace(draft, blocks_per_multiprocessor=blocks)] if blocks else []
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
+
+
+def _rows_ahead(description: KernelDescription, vector: int) -> list[int]:
+    """Rows of a tile that a thread has on their way; where none is put together by fours, 64 bytes were best."""
+    if not description.in_blocks:
+        return [_TILE_AHEAD]
+    row = vector * _travelling_bytes(description)
+    return sorted(_BLOCK_AHEAD, key=lambda rows: (rows * row < _BLOCK_BYTES, abs(rows * row - _BLOCK_BYTES)))
 
 
 def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
