@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 import te_fuser
 from tests.convert.models import FAMILIES, model_of, padded, results, tokens
@@ -40,7 +42,26 @@ def test_values_and_gradients(family: str, dtype: torch.dtype) -> None:
         assert max(shares.values()) < 3 and sum(shares.values()) / len(shares) < 1.15, call.keys()
 
 
+def awaited(move: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A copy that nothing runs beside."""
+
+    def moved(layer: Any) -> None:
+        torch.cuda.synchronize()
+        move(layer)
+        torch.cuda.synchronize()
+
+    return moved
+
+
+@pytest.fixture
+def moves_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of an offloaded cache are read when they are there: transformers does not wait for its copies."""
+    for name in ("offload", "prefetch"):
+        monkeypatch.setattr(CacheLayerMixin, name, awaited(getattr(CacheLayerMixin, name)))
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("moves_are_awaited")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", [None, "static", "offloaded"])
 def test_generation(family: str, cache: str | None) -> None:
