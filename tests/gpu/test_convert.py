@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 import te_fuser
-from tests.convert.models import FAMILIES, model_of, padded, results, tokens
+from tests.convert.models import FAMILIES, model_of, padded, results, tokens, transformers
 
 # As large as kernels want heads and features to be.
 LARGER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64}
@@ -56,8 +55,9 @@ def awaited(move: Callable[[Any], None]) -> Callable[[Any], None]:
 @pytest.fixture
 def moves_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of an offloaded cache are read when they are there: transformers does not wait for its copies."""
+    layer = transformers.cache_utils.CacheLayerMixin
     for name in ("offload", "prefetch"):
-        monkeypatch.setattr(CacheLayerMixin, name, awaited(getattr(CacheLayerMixin, name)))
+        monkeypatch.setattr(layer, name, awaited(getattr(layer, name)))
 
 
 @pytest.mark.gpu
