@@ -69,8 +69,7 @@ class ZerosTask(Task):
 
     what = "before"
     call = "function"
-    compares = False
-    own_memory = True
+    compares = False  # and what it makes lies in one memory
 
     device: torch.device
     numbers: tuple[int, ...]
