@@ -168,6 +168,12 @@ def test_a_module_that_a_list_has_twice_scales_what_each_place_quantizes(referen
     torch.testing.assert_close(found["0.weight"], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
 
 
+def test_verified() -> None:
+    """Each step by itself too: zeros of one step share their memory, which it does not deny."""
+    with te.autocast(recipe=RECIPES["current"]):
+        te.verify(te.Sequential(ops.MatMul(32, 32), ops.MatMul(32, 32)), torch.randn(3, 32, requires_grad=True))
+
+
 @every
 def test_micro_batches_have_their_own_values(recipe: Recipe) -> None:
     layer = te.LayerNormMLP(F, FFN)

@@ -70,7 +70,6 @@ class ZerosTask(Task):
     what = "before"
     call = "function"
     compares = False
-    own_memory = True
 
     device: torch.device
     numbers: tuple[int, ...]
