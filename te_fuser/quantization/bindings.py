@@ -80,10 +80,24 @@ class InverseBinding(StateBinding):
 
 
 class OwnBinding(StateBinding):
-    """A number that each call makes of what it quantizes: where calls look it up stands what it is like."""
+    """A number that each call makes of what it quantizes: where calls look it up stands what it is like.
+
+    Args:
+        time: the how manieth product of a list with this weight makes it, from 0.
+    """
 
     what = "of_this_call"
     made_in_call = True
+
+    def __init__(self, state: State, role: str, time: int = 0) -> None:
+        super().__init__(state, role)
+        object.__setattr__(self, "time", time)
+
+    @property
+    def key(self) -> Key:
+        """Another one each time that a list has the product: each quantizes something else."""
+        found, role = super().key
+        return found, f"{role}.{self.__dict__['time']}"
 
     def _held(self) -> dict[str, torch.Tensor]:
         return self.__dict__["state"].blanks  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -79,8 +80,16 @@ class Regions(surroundings.Surrounding):
     refuse_tracing = staticmethod(region.refuse_tracing)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        recipe = _said(key)[0]
-        return [_with_numbers(item, key) if _has_numbers(item, recipe) else item for item in listed]
+        recipe, times = _said(key)[0], Counter[Hashable]()
+        found: list[ListedOp] = []
+        for item in listed:
+            if _has_numbers(item, recipe):
+                weight = item.lowered.bindings["weight"].key
+                found.append(_with_numbers(item, key, times[weight]))
+                times[weight] += 1
+            else:
+                found.append(item)
+        return found
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
@@ -297,9 +306,12 @@ def _without_values(weight: Binding, product: MatMul) -> State:
     return state
 
 
-def _own_numbers(weight: Binding, state: State) -> dict[str, Binding]:
-    """What each call makes: scales of what it quantizes, their reciprocals, amaxes; and the weight in 8 bits."""
-    found: dict[str, Binding] = {n: (OwnAmaxBinding if n.endswith("amax") else OwnBinding)(state, n) for n in OWN}
+def _own_numbers(weight: Binding, state: State, time: int) -> dict[str, Binding]:
+    """What each call makes: scales of what it quantizes, their reciprocals, amaxes; and the weight in 8 bits, once."""
+    found: dict[str, Binding] = {}
+    for name in OWN:
+        kind = OwnAmaxBinding if name.endswith("amax") else OwnBinding
+        found[name] = kind(state, name, 0 if name.startswith("weight") else time)
     return {**found, **_made_of(weight, state)}
 
 
@@ -321,13 +333,17 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     return _made_of(weight, state)
 
 
-def _with_numbers(item: ListedOp, key: Hashable) -> ListedOp:
-    """A product with the numbers that it may read, of its state or of its calls."""
+def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
+    """A product with the numbers that it may read, of its state or of its calls.
+
+    Args:
+        time: how many products of the list before it have the same weight.
+    """
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
     if scalings_of(recipe_for(weight, _said(key)[0])) is not None:
-        return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state)))
+        return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state, time)))
     aside: dict[str, Binding] = {
         f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
     }

@@ -83,6 +83,12 @@ def test_weights_that_are_taken_away_are_turned_again(make: Any, recipe: Recipe)
         assert torch.equal(found[name], exact), name
 
 
+def test_verified() -> None:
+    """Numbers of one step share their memory, which it does not deny."""
+    with te.autocast(recipe=RECIPES["current"]):
+        te.verify(te.Sequential(ops.MatMul(F, F), ops.MatMul(F, F)), torch.randn(16, F, requires_grad=True))
+
+
 def test_launches(driver: FakeDriver) -> None:
     """Of weights three for all; of what each product quantizes a pass, a scale and the kernel; one behind them."""
     model, recipe = mlp(), RECIPES["current"]

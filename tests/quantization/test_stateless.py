@@ -154,6 +154,27 @@ def test_late_backwards_and_retained_graphs(recipe: Recipe) -> None:
 
 
 @every
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_module_that_a_list_has_twice_scales_what_each_place_quantizes(reference: bool, recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    shared, apart = ops.MatMul(F, F), [ops.MatMul(F, F) for _ in range(2)]
+    for one in apart:
+        one.load_state_dict(shared.state_dict())
+    model, wanted = (te.Sequential(a, ops.GELU(), b) for a, b in [(shared, shared), apart])
+    x = 1000.0 * data()
+    (y, found), (wanted_y, parts) = (call(m, recipe, x, m.reference if reference else None) for m in (model, wanted))
+    gradient = parts["0.weight"] + parts["2.weight"]
+    assert torch.equal(y, wanted_y) and torch.equal(found["x"], parts["x"])
+    torch.testing.assert_close(found["0.weight"], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_verified() -> None:
+    """Each step by itself too: zeros of one step share their memory, which it does not deny."""
+    with te.autocast(recipe=RECIPES["current"]):
+        te.verify(te.Sequential(ops.MatMul(32, 32), ops.MatMul(32, 32)), torch.randn(3, 32, requires_grad=True))
+
+
+@every
 def test_micro_batches_have_their_own_values(recipe: Recipe) -> None:
     layer = te.LayerNormMLP(F, FFN)
     wanted = call(layer, recipe, data())

@@ -27,7 +27,6 @@ class MakeTask(Task):
     what = "before"
     call = "product"
     compares = False
-    own_memory = True
 
     maker: Maker
     wanted: tuple[Wanted, ...]
