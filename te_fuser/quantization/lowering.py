@@ -25,7 +25,6 @@ from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloa
 from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.narrow import not_scaled
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
@@ -48,7 +47,7 @@ from te_fuser.quantization.kept import (
     kept_undisturbed,
     leave_blank,
 )
-from te_fuser.quantization.only import Place, is_only_narrow, narrow_places
+from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import (
@@ -95,7 +94,7 @@ class Regions(surroundings.Surrounding):
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        _refuse_narrow_weights(listed)
+        refuse_narrow_weights(filter(_is_product, listed))
         around, calibrating = _said(key)
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
@@ -124,7 +123,7 @@ class Regions(surroundings.Surrounding):
         if region.current() is not None:  # where but calls in float64 are surrounded by nothing
             why = "is called in float64, which regions of FP8 leave alone: convert x to float32, bfloat16 or float16"
         for item in products:
-            _refuse_narrow(item, why)
+            refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
             ran_outside([item.lowered.bindings["weight"] for item in products])
 
@@ -145,7 +144,7 @@ class Regions(surroundings.Surrounding):
         calls = (
             (AsPut(states, _records()), True),
             (region.is_capturing, False),
-            *([(_AsTheyWere(places), True)] if places else ()),
+            *([(AsTheyWere(places), True)] if places else ()),
         )
         made = Facts(items=recipes, calls=calls)
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
@@ -240,37 +239,6 @@ def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
 def _is_kept(item: ListedOp) -> bool:
     """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
     return KEPT[-1] in item.lowered.aside
-
-
-def _refuse_narrow(item: ListedOp, why: str) -> None:
-    if is_only_narrow(item.lowered.bindings["weight"]):
-        raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
-
-
-class _AsTheyWere:
-    """Whether weights in 8 bits are where they were, and what their scales are of."""
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-
-    def __call__(self) -> bool:
-        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._places)
-
-
-def _refuse_narrow_weights(listed: Sequence[ListedOp]) -> None:
-    """Refuse weights in 8 bits alone whose scale is not theirs.
-
-    Raises:
-        RuntimeError: where several modules have one, each with a scale, and where somebody has written to it.
-    """
-    there: dict[int, Hashable] = {}
-    for item in filter(_is_product, listed):
-        weight = item.lowered.bindings["weight"]
-        for owned, _, part in narrow_places(weight):
-            if there.setdefault(id(part), weight.key) != weight.key:
-                _refuse_narrow(item, "is another product's, too, which has a scale of its own: list one product twice")
-            if (why := not_scaled(part, owned)) is not None:
-                _refuse_narrow(item, why)
 
 
 def _is_given(item: ListedOp) -> bool:
@@ -368,13 +336,13 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     why = why_not(item, around)
     if why is not None:
         if why:
-            _refuse_narrow(item, f"is no product of 8 bits here: {why}")
+            refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
     recipe = recipe_for(low.bindings["weight"], around)
     scalings = scalings_of(recipe)
     if is_only_narrow(low.bindings["weight"]):
         if scalings is not None:
-            _refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
+            refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
         return _of_narrow(item, call, key)
     if calibrating and scalings is not None:
         return (item,)
@@ -442,15 +410,13 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[Liste
     low, (around, calibrating) = item.lowered, _said(key)
     recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
     if calibrating or recipe.override_linear_precision[0]:
-        _refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
+        refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
     if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
-        _refuse_narrow(
-            item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own"
-        )
+        refuse_narrow(item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own")
     exact = torch.float64 if not rounds() else None
     dtype = item.casts.get("weight", call.x.dtype)
     if (exact or dtype) not in (*OUT_DTYPES, exact):
-        _refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
+        refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
     form = _form(recipe, torch.float32 if exact else dtype, torch.float32 if exact else dtype)
     op = Float8MatMul(cast(MatMul, low.op), weight_is_kept=True, **form)
     yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +13,13 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import on_construction
 from te_fuser.ops.joined import JoinedBinding
-from te_fuser.ops.narrow import NARROW, is_narrow, narrow, prefix_of
+from te_fuser.ops.narrow import NARROW, is_narrow, narrow, not_scaled, prefix_of
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.quantization.products import weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.listed import ListedOp
 
 Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
 
@@ -124,6 +128,42 @@ def narrow_places(weight: Binding) -> list[Place]:
     names, there = weight.names if isinstance(weight, JoinedBinding) else (weight.name,), owner._parameters
     found = [(there, name, p) for name in names if (p := there[name]) is not None]
     return found if is_narrow(found[0][2]) else []  # type: ignore[return-value]
+
+
+def refuse_narrow(item: ListedOp, why: str) -> None:
+    """Refuse a product whose weight is in 8 bits alone.
+
+    Raises:
+        RuntimeError: naming it, with why in words.
+    """
+    if is_only_narrow(item.lowered.bindings["weight"]):
+        raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
+
+
+class AsTheyWere:
+    """Whether weights in 8 bits are where they were, and what their scales are of."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def __call__(self) -> bool:
+        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._places)
+
+
+def refuse_narrow_weights(products: Iterable[ListedOp]) -> None:
+    """Refuse weights in 8 bits alone whose scale is not theirs.
+
+    Raises:
+        RuntimeError: where several modules have one, each with a scale, and where somebody has written to it.
+    """
+    there: dict[int, Hashable] = {}
+    for item in products:
+        weight = item.lowered.bindings["weight"]
+        for owned, _, part in narrow_places(weight):
+            if there.setdefault(id(part), weight.key) != weight.key:
+                refuse_narrow(item, "is another product's, too, which has a scale of its own: list one product twice")
+            if (why := not_scaled(part, owned)) is not None:
+                refuse_narrow(item, why)
 
 
 def _when_made(op: FusableOperation) -> None:
