@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Piece = tuple[torch.Tensor, tuple[int, ...]]
-_LAID = "_laid"  # attribute of a module: parameter -> how its parts lie
+LAID = "_laid"  # attribute of a module: parameter -> how its parts lie
 
 
 class Lies(NamedTuple):
@@ -111,7 +111,7 @@ class Laid(NamedTuple):
 
 def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
     """The parameters of a module whose parts are cut each by itself."""
-    return owner.__dict__.get(_LAID, {})  # type: ignore[no-any-return]
+    return owner.__dict__.get(LAID, {})  # type: ignore[no-any-return]
 
 
 def waited(t: Any) -> Any:
@@ -130,11 +130,6 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         return dy
-
-
-def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
-    """Say how the parts of a parameter lie."""
-    owner.__dict__[_LAID] = {**how_laid(owner), name: laid}
 
 
 def own_part(t: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ pieces, views of the parameter's memory, which `torch.distributed.checkpoint` sa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fuser.ops.dtensor import Laid, how_laid, own_chunk
+from te_fuser.ops.dtensor import LAID, Laid, how_laid, own_chunk
 
 _STATE, _GROUPS = "state", "param_groups"  # keys of an optimizer's state_dict
 
@@ -87,19 +88,42 @@ def _as_it_lies(value: Any, like: DTensor, laid: Laid | None) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ modules
 
-_known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # which have parameters in parts
+
+
+class _Layouts(dict[str, Laid]):
+    """How the parameters of a module lie that are in parts; what copies or loads the module makes its own of them."""
+
+    def __init__(self, owner: torch.nn.Module, laid: Mapping[str, Laid]) -> None:
+        super().__init__(laid)
+        self._owner = weakref.ref(owner)
+        _known.add(owner)
+        _watch_optimizers()
+
+    def __reduce__(self) -> Any:
+        # An ordinary reference, which copy and pickle lead to the owner's copy.
+        owner = self._owner()
+        return (dict, (dict(self),)) if owner is None else (_Layouts, (owner, dict(self)))
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_watch_optimizer)
+
+
+def set_laid(owner: torch.nn.Module, name: str, laid: Laid) -> None:
+    """Say how the parts of a parameter lie: optimizers' states have it in the shape of the whole from then on, too."""
+    owner.__dict__[LAID] = _Layouts(owner, {**how_laid(owner), name: laid})
 
 
 def keep_whole_shapes(owner: torch.nn.Module) -> None:
-    """Let checkpoints of a module, and of optimizers of its parameters, have the shapes of the whole model.
+    """Let checkpoints of a module have the shapes of the whole model.
 
     What it loads may be whole tensors, of which each rank takes its part.
     """
-    if owner in _known:
+    hooks: Iterable[Any] = owner._load_state_dict_pre_hooks.values()
+    if any(hook.hook is _take_whole for hook in hooks):
         return
-    if not _known:
-        register_optimizer_step_pre_hook(_watch_optimizer)
-    _known.add(owner)
     owner.register_state_dict_post_hook(_give_whole)
     owner.register_load_state_dict_pre_hook(_take_whole)
 

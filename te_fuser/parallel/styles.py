@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul, telling
 from te_fuser.ops.binding import place_of
-from te_fuser.ops.dtensor import Laid, is_dtensor, own_part, set_laid
+from te_fuser.ops.dtensor import Laid, is_dtensor, own_part
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Line
-from te_fuser.parallel.checkpoint import keep_whole_shapes
+from te_fuser.parallel.checkpoint import keep_whole_shapes, set_laid
 
 Parts = int | tuple[int, ...]  # that lie side by side: how many equal ones, or their sizes as far as they matter
 _TAKES = "a MatMul, a Bias, a Linear, or a Bound one of these"

@@ -295,6 +295,26 @@ def test_whole_states_by_torch(kind: str, first: bool) -> None:
     torch.testing.assert_close(found, state["state"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+@on_ranks
+def test_states_of_copies_are_whole(copied: str) -> None:
+    """An optimizer of a copy of a model that is cut gives and takes states in the order of the whole."""
+    twin = gated()
+    model = parallelize(copy.deepcopy(twin), mesh_of())
+    model = copy.deepcopy(model) if copied == "deepcopy" else pickle.loads(pickle.dumps(model))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (twin, model)]
+    for m, optimizer in zip((twin, model), optimizers, strict=True):
+        torch.manual_seed(0)
+        backward(m, tensor(S, B, F))
+        optimizer.step()
+    want = get_optimizer_state_dict(twin, optimizers[0])
+    found = get_optimizer_state_dict(model, optimizers[1], options=FULL)["state"]
+    torch.testing.assert_close(found, want["state"], rtol=1e-8, atol=1e-8)
+    set_optimizer_state_dict(model, optimizers[1], copy.deepcopy(want), options=FULL)
+    found = get_optimizer_state_dict(model, optimizers[1], options=FULL)["state"]
+    torch.testing.assert_close(found, want["state"], rtol=0, atol=0)
+
+
 @on_ranks
 def test_whole_states_that_do_not_fit() -> None:
     model = parallelize(gated(), mesh_of())
