@@ -116,7 +116,7 @@ class _Captured:
                     f"the ranks of {name or 'the model'} (group {group.title!r}) were connected anew since capture, "
                     "and the graph goes by the old connection: capture again"
                 )
-            telling.replay(group)
+            telling.start(group)
         for label, tensor, address in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")

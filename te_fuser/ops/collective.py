@@ -81,7 +81,7 @@ class Exchange:
 
     def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Send x; what comes back is there when `wait` has waited for it."""
-        telling.check(group)
+        telling.start(group)
         ops, n = torch.ops._c10d_functional, group.size
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()

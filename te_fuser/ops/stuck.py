@@ -84,7 +84,8 @@ class _Watch:
         if before is not None and before.at == found.at and (other := telling.ahead(group, waits=True)):
             found = _Standing(found.at, other, before.since or now)
         self._standing[group.name] = found
-        if found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group)):
+        late = found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group))
+        if late and telling.stands(group) == found.at:
             _give_up(group, found.other)
 
 
@@ -97,14 +98,16 @@ def _give_up(group: Group, other: str) -> None:
     """Tell the others, and end what this rank waits for."""
     words = f"{group} waits in a collective of what it has run before, while {other}"
     telling.give_up(group, words)
+    with contextlib.suppress(RuntimeWarning):  # where warnings are errors
+        warnings.warn(words, RuntimeWarning, stacklevel=1)
     _abort(group)
-    warnings.warn(words, RuntimeWarning, stacklevel=1)
 
 
 def _abort(group: Group) -> None:
     ranks = group.process_group()
     for backend in {ranks._get_backend(device) for device in ranks._device_types}:
-        backend.abort()
+        with contextlib.suppress(RuntimeError):  # of one that cannot
+            backend.abort()
 
 
 def explain(error: RuntimeError, groups: Sequence[Group], doing: str) -> None:

@@ -39,7 +39,7 @@ REMEDIES = {  # by the first word of a line; of two lines that differ that which
 }
 _told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often this process told a ProcessGroup
 _counting = threading.Lock()
-_replayed: dict[str, int] = {}  # by the name of a group: graphs with collectives of it
+_started: dict[str, int] = {}  # by the name of a group: collectives that te_fuser started, and graphs with some
 _broken: dict[str, tuple[weakref.ref[Any], str]] = {}  # by name: the group, and why nothing of it runs any more
 TOGETHER = (
     "ranks of a group call a model equally often, with tensors of one shape, in the same modes and regions of FP8; "
@@ -65,6 +65,11 @@ def telling_errors(groups: Sequence[Group]) -> Iterator[None]:
             for group in (g for g in groups if g.name not in told):
                 told.add(group.name)
                 _tell(group, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    except BaseException:  # an interrupt, after which somebody may go on: what has begun is not told
+        for group in groups:
+            with contextlib.suppress(Exception):
+                group.process_group().get_group_store().delete_key(_key(_next(group), group.rank, _BEGUN))
         raise
 
 
@@ -118,23 +123,21 @@ def shown(value: object) -> str:
 
 
 def entered(group: Group) -> int:
-    """How many collectives of a group this rank has started, replays of graphs counted as one."""
-    ranks = group.process_group()
-    counted = 0
-    for backend in {ranks._get_backend(device) for device in ranks._device_types}:
-        with contextlib.suppress(RuntimeError):  # of a backend that does not count
-            counted += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return counted + _replayed.get(group.name, 0)
+    """How many collectives of a group te_fuser has started on this rank, replays of graphs counted as one.
+
+    Those of users, engines and PyTorch are not among them: ranks need not run equally many (sends from one to another).
+    """
+    return _started.get(group.name, 0)
 
 
-def replay(group: Group) -> None:
-    """Count a replay of a graph with collectives of a group.
+def start(group: Group) -> None:
+    """Count a collective of a group that is about to start, or a replay of a graph with some.
 
     Raises:
         Disagreement: where a collective of the group was given up.
     """
     check(group)
-    _replayed[group.name] = _replayed.get(group.name, 0) + 1
+    _started[group.name] = _started.get(group.name, 0) + 1
 
 
 def stands(group: Group) -> tuple[int, int]:

@@ -263,6 +263,36 @@ def test_who_is_late_is_not_stuck() -> None:
 
 
 @on_ranks
+def test_what_others_start_says_nothing() -> None:
+    """Ranks may send one another different numbers of things."""
+    m = model()
+    (group,) = [op.group for op in m.modules() if isinstance(op, ops.AllGather)]
+    m(tensor(4, FEATURES, grad=False))
+    before = telling.entered(group)
+    dist.barrier()
+    dist.all_reduce(torch.zeros(1))
+    assert telling.entered(group) == before
+    m(tensor(4, FEATURES, grad=False))
+    assert telling.entered(group) == before + 1
+
+
+@on_ranks
+def test_an_interrupt_takes_back_what_was_begun() -> None:
+    rank, m = dist.get_rank(), model()
+    (group,) = [op.group for op in m.modules() if isinstance(op, ops.AllGather)]
+    m(tensor(4, FEATURES))
+    store, number = group.process_group().get_group_store(), telling._next(group)
+    if rank:
+        begin = mock.patch.object(telling, "begin", side_effect=telling.begin)
+        found = mock.patch.object(Fuser, "_found", side_effect=KeyboardInterrupt)
+        with begin as begun, found, pytest.raises(KeyboardInterrupt):
+            m(tensor(5, FEATURES))
+        assert begun.called and not store.check([telling._key(number, rank, telling._BEGUN)])
+    dist.barrier()
+    assert m(tensor(6, FEATURES)).shape == (6 * WORLD, 4)
+
+
+@on_ranks
 def test_a_seed_of_another_number() -> None:
     """A generator that was given another seed is compared anew, and one that was not costs nothing."""
     m, rank = model(ops.Dropout(0.5)), dist.get_rank()
