@@ -16,6 +16,7 @@ from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, 
 from te_fuser.codegen.description import PLACES, KernelDescription, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.magnitude import bound_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class CudaKernelText:
             for k in range(len(t.parts))
         }
         self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
+        self.bounds = _bounds(description)
+        self.met, self.bound = self.names.fresh("met"), self.names.fresh("bound")
         users: dict[int, list[Expr]] = {}
         for node in description.nodes:
             for a in node.args:
@@ -235,11 +238,33 @@ class CudaKernelText:
             for name, p in largest:
                 self.text(f"{name} = te::larger({name}, {bare(number(p, inner))});")
 
-        if outputs or sums or largest:
-            targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
+        targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
+        if self.bounds:
+            self._where_it_may_be_larger(targets, known, vectors, then)
+        elif targets:
             self.elements(targets, known, vectors, then)
         for _, line, _ in outputs:
             self.text(line)
+
+    def _where_it_may_be_larger(
+        self,
+        targets: Sequence[Expr],
+        known: Mapping[int, str],
+        vectors: Mapping[int, str],
+        then: Callable[[dict[int, str]], None],
+    ) -> None:
+        """The loop of a kernel that only looks for a maximum, over vectors that may have a larger one."""
+        (name,) = self.largest.values()
+
+        def bound(inner: dict[int, str]) -> None:
+            for b in self.bounds:
+                self.text(f"{self.bound} = te::larger({self.bound}, {bare(number(b, inner))});")
+
+        self.text(f"unsigned {self.bound} = 0u;")
+        self.elements(self.bounds, known, vectors, bound)
+        with self.text.block(f"if (te::may_be_larger({self.bound}, {name}, &{self.met}))"):
+            self.elements(targets, known, vectors, then)
+            self.text(f"te::meet({name}, &{self.met});")
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:
@@ -268,6 +293,10 @@ class CudaKernelText:
             self.text(f"__shared__ float raised[{len(self.largest)}][32];")
         for name in self.largest.values():
             self.text(f"unsigned {name} = 0u;")
+        if self.bounds:
+            self.text(f"__shared__ unsigned {self.met};")
+            self.text(f"if (threadIdx.x == 0) {self.met} = 0u;")
+            self.text("__syncthreads();")
 
     def raise_largest(self) -> None:
         """Raise the numbers of the call to them."""
@@ -365,6 +394,14 @@ class CudaKernelText:
         if self.backwards:
             return f"rows - 1 - ({index})"
         return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
+
+
+def _bounds(d: KernelDescription) -> tuple[Expr, ...]:
+    """What is cheaper than the magnitudes of a kernel that only looks for their maximum, and no smaller; or nothing."""
+    if d.outputs or len(d.maxima) != 1:
+        return ()
+    found = [bound_of(p) for p in d.maxima[0].parts]
+    return tuple([b for b in found if b is not None]) if not any(b is None for b in found) else ()
 
 
 _CONSTANTS = "constants;"

@@ -286,6 +286,19 @@ TE_DEVICE unsigned larger(unsigned bits, float value) {
   return size > bits ? size : bits;
 }
 
+// Whether numbers of which none is larger than `bound`, or than it by 1%, may be larger than what the block has met,
+// which the thread then knows. What is too small or too large for that share to hold may, infinities and NaN as well.
+TE_DEVICE bool may_be_larger(unsigned bound, unsigned& largest, const unsigned* met) {
+  largest = larger(*static_cast<const volatile unsigned*>(met), as_float(largest));
+  const float size = as_float(bound);
+  return !(size > 1e-30f && size < 1e38f && 1.01f * size <= as_float(largest));
+}
+
+// Lets the block know the largest magnitude that a thread has met.
+TE_DEVICE void meet(unsigned largest, unsigned* met) {
+  if (largest > *static_cast<volatile unsigned*>(met)) atomicMax(met, largest);
+}
+
 // Raises a number to the largest magnitude that the block found; other blocks raise it too.
 template <int kThreads>
 TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
