@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_fuser.codegen.cuda_formulas import is_boolean
-from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
-from te_fuser.codegen.description import PLACES, KernelDescription, Store, Sum
+from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, literal, number, part_role
+from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.magnitude import bound_of
@@ -301,7 +301,15 @@ class CudaKernelText:
     def raise_largest(self) -> None:
         """Raise the numbers of the call to them."""
         for k, m in enumerate(self.d.maxima):
-            self.text(f"te::raise<kThreads>(raised[{k}], {self.pointer['maximum', m.name]}, {self.largest[m.name]});")
+            number, largest, scale = self.pointer["maximum", m.name], self.largest[m.name], m.scale
+            at = number if scale is None else f"{number} + {NUMBERS.index('largest')}"
+            self.text(f"te::raise<kThreads>(raised[{k}], {at}, {largest});")
+            if scale is not None:
+                power_of_two, limits = (
+                    str(scale.power_of_two).lower(),
+                    f"{literal(scale.most)}, {literal(scale.epsilon)}",
+                )
+                self.text(f"te::scale_of_all<{power_of_two}>({number}, gridDim.x, {limits});")
 
     def declare_scalar_sums(self) -> None:
         """The sums of numbers that a row has one of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,10 +23,13 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.schedule import limits_of
 from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.gelu import GELU_FORMS
+from te_fuser.ops.own_scales import Scaling, scale_by
 from tests.codegen.corpus import descriptions, inputs, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
 from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler, needs_nvrtc
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -197,6 +201,30 @@ def test_what_cannot_be_larger_is_passed_over(dtype: str, tmp_path: Path, monkey
             assert bits == wanted
             seen.add(math.isfinite(found[0]["amax"].item()))
     assert seen == {True, False}
+
+
+WAYS = [*itertools.product((E4M3, E5M2), (Scaling(), Scaling(power_of_two=True, epsilon=0.25)))]
+AMAXES = [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan]
+
+
+@needs_compiler
+def test_scales_by_the_last_block(tmp_path: Path) -> None:
+    """Those of the definition, their reciprocals, and zeros for who raises them again: by many blocks or one."""
+    plain = LOOK[33]
+    every = [
+        dataclasses.replace(plain, maxima=(dataclasses.replace(plain.maxima[0], scale=in_kernels(*way)),))
+        for way in WAYS
+    ]
+    assert len({d.key for d in (plain, *every)}) == 5 and "ScaleOf" in str(every[0])
+    for way, d, kernel in zip(WAYS, every, build(str(COMPILER), [*map(cuda.generate, every)], tmp_path), strict=True):
+        for amax, rows in itertools.product(AMAXES, (1, 29, 4099)):
+            x, numbers = torch.zeros(rows, 33), torch.zeros(4)
+            x[rows // 2, 7] = 2.0 * amax if amax < 1e38 else amax
+            found = 0.5 * x[rows // 2, 7]
+            for _ in range(2):
+                call(kernel, d, {"x": x}, {"amax": numbers}, rows)
+                scale = scale_by(found.abs(), *way)
+                assert numbers.tolist() == [scale.reciprocal().item(), scale.item(), 0.0, 0.0]
 
 
 @needs_compiler

@@ -90,11 +90,11 @@ def test_verified() -> None:
 
 
 def test_launches(driver: FakeDriver) -> None:
-    """Of weights three for all; of what each product quantizes a pass, a scale and the kernel; one behind them."""
+    """Of weights two for all; of what each product quantizes a pass and the kernel; one behind them."""
     model, recipe = mlp(), RECIPES["current"]
     step(model, recipe)
     driver.launches = 0
     with te.autocast(recipe=recipe), torch.no_grad():
         model(torch.randn(24, F))
         model(torch.randn(24, F))
-    assert driver.launches / 2 == 3 + 2 * 3 + 1
+    assert driver.launches / 2 == 2 + 2 * 2 + 1

@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.codegen.description import NUMBERS
 from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
+from te_fuser.fusions.match import Cost
+from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
@@ -37,7 +41,10 @@ def measuring_steps(
     kernel = derive() if found else None
     if kernel is None:
         return ()
-    device = problem.graph.values[0].spec.device if problem.options.target == "cuda" else None
+    in_kernel = _is_made_in_kernels(problem.options.target)
+    own_of = {parameter_ref(node.parameters[_AMAX]): own for node, own in found}
+    if in_kernel:
+        kernel = _with_scales(kernel, own_of)
     made = [kernel_step(problem, prices, kernel, *covers)]
     for node, own in found:
         if parameter_ref(node.parameters[_AMAX]) not in kernel.raised:
@@ -45,10 +52,28 @@ def measuring_steps(
         refs = {name: parameter_ref(node.parameters[name]) for name in (_AMAX, *_MADE)}
         inputs = (("amax", refs[_AMAX]),)
         outputs = tuple([(name, refs[name]) for name in _MADE])
-        task = ScaleTask(*own, device)
-        price = Price("of_launch", (inputs, outputs, 0.0))
+        task = ScaleTask(*own, in_kernel)
+        price = Price("of_launch", (inputs, outputs, 0.0)) if not in_kernel else Price(_of_views, ())
         made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
     return tuple(made)
+
+
+def _is_made_in_kernels(target: str) -> bool:
+    """Whether the last block of a pass makes the scale, too."""
+    return target == "cuda"
+
+
+def _with_scales(kernel: KernelTask, own_of: Mapping[Ref, tuple[torch.dtype, Scaling]]) -> KernelTask:
+    """The pass that makes scales of what it raises."""
+    maxima = tuple(
+        replace(m, scale=in_kernels(*own_of[ref]))
+        for m, ref in zip(kernel.description.maxima, kernel.raised, strict=True)
+    )
+    return replace(kernel, description=replace(kernel.description, maxima=maxima))
+
+
+def _of_views(prices: Prices) -> Cost:
+    return Cost(launches=0)
 
 
 def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
@@ -83,6 +108,7 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
         return plan
     nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])
     outputs = tuple([(graph.parameters[k].name, parameter_ref(k)) for k in numbers])
-    task, price = ZerosTask(plan.x.device, nodes), Price("of_launch", ((), outputs, 0.0))
+    each = len(NUMBERS) if _is_made_in_kernels(plan.target) else 1
+    task, price = ZerosTask(plan.x.device, nodes, each), Price("of_launch", ((), outputs, 0.0))
     step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
     return replace(plan, before=(*plan.before, step))
