@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.quantization import lowering
-from te_fuser.recipe import Float8CurrentScaling, Format, QParams, Recipe
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
 from tests.needs import needs_compiler
@@ -98,3 +99,32 @@ def test_launches(driver: FakeDriver) -> None:
         model(torch.randn(24, F))
         model(torch.randn(24, F))
     assert driver.launches / 2 == 2 + 2 * 2 + 1
+
+
+def calls_of(model: te.Sequential, recipe: Recipe) -> int:
+    """How many functions of Python a forward and a backward call that are like the ones before."""
+    x, found = torch.randn(16, F, requires_grad=True), 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal found
+        found += event == "call" and "te_fuser" in frame.f_code.co_filename
+
+    def run() -> None:
+        with te.autocast(recipe=recipe):
+            y = model(x)
+        y.backward(torch.ones_like(y))
+
+    for _ in range(3):
+        run()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_scales_of_now_take_the_host_no_more_functions_than_kept_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_fuser.quantization.folding._has_kernel", lambda device: True)  # as on a GPU
+    assert calls_of(mlp(), RECIPES["current"]) <= calls_of(mlp(), DelayedScaling())
