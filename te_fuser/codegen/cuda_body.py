@@ -303,6 +303,9 @@ class CudaKernelText:
         for k, m in enumerate(self.d.maxima):
             number, largest, scale = self.pointer["maximum", m.name], self.largest[m.name], m.scale
             at = number if scale is None else f"{number} + {NUMBERS.index('largest')}"
+            if m.made_in:  # the largest of what is rounded
+                rounded = f"te::rounded<{CTYPES[m.made_in]}>(te::as_float({largest}))"
+                largest = f"te::larger(0u, te::number({rounded}))"
             self.text(f"te::raise<kThreads>(raised[{k}], {at}, {largest});")
             if scale is not None:
                 power_of_two, limits = (

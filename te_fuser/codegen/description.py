@@ -105,12 +105,14 @@ class Maximum:
     Attributes:
         scale: what the last block of a CUDA kernel makes of it: the call gives four numbers, `NUMBERS`, of which the
             last two are zero again when the first two are there. Other targets make none.
+        made_in: the dtype that everything is rounded to first, where that is not float32; by CUDA kernels alone.
     """
 
     name: str
     parts: tuple[Expr, ...]
     width: int
     scale: ScaleOf | None = None
+    made_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class KernelDescription:
         text += "".join(f"\n{s.name} {s.layout} of {s.made_in}" for s in self.in_blocks)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
-        text += "".join(f"\n{m.name} makes {m.scale}" for m in self.maxima if m.scale is not None)
+        text += "".join(f"\n{m.name} in {m.made_in} makes {m.scale}" for m in self.maxima if m.scale or m.made_in)
         text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
@@ -247,8 +249,8 @@ class KernelDescription:
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {dtype} = {body}")
         for m in self.maxima:
             body = ", ".join(next(rest) for _ in m.parts)
-            of_it = "" if m.scale is None else f", and {m.scale}"
-            lines.append(f"  max   {m.name}: full x {m.width} = {body}{of_it}")
+            made_in, of_it = f" {m.made_in}" if m.made_in else "", "" if m.scale is None else f", and {m.scale}"
+            lines.append(f"  max   {m.name}: full x {m.width}{made_in} = {body}{of_it}")
         lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
         lines += [f"  {name} draws for a part of the whole: {shared}" for name, shared in self.shared]
         return "\n".join(lines)

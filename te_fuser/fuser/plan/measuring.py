@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import NUMBERS
+from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.kernel_task import KernelTask
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fuser.steps.step import Step, Task
     from te_fuser.ops.own_scales import Scaling
 
 
@@ -112,3 +113,60 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
     task, price = ZerosTask(plan.x.device, nodes, each), Price("of_launch", ((), outputs, 0.0))
     step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
     return replace(plan, before=(*plan.before, step))
+
+
+# ---------------------------------------------------------------------------------- passes that nobody needs
+
+
+def with_raised(plan: Plan, prices: Prices) -> Plan:
+    """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
+    if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
+        return plan
+    made = [
+        replace(s, forward=_raised_in(s.forward, prices), backward=_raised_in(s.backward, prices))
+        for s in plan.segments
+    ]
+    return replace(plan, segments=tuple(made))
+
+
+def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
+    made, makers = [*steps], {r: k for k, s in enumerate(steps) for r in s.writes()}
+    left = set()
+    for k, step in enumerate(steps):
+        ref = _looked_at(step)
+        at = None if ref is None else makers.get(ref)
+        task = None if ref is None or at is None else _raising(made[at].task, ref, step.task)
+        if at is None or task is None:
+            continue
+        maker = kernel_step(prices.problem, prices, task, made[at].start, made[at].stop)
+        made[at] = replace(maker, chain=made[at].chain)
+        left.add(k)
+    return tuple([s for k, s in enumerate(made) if k not in left])
+
+
+def _looked_at(step: Step) -> Ref | None:
+    """The tensor of a pass that looks for the largest magnitude of a tensor as it is."""
+    task = step.task
+    if not isinstance(task, KernelTask) or task.description.outputs or len(task.description.maxima) != 1:
+        return None
+    d, (maximum,) = task.description, task.description.maxima
+    (part, *more) = maximum.parts
+    alone = len(d.loads) == 1 and not more and part.op == "input" and part.width == d.loads[0].width == maximum.width
+    return task.inputs[0] if alone and maximum.scale is not None else None
+
+
+def _raising(task: Task, ref: Ref, alone: Task) -> KernelTask | None:
+    """The kernel that stores a tensor and raises what the pass alone does; None where it cannot."""
+    if not isinstance(task, KernelTask) or not isinstance(alone, KernelTask):
+        return None
+    d, (maximum,), (load,) = task.description, alone.description.maxima, alone.description.loads
+    store = next((s for s, o in zip(d.stores, task.outputs, strict=False) if o.ref == ref), None)
+    known = {t.name for t in (*d.tensors, *d.maxima)}
+    if store is None or (store.axes, store.layout, store.dtype) != (Axes.FULL, "rows", load.dtype):
+        return None
+    if maximum.name in known:
+        return None
+    made_in = "" if store.dtype == "float32" else store.dtype
+    raised = replace(maximum, parts=store.parts, width=store.width, made_in=made_in)
+    description = replace(d, maxima=(*d.maxima, raised))
+    return replace(task, description=description, raised=(*task.raised, *alone.raised))
