@@ -30,7 +30,7 @@ from te_fuser.recipe import region
 def agreeing() -> tuple[int, ...]:
     """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
     outermost = next(filter(None, region.entered()), None)
-    if not has_ranks() or outermost is None or not getattr(outermost.recipe, "reduce_amax", False):
+    if not has_ranks() or outermost is None or not outermost.recipe.reduce_amax:
         return ()
     agreement = agreement_of(outermost.group)
     if agreement is None or agreement.differs:

@@ -64,7 +64,7 @@ from te_fuser.quantization.state import (
 )
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
-from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
+from te_fuser.recipe.recipes import Format, Recipe
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -225,7 +225,7 @@ def _keeps_scales(item: ListedOp) -> bool:
 
 def _reduces(recipe: Recipe | None) -> bool:
     """Whether ranks agree on what a recipe keeps."""
-    return bool(getattr(recipe, "reduce_amax", False))
+    return recipe is not None and recipe.reduce_amax
 
 
 def _is_product(item: ListedOp) -> bool:
@@ -293,7 +293,7 @@ def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
 def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
     """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
     around, calibrating = _said(key)
-    recipe = cast(DelayedScaling, recipe_for(weight, around))
+    recipe = cast(Recipe, recipe_for(weight, around))
     if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
     if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
@@ -338,7 +338,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         if why:
             refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
-    recipe = recipe_for(low.bindings["weight"], around)
+    recipe = cast(Recipe, recipe_for(low.bindings["weight"], around))
     scalings = scalings_of(recipe)
     if is_only_narrow(low.bindings["weight"]):
         if scalings is not None:
@@ -352,7 +352,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    form = _form(cast(Recipe, recipe), dtype, own)
+    form = _form(recipe, dtype, own)
     if scalings is not None and _are_of_tensors(scalings):
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
     if scalings is not None:
@@ -360,7 +360,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
         product = OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, keeps_weight=keeps, **form)
         return (_listed(item, product, "", low.bindings),)
-    kept = (True,) * 3 if calibrating else cast(DelayedScaling, recipe).override_linear_precision
+    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     if any(kept):
         partly = PartlyFloat8MatMul(cast(MatMul, low.op), kept=kept, **form)
         numbers = [name for name in low.aside if call.grad or not name.endswith("_amax")]
@@ -370,7 +370,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
 
 def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:
     """What the ops of products say of a recipe."""
-    gradients = E5M2 if _is_hybrid(recipe) else E4M3
+    gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
     split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     return {
         "dtype": dtype,
@@ -378,10 +378,6 @@ def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict
         "formats": (E4M3, E4M3, gradients),
         "fast": tuple([not params.use_split_accumulator for params in split]),
     }
-
-
-def _is_hybrid(recipe: Recipe) -> bool:
-    return getattr(recipe, "fp8_format", Format.E4M3) is Format.HYBRID
 
 
 def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) -> Iterable[ListedOp]:
@@ -408,7 +404,7 @@ def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) 
 def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
     """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
     low, (around, calibrating) = item.lowered, _said(key)
-    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
+    recipe = cast(Recipe, recipe_for(low.bindings["weight"], around))
     if calibrating or recipe.override_linear_precision[0]:
         refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
     if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
@@ -479,9 +475,9 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
 
 def _precision(recipe: Recipe) -> tuple[str, str]:
     """Formats and scales of a recipe, in words, and which products have none of it."""
-    formats = "E4M3, gradients in E5M2" if _is_hybrid(recipe) else "E4M3"
-    kept = getattr(recipe, "override_linear_precision", (False, False, False))
-    own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+    formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+    kept = zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True)
+    own = [product for product, keeps in kept if keeps]
     but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
     return "; ".join(filter(None, (formats, how(recipe)))), but
 

@@ -40,7 +40,7 @@ class Region:
     @functools.cached_property
     def agrees(self) -> str | None:
         """By name the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
-        if not getattr(self.recipe, "reduce_amax", False):
+        if not self.recipe.reduce_amax:
             return None
         return "" if self.group is None else str(self.group.group_name)
 
