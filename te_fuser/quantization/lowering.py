@@ -78,11 +78,11 @@ class Regions(surroundings.Surrounding):
     key = staticmethod(region.current_key)
     refuse_tracing = staticmethod(region.refuse_tracing)
 
-    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        recipe, times = _said(key)[0], Counter[Hashable]()
+    def listed(self, listed: Sequence[ListedOp], key: region.Key) -> list[ListedOp]:
+        times = Counter[Hashable]()
         found: list[ListedOp] = []
         for item in listed:
-            if _has_numbers(item, recipe):
+            if _has_numbers(item, key.recipe):
                 weight = item.lowered.bindings["weight"].key
                 found.append(_with_numbers(item, key, times[weight]))
                 times[weight] += 1
@@ -93,9 +93,9 @@ class Regions(surroundings.Surrounding):
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
         return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
 
-    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+    def entered(self, listed: Sequence[ListedOp], key: region.Key) -> None:
         refuse_narrow_weights(filter(_is_product, listed))
-        around, calibrating = _said(key)
+        around, calibrating = key.recipe, key.calibrating
         weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
@@ -149,16 +149,15 @@ class Regions(surroundings.Surrounding):
         made = Facts(items=recipes, calls=calls)
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
-    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: region.Key) -> Sequence[ListedOp]:
         made = [new for item in listed for new in _lowered(item, call, key)]
         if not any(isinstance(item.lowered.op, Collective) for item in listed):
             return made
-        around = _said(key)[0]
         return quantized_first(
-            made, agreeing(), lambda item: _reduces(recipe_for(item.lowered.bindings["weight"], around))
+            made, agreeing(), lambda item: _reduces(recipe_for(item.lowered.bindings["weight"], key.recipe))
         )
 
-    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+    def notes(self, listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterable[str]:
         return notes(listed, key, device)
 
     @contextlib.contextmanager
@@ -290,18 +289,17 @@ def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
     return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
-def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
+def _weight_bindings(weight: Binding, state: State, key: region.Key) -> dict[str, Binding]:
     """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
-    around, calibrating = _said(key)
-    recipe = cast(Recipe, recipe_for(weight, around))
-    if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
+    recipe = cast(Recipe, recipe_for(weight, key.recipe))
+    if key.calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
-    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
+    if key.says_microbatch and not isinstance(weight, GivenBinding):
         return {name: KeptBinding(state, name) for name in KEPT}
     return _made_of(weight, state)
 
 
-def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
+def _with_numbers(item: ListedOp, key: region.Key, time: int) -> ListedOp:
     """A product with the numbers that it may read, of its state or of its calls.
 
     Args:
@@ -310,7 +308,7 @@ def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
-    if scalings_of(recipe_for(weight, _said(key)[0])) is not None:
+    if scalings_of(recipe_for(weight, key.recipe)) is not None:
         return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state, time)))
     aside: dict[str, Binding] = {
         f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
@@ -319,26 +317,15 @@ def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
-def _said(key: Hashable) -> tuple[Recipe, bool]:
-    """What a region says of itself: its recipe, and whether it is calibrating."""
-    (recipe, calibrating, *_), *_ = cast(tuple[Any, ...], key)
-    return recipe, calibrating
-
-
-def _is_in_microbatch(key: Hashable) -> bool:
-    """Whether calls say which micro-batch they are."""
-    return bool(cast(tuple[Any, ...], key)[1])
-
-
-def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """What stands in an op's place."""
-    low, (around, calibrating) = item.lowered, _said(key)
-    why = why_not(item, around)
+    low, calibrating = item.lowered, key.calibrating
+    why = why_not(item, key.recipe)
     if why is not None:
         if why:
             refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
-    recipe = cast(Recipe, recipe_for(low.bindings["weight"], around))
+    recipe = cast(Recipe, recipe_for(low.bindings["weight"], key.recipe))
     scalings = scalings_of(recipe)
     if is_only_narrow(low.bindings["weight"]):
         if scalings is not None:
@@ -401,11 +388,11 @@ def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) 
         yield _quantizing(item, behind, ".quantize_gradient", "output_gradient", True)
 
 
-def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
-    low, (around, calibrating) = item.lowered, _said(key)
-    recipe = cast(Recipe, recipe_for(low.bindings["weight"], around))
-    if calibrating or recipe.override_linear_precision[0]:
+    low = item.lowered
+    recipe = cast(Recipe, recipe_for(low.bindings["weight"], key.recipe))
+    if key.calibrating or recipe.override_linear_precision[0]:
         refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
     if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
         refuse_narrow(item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own")
@@ -445,9 +432,9 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
     return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
-def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
+def notes(listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
-    around, calibrating = _said(key)
+    around, calibrating = key.recipe, key.calibrating
     alike: dict[tuple[str, str], list[str]] = {}
     for item in listed:
         if why_not(item, around) is None:
