@@ -23,6 +23,7 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.quantization.agreement import agreement_of
+from te_fuser.quantization.products import weight_in
 from te_fuser.quantization.state import known_state_of
 from te_fuser.recipe import region
 
@@ -53,7 +54,7 @@ def quantized_first(
         product = item.lowered.op
         if not isinstance(product, Float8MatMul) or not ranks:
             continue
-        weight = item.lowered.bindings["weight"]
+        weight = weight_in(item)
         if isinstance(weight, GivenBinding) or not reduces(item):  # scales of the former are each rank's own
             continue
         state = known_state_of(weight)

@@ -49,7 +49,7 @@ from te_fuser.quantization.kept import (
 )
 from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.products import device_of
+from te_fuser.quantization.products import device_of, weight_in
 from te_fuser.quantization.state import (
     ROLES,
     AsPut,
@@ -83,7 +83,7 @@ class Regions(surroundings.Surrounding):
         found: list[ListedOp] = []
         for item in listed:
             if _has_numbers(item, key.recipe):
-                weight = item.lowered.bindings["weight"].key
+                weight = weight_in(item).key
                 found.append(_with_numbers(item, key, times[weight]))
                 times[weight] += 1
             else:
@@ -91,12 +91,12 @@ class Regions(surroundings.Surrounding):
         return found
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
-        return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
+        return not any(_is_planned_alone(weight_in(item)) for item in listed if _is_product(item))
 
     def entered(self, listed: Sequence[ListedOp], key: region.Key) -> None:
         refuse_narrow_weights(filter(_is_product, listed))
         around, calibrating = key.recipe, key.calibrating
-        weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
+        weights = [weight_in(item) for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
         records = _records()
@@ -112,7 +112,7 @@ class Regions(surroundings.Surrounding):
             if scalings_of(recipe) is None:
                 ensure(weight, recipe, device) if records else look_up(weight, device)
         for item in listed:
-            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
+            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := weight_in(item)):
                 sizes = cast(MatMul, item.lowered.op).own_features
                 leave_blank(state_of(own), sizes, device_of(own) or own.get().device)
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
@@ -125,7 +125,7 @@ class Regions(surroundings.Surrounding):
         for item in products:
             refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
-            ran_outside([item.lowered.bindings["weight"] for item in products])
+            ran_outside([weight_in(item) for item in products])
 
     @contextlib.contextmanager
     def only_reading(self) -> Iterator[None]:
@@ -137,9 +137,9 @@ class Regions(surroundings.Surrounding):
             _only_reads.reset(token)
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        states = [state_of(item.lowered.bindings["weight"]) for item in listed if _keeps_scales(item)]
+        states = [state_of(weight_in(item)) for item in listed if _keeps_scales(item)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        products = [item.lowered.bindings["weight"] for item in listed if _is_product(item)]
+        products = [weight_in(item) for item in listed if _is_product(item)]
         places = [place for weight in products for place in narrow_places(weight)]
         calls = (
             (AsPut(states, _records()), True),
@@ -153,9 +153,7 @@ class Regions(surroundings.Surrounding):
         made = [new for item in listed for new in _lowered(item, call, key)]
         if not any(isinstance(item.lowered.op, Collective) for item in listed):
             return made
-        return quantized_first(
-            made, agreeing(), lambda item: _reduces(recipe_for(item.lowered.bindings["weight"], key.recipe))
-        )
+        return quantized_first(made, agreeing(), lambda item: _reduces(recipe_for(weight_in(item), key.recipe)))
 
     def notes(self, listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterable[str]:
         return notes(listed, key, device)
@@ -195,7 +193,7 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
     if not _is_product(item):
         return ""
-    product, chosen = cast(MatMul, item.lowered.op), recipe_for(item.lowered.bindings["weight"], recipe)
+    product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), recipe)
     if chosen is None:
         return "te.precision says so"
     for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
@@ -204,11 +202,16 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     return None
 
 
+def _recipe_of(item: ListedOp, around: Recipe) -> Recipe:
+    """What a product of 8 bits runs by."""
+    return cast(Recipe, recipe_for(weight_in(item), around))
+
+
 def _has_numbers(item: ListedOp, recipe: Recipe) -> bool:
     """Whether an op is a product of 8 bits with a scale for each factor: one that is kept, or that calls make."""
     if why_not(item, recipe) is not None:
         return False
-    scalings = scalings_of(recipe_for(item.lowered.bindings["weight"], recipe))
+    scalings = scalings_of(recipe_for(weight_in(item), recipe))
     return scalings is None or _are_of_tensors(scalings)
 
 
@@ -232,7 +235,7 @@ def _is_product(item: ListedOp) -> bool:
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in listed if _is_kept(item)]
+    return [weight_in(item) for item in listed if _is_kept(item)]
 
 
 def _is_kept(item: ListedOp) -> bool:
@@ -242,7 +245,7 @@ def _is_kept(item: ListedOp) -> bool:
 
 def _is_given(item: ListedOp) -> bool:
     """Whether a product's weight comes with the call."""
-    return isinstance(item.lowered.bindings["weight"], GivenBinding)
+    return isinstance(weight_in(item), GivenBinding)
 
 
 def _is_meta(weight: Binding) -> bool:
@@ -305,7 +308,7 @@ def _with_numbers(item: ListedOp, key: region.Key, time: int) -> ListedOp:
     Args:
         time: how many products of the list before it have the same weight.
     """
-    weight = item.lowered.bindings["weight"]
+    weight = weight_in(item)
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
     if scalings_of(recipe_for(weight, key.recipe)) is not None:
@@ -325,15 +328,15 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
         if why:
             refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
-    recipe = cast(Recipe, recipe_for(low.bindings["weight"], key.recipe))
+    recipe = _recipe_of(item, key.recipe)
     scalings = scalings_of(recipe)
-    if is_only_narrow(low.bindings["weight"]):
+    if is_only_narrow(weight_in(item)):
         if scalings is not None:
             refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
         return _of_narrow(item, call, key)
     if calibrating and scalings is not None:
         return (item,)
-    own = call.parameters[low.bindings["weight"].key].spec.dtype
+    own = call.parameters[weight_in(item).key].spec.dtype
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
     own = torch.float32 if exact else own
     dtype = item.casts.get("weight", own)
@@ -343,7 +346,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
     if scalings is not None and _are_of_tensors(scalings):
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
     if scalings is not None:
-        weight = low.bindings["weight"]
+        weight = weight_in(item)
         keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
         product = OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, keeps_weight=keeps, **form)
         return (_listed(item, product, "", low.bindings),)
@@ -391,7 +394,7 @@ def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) 
 def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
     low = item.lowered
-    recipe = cast(Recipe, recipe_for(low.bindings["weight"], key.recipe))
+    recipe = _recipe_of(item, key.recipe)
     if key.calibrating or recipe.override_linear_precision[0]:
         refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
     if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
@@ -404,7 +407,7 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Lis
     op = Float8MatMul(cast(MatMul, low.op), weight_is_kept=True, **form)
     yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", False)
     numbers = [name for name in READ_KEPT if name in low.aside]
-    yield _in_place(item, op, "", numbers, {"weight_data": low.bindings["weight"]})
+    yield _in_place(item, op, "", numbers, {"weight_data": weight_in(item)})
 
 
 def _in_place(
@@ -438,7 +441,7 @@ def notes(listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> 
     alike: dict[tuple[str, str], list[str]] = {}
     for item in listed:
         if why_not(item, around) is None:
-            recipe = cast(Recipe, recipe_for(item.lowered.bindings["weight"], around))
+            recipe = _recipe_of(item, around)
             alike.setdefault(_precision(recipe), []).append(item.path)
     emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
     for (said, but), paths in alike.items():
@@ -453,7 +456,7 @@ def notes(listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> 
     if given := [item.path for item in listed if _keeps_scales(item) and _is_given(item)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     products = filter(_is_product, listed)
-    if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:
+    if narrow := [item.path for item in products if is_only_narrow(weight_in(item))]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
         if why := why_not(item, around):
