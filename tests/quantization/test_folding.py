@@ -20,7 +20,7 @@ from te_fuser.quantization import folding, not_finite, states
 from te_fuser.quantization.folding import fold
 from te_fuser.quantization.state import blocks, state_of
 from te_fuser.recipe import DelayedScaling, Format
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
 
@@ -220,9 +220,7 @@ def test_late_backwards_and_retained_graphs_have_their_own_scales() -> None:
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
-    folder = tmp_path_factory.mktemp("fold")
-    native = emulate([FoldAmaxes()], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running([FoldAmaxes()], tmp_path_factory.mktemp("fold")) as driver:
         yield driver
 
 
