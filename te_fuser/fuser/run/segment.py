@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ class Segment:
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
         groups: of ranks that run some of the plan's ops together.
         last_read: of `values_in` those that no later segment reads and the call does not give.
+        zeroed: slots in backward of numbers that are zero before a run and after it, which its steps raise in between.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -90,6 +92,7 @@ class Segment:
     parts: tuple[tuple[int, int], ...] = ()
     groups: tuple[Group, ...] = ()
     last_read: tuple[int, ...] = ()
+    zeroed: tuple[int, ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
@@ -223,8 +226,13 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
                 watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
             watched.run(program, slots, may_overwrite, True, segment.promised)
-    except RuntimeError as error:
-        stuck.explain(error, segment.groups, "the backward pass of a call")
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
+            for k in segment.zeroed:  # which a graph that is kept reads again
+                if slots[k] is not None:
+                    slots[k].zero_()
+        if isinstance(error, RuntimeError):
+            stuck.explain(error, segment.groups, "the backward pass of a call")
         raise
 
 
@@ -269,8 +277,17 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
+    zeroed = {parameter_ref(k) for k, b in enumerate(graph.parameters) if b.written and b.made_in_call}
     found = zip(made, plan.segments, there, strict=True)
-    return tuple(_among_ranks(replace(m, last_read=ends), s, plan.graph) for m, s, ends in found)
+    return tuple(
+        _among_ranks(replace(m, last_read=ends, zeroed=_zeroed(s, zeroed)), s, plan.graph) for m, s, ends in found
+    )
+
+
+def _zeroed(segment: SegmentPlan, zeroed: Container[Ref]) -> tuple[int, ...]:
+    """The slots in backward of what is zero before a run: what is kept comes behind the gradients."""
+    arriving = sum(r is not None for r in segment.arriving)
+    return tuple(arriving + k for k, kept in enumerate(segment.kept) if kept.ref in zeroed)
 
 
 def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
