@@ -54,10 +54,12 @@ class _Counts:
     Attributes:
         told: how often it told the others.
         started: the collectives that te_fuser started, and graphs with some.
+        thread: the one that runs what its ranks run together, now.
     """
 
     told: int = 0
     started: int = 0
+    thread: int | None = None
 
 
 _counts: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
@@ -162,6 +164,34 @@ def start(group: Group) -> None:
     """
     check(group)
     _counts_of(group).started += 1
+
+
+@contextlib.contextmanager
+def alone(groups: Sequence[Group]) -> Iterator[None]:
+    """In here no other thread runs what the ranks of these groups run together: their order would differ among ranks.
+
+    Raises:
+        Disagreement: where one does, which the other ranks hear.
+    """
+    me, counts = threading.get_ident(), [_counts_of(group) for group in groups]
+    with _counting:
+        busy = [g for g, c in zip(groups, counts, strict=True) if c.thread not in (None, me)]
+        before = [c.thread for c in counts]
+        if not busy:
+            for c in counts:
+                c.thread = me
+    if busy:
+        words = (
+            f"two threads of {busy[0]} run models at once that the ranks of this group share, and ranks may run their "
+            "collectives in different orders: give each thread a group of its own, or have them wait for each other"
+        )
+        give_up(busy[0], words, for_good=False)
+        raise Disagreement(words)
+    try:
+        yield
+    finally:
+        for c, thread in zip(counts, before, strict=True):
+            c.thread = thread
 
 
 def stands(group: Group) -> tuple[int, int]:

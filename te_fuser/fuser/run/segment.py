@@ -15,7 +15,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.ops import stuck
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import is_left
 from te_fuser.ops.joined import kept_in_parts, whole_again
@@ -115,11 +115,19 @@ class Segment:
         """All slots after the forward program."""
         slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
         try:
-            watched.run(self.forward, slots, promised=self.promised)
+            self.run(self.forward, slots, True, False, self.promised)
         except RuntimeError as error:
             stuck.explain(error, self.groups, f"a call with {list(tensors[0].shape)}")
             raise
         return slots
+
+    def run(self, program: Program, slots: list[Any], *how: Any) -> None:
+        """Run a program of its own, as `watched.run` does; alone among those of its ranks' groups."""
+        if not self.groups:
+            watched.run(program, slots, *how)
+            return
+        with telling.alone(self.groups):
+            watched.run(program, slots, *how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
@@ -136,6 +144,8 @@ class Segment:
         for place, (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
+        if torch.is_anomaly_enabled():
+            watched.refuse_check(found)
         return found
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
@@ -223,9 +233,9 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
     try:
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                watched.run(program, slots, may_overwrite, True, segment.promised)
+                segment.run(program, slots, may_overwrite, True, segment.promised)
         else:
-            watched.run(program, slots, may_overwrite, True, segment.promised)
+            segment.run(program, slots, may_overwrite, True, segment.promised)
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in segment.zeroed:  # which a graph that is kept reads again
