@@ -350,7 +350,7 @@ class CudaKernelText:
         if self.s.slots > 1:
             self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
         column = f"{offset} + column" if offset else "column"
-        line = f"te::store_sums({self._sum_places(t, group, column)}, {name});"
+        line = f"te::store_sums({self.sum_places(t, group, column)}, {name});"
         condition = (inside + slot).removeprefix(" && ")
         self.text(f"if ({condition}) {line}" if condition else line)
 
@@ -361,9 +361,9 @@ class CudaKernelText:
                 name = self.sum_names[t.name, 0]
                 if self.s.slots > 1:
                     self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
-                self.text(f"if ({first}) te::store_sums({self._sum_places(t, group, '')}, {name});")
+                self.text(f"if ({first}) te::store_sums({self.sum_places(t, group, '')}, {name});")
 
-    def _sum_places(self, t: Sum, group: str, column: str) -> str:
+    def sum_places(self, t: Sum, group: str, column: str) -> str:
         """Where a sum goes: at once where nobody else adds to it, else among the partial sums."""
         width = t.width if t.axes & Axes.FEATURE else 1
         sample = f"static_cast<long long>(sample) * {width}" if t.axes & Axes.BATCH else ""
@@ -386,12 +386,13 @@ class CudaKernelText:
         if s.slots > 1:
             self.text(f"const int lane = {self.lane}, slot = {self.slot};")
             if self.d.sums:
-                self.text("__shared__ float shared_sums[kLanes * kSlots * kVector];")
+                self.text(f"__shared__ float shared_sums[{self.shared_sums}];")
         else:
             self.text("const int lane = threadIdx.x;")
 
     lane, slot = "threadIdx.x % kLanes", "threadIdx.x / kLanes"  # with several slots
     slots = " * kSlots"  # times so many rows a block does at once
+    shared_sums = "kLanes * kSlots * kVector"  # numbers in shared memory while the slots' sums are added up
 
     def declare_range(self, group: str, groups: str) -> None:
         """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""

@@ -352,23 +352,36 @@ TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&su
 }
 
 // Adds the partial sums of the groups [first, first + groups) for 32 columns, always in the same order, and stores them.
-// 32 warps: each adds every 32nd group, then the first adds up what the others found.
+// 32 chains of 8 threads: each adds every 32nd group, four columns a thread, then warps add up what the chains found.
+constexpr int kFinishThreads = 256;
+
 template <class T>
 TE_DEVICE void finish(float (&found)[32][33], const float* partial, T* total, long long first, int groups, int tile,
                       long long output, int width) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = tile * 32 + lane;
-  float sum = 0.0f;
-  if (column < width) {
+  const int chain = threadIdx.x / 8, mine = threadIdx.x % 8 * 4, column = tile * 32 + mine;
+  const float* const from = partial + first * width + column;
+  float sums[4] = {};
+  if (width % 4 != 0) {
+    for (int group = chain; group < groups; group += 32)
+      for (int i = 0; i < 4 && column + i < width; ++i) sums[i] += from[static_cast<long long>(group) * width + i];
+  } else if (column < width) {
 #pragma unroll 4
-    for (int group = warp; group < groups; group += 32) sum += partial[(first + group) * width + column];
+    for (int group = chain; group < groups; group += 32) {
+      const Vector<float, 4> read = load<4>(from + static_cast<long long>(group) * width);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += get(read, i);
+    }
   }
-  found[warp][lane] = sum;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) found[chain][mine + i] = sums[i];
   __syncthreads();
-  // Warp w takes column w, so that the last additions are a reduction within one warp.
-  float whole = found[lane][warp];
-  reduce_lanes<32, Sum>(whole);
-  if (lane == 0 && tile * 32 + warp < width) total[output * width + tile * 32 + warp] = rounded<T>(whole);
+  // A warp takes one column after the other, so that the last additions are a reduction within it.
+  const int lane = threadIdx.x % 32;
+  for (int at = threadIdx.x / 32; at < 32; at += kFinishThreads / 32) {
+    float whole = found[lane][at];
+    reduce_lanes<32, Sum>(whole);
+    if (lane == 0 && tile * 32 + at < width) total[output * width + tile * 32 + at] = rounded<T>(whole);
+  }
 }
 
 // ------------------------------------------------------------------------------------------- rows, samples

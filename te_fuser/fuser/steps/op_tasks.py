@@ -83,6 +83,9 @@ class OpTask(Task):
     def call(self) -> str:  # type: ignore[override]
         return "method" if self.plain is None else "function"
 
+    def at(self, node: Node) -> OpTask:
+        return OpTask(node, self.gradient, self.needed, self.casts, self.phase, self.again)
+
     @property
     def plain(self) -> TensorFunction | None:
         """The plain function of tensors that the method amounts to."""
