@@ -343,7 +343,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
     form = _form(recipe, dtype, own)
-    if scalings is not None and _are_of_tensors(scalings):
+    if scalings is not None and _are_of_tensors(scalings) and not torch._C._are_functorch_transforms_active():
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
     if scalings is not None:
         weight = weight_in(item)
