@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels import quantized_matmul, scale_of_amax
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.graphs import GraphedRegion
 from te_fuser.recipe import (
@@ -151,6 +151,30 @@ def test_late_backwards_and_retained_graphs(recipe: Recipe) -> None:
         x.grad = None
         y.square().sum().backward(retain_graph=True)
         assert torch.equal(x.grad, wanted["x"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_backward_that_raises_leaves_no_amax_to_the_next(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises behind the pass that finds the amax of a gradient, before the step that makes a scale of it."""
+    model, x, fails = mlp(), data().requires_grad_(), [False]
+    of_torch = scale_of_amax.by_torch
+
+    def scaled(*given: Any, **how: Any) -> Any:
+        if fails[0]:
+            raise error("in between")
+        return of_torch(*given, **how)
+
+    monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
+    with te.autocast(recipe=RECIPES["current"]):
+        y = model(x)
+    fails[0] = True
+    with pytest.raises(error, match="in between"):
+        y.backward(torch.full_like(y, 1000.0), retain_graph=True)
+    fails[0] = False
+    found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+    assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])
 
 
 @every
