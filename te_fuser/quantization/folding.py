@@ -401,7 +401,8 @@ def _begin(region: Region) -> None:
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
             "te_fuser.cuda_graph(model, x), and around each replay"
         )
-    try_recipe(region.recipe)
+    if isinstance(region.recipe, DelayedScaling):
+        try_recipe(region.recipe)
     if not torch.is_grad_enabled():
         if _recorded.is_new and _agreement(_recorded.region) is None:
             fold(looks=True)

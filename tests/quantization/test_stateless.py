@@ -192,6 +192,30 @@ def test_a_module_that_a_list_has_twice_scales_what_each_place_quantizes(referen
     torch.testing.assert_close(found["0.weight"], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
 
 
+@every
+def test_references_are_transformed(recipe: Recipe) -> None:
+    """A gradient, one of each row by its own scales, and a batch of gradients."""
+    model, x = mlp(), data(0, 5, F)
+    _, wanted = call(model, recipe, x, model.reference)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model.reference(x).square().sum()
+
+    with te.autocast(recipe=recipe):
+        assert torch.equal(torch.func.grad(loss)(x), wanted["x"])
+        rows = torch.func.vmap(torch.func.grad(loss))(x[:, None])
+        of_row = torch.func.jacrev(model.reference)(x[:1])
+    for row, found in zip(x, rows, strict=True):
+        torch.testing.assert_close(found, call(model, recipe, row[None], model.reference)[1]["x"], rtol=1e-3, atol=1e-4)
+    with te.autocast(recipe=recipe):
+        if recipe.scales == "tensor":
+            with pytest.raises(RuntimeError, match=r"transform the forward too, by torch\.func\.jacrev"):
+                torch.autograd.functional.jacobian(model.reference, x[:1], vectorize=True)
+        else:
+            batched = torch.autograd.functional.jacobian(model.reference, x[:1], vectorize=True)
+            torch.testing.assert_close(batched, of_row, rtol=1e-3, atol=1e-4)
+
+
 def test_verified() -> None:
     """Each step by itself too: zeros of one step share their memory, which it does not deny."""
     with te.autocast(recipe=RECIPES["current"]):
