@@ -86,7 +86,7 @@ class Schedule:
     `ahead` rows are in shared memory at once, one of them at work.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
+    rows need, and none walks, but with column sums a block has four tiles, so that its sums are worth their memory. With `keeps` a thread loads its share of the parameters before a row needs them, and has
     them in registers for all its rows.
     """
 
@@ -137,7 +137,8 @@ class Schedule:
             text += f", {self.slots} rows at once" if self.slots > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
-        walk = "; each block walks over its rows" if self.rounds else ""
+        few = "; each block does four of them" if self.kind == Kind.TILE and self.sums != Sums.NONE else ""
+        walk = "; each block walks over its rows" if self.rounds else few
         return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor{walk}"
 
 
