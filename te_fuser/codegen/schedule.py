@@ -86,8 +86,9 @@ class Schedule:
     `ahead` rows are in shared memory at once, one of them at work.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks, but with column sums a block has four tiles, so that its sums are worth their memory. With `keeps` a thread loads its share of the parameters before a row needs them, and has
-    them in registers for all its rows.
+    rows need, and none walks; with column sums, by tiles, a block does four all the same, lest its sums cost more
+    than they gain. With `keeps` a thread loads its share of the parameters before a row needs them, and has them in
+    registers for all its rows.
     """
 
     kind: Kind
