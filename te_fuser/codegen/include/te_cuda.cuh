@@ -286,6 +286,19 @@ TE_DEVICE unsigned larger(unsigned bits, float value) {
   return size > bits ? size : bits;
 }
 
+// Whether numbers of which none is larger than `bound`, or than it by 1%, may be larger than what the block has met,
+// which the thread then knows. What is too small or too large for that share to hold may, infinities and NaN as well.
+TE_DEVICE bool may_be_larger(unsigned bound, unsigned& largest, const unsigned* met) {
+  largest = larger(*static_cast<const volatile unsigned*>(met), as_float(largest));
+  const float size = as_float(bound);
+  return !(size > 1e-30f && size < 1e38f && 1.01f * size <= as_float(largest));
+}
+
+// Lets the block know the largest magnitude that a thread has met.
+TE_DEVICE void meet(unsigned largest, unsigned* met) {
+  if (largest > *static_cast<volatile unsigned*>(met)) atomicMax(met, largest);
+}
+
 // Raises a number to the largest magnitude that the block found; other blocks raise it too.
 template <int kThreads>
 TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
@@ -300,6 +313,31 @@ TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
   unsigned* const bits = reinterpret_cast<unsigned*>(number);
   // Most blocks find that another was there with more, and leave it at that.
   if (largest > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, largest);
+}
+
+// The scale of what has this largest magnitude, as ops/own_scales.py has it.
+template <bool kPowerOfTwo>
+TE_DEVICE float own_scale(float amax, float most, float epsilon) {
+  const float least = amax < epsilon ? epsilon : amax;
+  if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
+  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
+  const unsigned finite = bits < largest ? bits : largest;
+  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
+}
+
+// Makes the scale of what so many blocks raise the third of these numbers to, by the last of them: its reciprocal and
+// itself are the first two, and the third and the fourth, which counts the blocks, are zero again.
+template <bool kPowerOfTwo>
+TE_DEVICE void scale_of_all(float* numbers, unsigned blocks, float most, float epsilon) {
+  if (threadIdx.x != 0) return;
+  unsigned* const bits = reinterpret_cast<unsigned*>(numbers);
+  __threadfence();
+  if (atomicAdd(bits + 3, 1u) + 1 != blocks) return;
+  __threadfence();
+  const float scale = own_scale<kPowerOfTwo>(as_float(atomicExch(bits + 2, 0u)), most, epsilon);
+  bits[3] = 0u;
+  numbers[1] = scale;
+  numbers[0] = 1.0f / scale;
 }
 
 // Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.
