@@ -86,8 +86,9 @@ class Schedule:
     `ahead` rows are in shared memory at once, one of them at work.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
-    them in registers for all its rows.
+    rows need, and none walks; with column sums, by tiles, a block does four all the same, lest its sums cost more
+    than they gain. With `keeps` a thread loads its share of the parameters before a row needs them, and has them in
+    registers for all its rows.
     """
 
     kind: Kind
@@ -137,7 +138,8 @@ class Schedule:
             text += f", {self.slots} rows at once" if self.slots > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
-        walk = "; each block walks over its rows" if self.rounds else ""
+        few = "; each block does four of them" if self.kind == Kind.TILE and self.sums != Sums.NONE else ""
+        walk = "; each block walks over its rows" if self.rounds else few
         return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor{walk}"
 
 
