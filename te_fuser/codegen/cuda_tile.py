@@ -5,8 +5,8 @@ tile is there, each thread stores 16 rows of a column at once. The rows of the t
 kernels store them, and column sums and maxima are theirs, too.
 
 What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is there:
-then its scales are known. Each thread reads there what it has put there itself. Where tiles have all their columns, their
-largest magnitudes are found on the way, and the text is there twice: tiles that have all their rows, too, ask for none.
+then its scales are known. Each thread reads there what it has put there itself. Where tiles have all their columns, the
+largest magnitudes are found on the way, and the loop is there twice: a tile that has all its rows asks for none.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TileText(ColumnText):
             self.text(f"unsigned* const {name} = reinterpret_cast<unsigned*>(shelves) + {at};")
         for key, name in self.waiting.items():
             self.text(f"{'if (left < kRows) ' if key in self.found else ''}{name}.clear();")
-        for (value, k), name in self.found.items():
+        for (value, _), name in self.found.items():
             made_in = CTYPES[next(iter(self.pairs[value].values())).made_in]
             self.text(f"te::Magnitudes<{made_in}, kVector, kAhead, {self._sides(value)}> {name};")
 

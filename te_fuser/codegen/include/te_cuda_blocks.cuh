@@ -83,10 +83,12 @@ struct Magnitudes {
 #pragma unroll
       for (int row = 0; row < kRows; row += kEach) {
         unsigned found = rows[row];
-        if constexpr (kEach == 2)
-          found = larger_sizes<Element>(__byte_perm(found, rows[row + 1], 0x5410), __byte_perm(found, rows[row + 1], 0x7632));
-        else if constexpr (kPairs)
+        if constexpr (kEach == 2) {
+          const unsigned next = rows[row + 1];
+          found = larger_sizes<Element>(__byte_perm(found, next, 0x5410), __byte_perm(found, next, 0x7632));
+        } else if constexpr (kPairs) {
           found = larger_sizes<Element>(found, found >> 16);
+        }
 #pragma unroll
         for (int distance = 4; distance > 0; distance /= 2) found = of_both(found, distance);
         if (mine / kEach == row / kEach) own = found;
