@@ -48,9 +48,7 @@ class TileText(ColumnText):
             for s in [next(iter(stores.values()))]
             for k in range(len(s.parts))
         }
-        self.found = {
-            key: self.names.fresh(f"{name}_sizes") for key, name in self.waiting.items() if not self._ragged
-        }
+        self.found = {key: self.names.fresh(f"{name}_sizes") for key, name in self.waiting.items() if not self._ragged}
 
     def write(self) -> str:
         """The function."""

@@ -158,8 +158,8 @@ struct Whole {
   static constexpr bool value = kIs;
 };
 
-// Quantizes tiles whose numbers wait in shared memory: each thread has those of four rows of kVector columns for itself,
-// in several turns; zeros where there are none.
+// Quantizes tiles whose numbers wait in shared memory: each thread has those of four rows of kVector columns for
+// itself, in several turns; zeros where there are none.
 template <class Element, class Narrow, bool kByRows, bool kTurned, bool kSquare, int kVector, class Scale>
 struct BlockTile {
   static constexpr int kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
@@ -234,7 +234,8 @@ struct BlockTile {
       const float scale = scale_of(bits_of(scales.largest[second][mine]));
       scales.largest[second][mine] = 0;
       scales.scales[second][mine] = scale;
-      const long long place = (second ? left : top) + mine, numbers = second ? down * turned.lead : across * by_rows.lead;
+      const long long place = (second ? left : top) + mine;
+      const long long numbers = second ? down * turned.lead : across * by_rows.lead;
       if (IsWhole::value || place < (second ? width : height))
         (second ? turned : by_rows).inverses[numbers + place] = Scale::inverse(scale);
     }
@@ -267,7 +268,8 @@ struct BlockTile {
           put_row<Narrow>(rows, r, scaled);
         }
         if (kByRows && (IsWhole::value || (top + 4 * four + r < height && column < width)))
-          access::write<kVector / 4>(reinterpret_cast<unsigned*>(to + r * static_cast<long long>(width)), rows.words[r]);
+          access::write<kVector / 4>(reinterpret_cast<unsigned*>(to + static_cast<long long>(r) * width),
+                                     rows.words[r]);
         if constexpr (kTurned && !kSquare) {
 #pragma unroll
           for (int k = 0; k < kVector; ++k) scaled[k] = get(read, k) * as_float(by_column[k]);
