@@ -38,7 +38,7 @@ class TileText(ColumnText):
         }
         self.shelf = {key: self.names.fresh(name.replace("_rows", "_tile")) for key, name in self.turned.items()}
         if description.in_blocks:
-            self.is_there = f"{'' if self._ragged else 'decltype(whole)::value || '}four + ahead < left"
+            self.is_there = f"{'' if self._ragged else 'whole || '}four + ahead < left"
         self.pairs: dict[tuple[object, ...], dict[str, Store]] = {}
         for s in description.in_blocks:
             self.pairs.setdefault(_value(s), {})[s.layout] = s
@@ -123,11 +123,14 @@ class TileText(ColumnText):
         if not self.found:
             yield
             return
-        with self.text.block("const auto make_tile = [&](auto whole)"):
+        with self.text.block("if (left == kRows)"):
+            self.text("constexpr bool whole = true;")
+            before = len(self.text.lines)
             yield
-        self.text.lines[-1] += ";"
-        self.text("if (left == kRows) make_tile(te::Whole<true>{});")
-        self.text("else make_tile(te::Whole<false>{});")
+            loop = self.text.lines[before:]
+        with self.text.block("else"):
+            self.text("constexpr bool whole = false;")
+            self.text.lines += loop
 
     @contextlib.contextmanager
     def _turns(self) -> Iterator[None]:

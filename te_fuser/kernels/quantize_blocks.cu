@@ -19,6 +19,20 @@ struct Scale {
   static __device__ __forceinline__ float inverse(float scale) { return te::inverse_of<kPowerOfTwo>(scale); }
 };
 
+// Starts the copies of a thread's share of a tile, of which so many rows and columns are there.
+template <bool kWhole>
+TE_DEVICE void fetch_tile(const te::Waiting<Element, kVector>& waiting, const Element* from, int width, int rows,
+                          bool works) {
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int row = 4 * turn * kSlots + r;
+      if (kWhole || (row < rows && works))
+        te::fetch<kVector>(&waiting.at(turn, r), from + static_cast<long long>(row) * width);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
     quantize_blocks(const Element* elements, Narrow* by_rows, Narrow* by_columns, float* row_inverses,
                     float* column_inverses, long long tiles, int groups, int height, int width, int lead,
@@ -37,21 +51,11 @@ extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
     const int top = static_cast<unsigned>(tile) / across * kSide, left = static_cast<unsigned>(tile) % across * kSide;
     const int column = left + kVector * lane;
     const Element* const from = elements + static_cast<long long>(top + 4 * slot) * width + column;
-    const auto fetch_tile = [&](auto whole) {
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const int row = 4 * turn * kSlots + r;
-          if (decltype(whole)::value || (top + 4 * slot + row < height && column < width))
-            te::fetch<kVector>(&waiting.at(turn, r), from + static_cast<long long>(row) * width);
-        }
-    };
     if (top + kSide <= height && left + kSide <= width) {
-      fetch_tile(te::Whole<true>{});
+      fetch_tile<true>(waiting, from, width, kSide, true);
     } else {
       waiting.clear();
-      fetch_tile(te::Whole<false>{});
+      fetch_tile<false>(waiting, from, width, height - top - 4 * slot, column < width);
     }
     te::depart();
     te::arrived<0>();
