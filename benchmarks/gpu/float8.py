@@ -8,12 +8,15 @@ python -m benchmarks.gpu.float8 --record results   # also writes results/gpu-flo
 python -m benchmarks.gpu --take-in FILE --only-docs  # that one into benchmarks/results/, and the tables of the guides
 
 All ways take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what
-the products and attention of that run take. Memory kept for backward counts neither parameters nor kept weights; "host"
-is how long a call keeps the host busy. `--toy` tries the command on a CPU, in tiny sizes.
+the products and attention of that run take; "as copies": the same if everything beside them were plain copies of the
+bytes that the plan says, one after the other without a gap, at the rate of a copy in that run. Memory kept for backward
+counts neither parameters nor kept weights; "host" is how long a call keeps the host busy. `--toy` tries the command on
+a CPU, in tiny sizes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,12 +38,14 @@ from benchmarks.gpu.contest.measure import (
     TRIAL,
     Card,
     Effort,
+    Trace,
     contest,
     kept_bytes,
     kind_of,
     peak_bytes,
     traced,
 )
+from benchmarks.gpu.heads import copied
 from benchmarks.gpu.record.float8 import COLUMNS, KIND, table_of
 from benchmarks.gpu.record.records import circumstances, part_record, record_path, write
 from te_fuser.quantization import microbatch
@@ -58,6 +63,7 @@ PLAIN, FP8, KEPT = "bfloat16", "fp8", "fp8, kept weights"
 _SHOWN = 12  # kernels beside the products
 _HOST_CALLS, _HOST_ROUNDS = 3, 9  # few calls, so that the GPU's queue is never full
 _MIB = 2**20
+_COPIED = 128 * _MIB  # read, and as many written
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,26 @@ class Step:
         return self._forward(False if self.way.keeps else None)
 
     def _forward(self, first: bool | None) -> torch.Tensor:
-        with te.fp8_autocast(enabled=self.way.recipe is not None, fp8_recipe=self.way.recipe), microbatch(first):
+        with self._region(first):
             return self.model(self.x)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _region(self, first: bool | None) -> Iterator[None]:
+        with te.fp8_autocast(enabled=self.way.recipe is not None, fp8_recipe=self.way.recipe), microbatch(first):
+            yield
 
     def __call__(self) -> None:
         self.x.grad = None
         for p in self.model.parameters():
             p.grad = None
         self.forward().backward(self.dy)
+
+    def bytes_beside(self) -> float:
+        """What the plan moves beside products and attention."""
+        with self._region(False if self.way.keeps else None):
+            plans = self.model.explain(self.x).plans  # type: ignore[operator]
+        costs = [step.cost for plan in plans for step in (*plan.forward, *plan.backward)]
+        return sum(cost.apart if cost.flops else cost.read + cost.written for cost in costs)
 
     def apart(self) -> list[torch.Tensor]:
         """What counts not as kept for backward."""
@@ -148,7 +166,13 @@ def _beyond(step: Step, card: Card) -> dict[str, Any]:
     trace, peak = traced(step, card), peak_bytes(step, card)
     if peak is not None:
         found["peak_mib"] = peak / _MIB
-    return found if trace is None else {**found, **trace.as_data()}
+    return found if trace is None else {**found, **trace.as_data(), **_as_copies(step, trace)}
+
+
+def _as_copies(step: Step, trace: Trace) -> dict[str, float]:
+    """How long plain copies of what the plan moves beside its products take, and what the step would be with them."""
+    seconds = copied(_COPIED) * step.bytes_beside() / (2 * _COPIED)
+    return {"copies_ms": 1e3 * seconds, "as_copies": 1 + seconds / (trace.products + trace.attention)}
 
 
 def host_ms(step: Step, card: Card) -> float:

@@ -24,6 +24,7 @@ COLUMNS = (
     Column("attention ms", "attention_ms"),
     Column("other kernels ms", "rest_ms"),
     Column("over its products", "over_own_products", "{:.3f}"),
+    Column("as copies", "as_copies", "{:.3f}"),
     Column("kept MiB", "kept_mib", "{:.0f}"),
     Column("peak MiB", "peak_mib", "{:.0f}"),
     Column("host ms", "host_ms"),
