@@ -13,12 +13,13 @@ Which schedule a kernel gets is the business of `schedule_model`.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import networkx
 
@@ -240,7 +241,6 @@ def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Ex
 # ---------------------------------------------------------------------------------- a kernel cut in two
 
 
-_MANY_ROWS = 1 << 20  # so that what all rows share counts for nothing
 ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel to the other
 
 
@@ -250,17 +250,17 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
     What the sums need of a row's reductions goes through memory: one number a row for each, float32. The second one
     reads the tensors again, so that the first overwrites none.
     """
-    description = replace(description, overwrites=())
+    description = dataclasses.replace(description, overwrites=())
     parts = [p for s in description.sums for p in s.parts]
     needed = list(_row_values(parts))
     names = {id(n): f"{ROW_VALUE}{k}" for k, n in enumerate(needed)}
     replaced = substitute(parts, lambda n: leaf(names[id(n)], Axes.ROWS) if id(n) in names else None)
     remaining = iter(replaced)
-    sums = tuple(replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
+    sums = tuple(dataclasses.replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
     between = tuple(Store(names[id(n)], (n,), Axes.ROWS, 1, "float32") for n in needed)
-    rows = narrowed(replace(description, stores=(*description.stores, *between), sums=()))
+    rows = narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
     values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
-    columns = replace(
+    columns = dataclasses.replace(
         description,
         name=f"{description.name}_columns",
         loads=(*description.loads, *values),
@@ -269,40 +269,6 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
         maxima=(),
     )
     return rows, narrowed(columns)
-
-
-def cut_before(description: KernelDescription, name: str) -> tuple[KernelDescription, KernelDescription]:
-    """Everything but one store of full size, and that one as a kernel without row reductions.
-
-    What it needs of these goes through memory as in `split`. What the first kernel stores by rows is read from there
-    instead of computed again where less is read so.
-    """
-    store = next(s for s in description.stores if s.name == name)
-    others = tuple([s for s in description.stores if s is not store])
-    full = {s.parts[0].digest: s for s in others if s.axes == Axes.FULL and s.layout == "rows" and len(s.parts) == 1}
-    found = [_stored_behind(description, store, others, given) for given in ({}, full)]
-    return min(found, key=lambda pair: sum(kernel.bytes_moved(_MANY_ROWS)[0] for kernel in pair))
-
-
-def _stored_behind(
-    description: KernelDescription, store: Store, others: tuple[Store, ...], full: Mapping[str, Store]
-) -> tuple[KernelDescription, KernelDescription]:
-    rows = {s.parts[0].digest: s for s in others if s.axes == Axes.ROWS}
-
-    def reading(n: Expr) -> Expr | None:
-        if n.digest in full:
-            return leaf(full[n.digest].name, n.axes, n.width)
-        if not n.depth or n.axes & Axes.FEATURE:
-            return None
-        stored = rows.setdefault(n.digest, Store(f"number of a row {len(rows)}", (n,), Axes.ROWS, 1, "float32"))
-        return leaf(stored.name, Axes.ROWS)
-
-    parts = substitute(store.parts, reading)
-    between = tuple([s for s in rows.values() if s not in others])
-    given = tuple([Load(s.name, s.axes, s.width, s.dtype) for s in (*rows.values(), *full.values())])
-    alone = replace(description, name=f"{description.name}_behind", sums=(), maxima=(), overwrites=())
-    behind = replace(alone, loads=(*description.loads, *given), stores=(replace(store, parts=tuple(parts)),))
-    return narrowed(replace(description, stores=(*others, *between), overwrites=())), narrowed(behind)
 
 
 def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
@@ -323,7 +289,7 @@ def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
 def narrowed(description: KernelDescription) -> KernelDescription:
     """The description without the loads and streams that it does not use."""
     used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
-    return replace(
+    return dataclasses.replace(
         description,
         loads=tuple(t for t in description.loads if t.name in used),
         streams=tuple(s for s in description.streams if s in used),

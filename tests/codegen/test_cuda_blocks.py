@@ -15,7 +15,7 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe, padded
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.codegen.schedule import Kind, cut_before, limits_of
+from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, row_sum
 from te_fuser.formula import functions as f
@@ -62,15 +62,6 @@ def slope(kit: Kit, width: int, dtype: str) -> KernelDescription:
     dx = differentiate({gate * f.sigmoid(gate) * up: kit.full("dy", width)}, [x])[x]
     sums = [Target("dbias", dx, Axes.FEATURE, 2 * width, "float32")]
     return describe("slope", blocks("dx", dx, 2 * width, dtype, kit.main), sums, kit.tensors)
-
-
-def norm(kit: Kit, width: int, dtype: str) -> tuple[KernelDescription, KernelDescription]:
-    """A norm of a sum that is stored, too, and the two kernels that make the same."""
-    x = kit.full("x", width) + kit.full("other", width)
-    centred = x - row_sum(x) / width
-    y = centred * f.rsqrt(row_sum(centred * centred) / width + 1e-5) * kit.feature("weight", width)
-    stored = [Target("sum", x, Axes.FULL, width, kit.main), Target("y", y, Axes.FULL, width, kit.main)]
-    return cut_before(describe("norm", stored, (), kit.tensors), "y")
 
 
 def cases() -> dict[str, KernelDescription]:
@@ -148,35 +139,6 @@ def test_every_schedule_gives_the_same(tmp_path: Path) -> None:
     for (d, _), kernel in zip(found, emulated([k for _, k in found], tmp_path), strict=True):
         made, _ = call(kernel, d, inputs(d, 140), 140)
         check(d, made, 140)
-
-
-@needs_compiler
-@pytest.mark.parametrize("main", ["float32", "bfloat16"])
-def test_norms_are_cut_before_what_is_quantized(main: str, tmp_path: Path) -> None:
-    """One number of a row for each reduction goes through memory; what is stored is read again."""
-    kit = Kit(main, main)
-    first, behind = norm(kit, 256, E4M3)
-    assert [s.axes for s in first.stores] == [Axes.FULL, Axes.ROWS, Axes.ROWS] and "weight" not in str(first)
-    assert {t.name for t in behind.loads if t.axes == Axes.FULL} == {"sum"} and not behind.reductions
-    (y,) = behind.stores
-    both = [
-        dataclasses.replace(y, name=f"y_{layout}", dtype=E4M3, layout=layout, made_in=main)
-        for layout in ("blocks", "transposed_blocks")
-    ]
-    tiles = dataclasses.replace(behind, stores=(y, *both))
-    rows, blocked = emulated([cuda.generate(first), cuda.generate(tiles)], tmp_path)
-    given = inputs(first, 140) | {"weight": torch.randn(256, dtype=getattr(torch, main))}
-    stored, _ = call(rows, first, {t.name: given[t.name] for t in first.loads}, 140)
-    values = given | {s.name: t for s, t in zip(first.stores, stored, strict=True)}
-    made, _ = call(blocked, tiles, {t.name: values[t.name] for t in tiles.loads}, 140)
-    check(tiles, made, 140)
-    summed = given["x"].double() + given["other"].double()
-    exact = torch.nn.functional.layer_norm(summed, (256,), given["weight"].double())
-    torch.testing.assert_close(
-        made[0].double(),
-        exact,
-        **({"rtol": 2e-2, "atol": 2e-2} if main == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}),
-    )
 
 
 @needs_nvrtc

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import Store, item_size
+from te_fuser.codegen.description import Store
 from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.codegen.schedule import cut_before, limits_of
+from te_fuser.codegen.schedule import limits_of
 from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.dtypes import name_of
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.refs import AS_MADE, Form, Ref, statistic_ref
+from te_fuser.fuser.graph.refs import AS_MADE, Form, Ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
@@ -29,7 +29,6 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.schedule import Limits
     from te_fuser.fuser.plan.covers import Covers
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from te_fuser.fusions.match import ByBlocks
 
 
-_MANY_ROWS = 1 << 20  # so that what all rows share counts for nothing
 _OF_FUSIONS = torch.float8_e4m3fn, ("blocks", "transposed_blocks")  # what their bodies give by blocks
 
 
@@ -87,15 +85,13 @@ def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
 
 
 def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
-    made = [[step] for step in steps]
+    made = list(steps)
     for maker, reader, ref in _pairs(steps, limits):
-        k, step = next((k, s) for k, s in enumerate(made[maker]) if ref in s.writes())
-        (product,) = made[reader]
-        blocks, tasks = _taken_by(product), _making(step, product, ref, limits)
-        if ref not in held and tasks and blocks is not None:
-            made[maker][k : k + 1] = [_made_by(task, step, ref, blocks, prices) for task in tasks]
-            made[reader] = [_reading(product, ref, prices)]
-    return tuple([step for several in made for step in several])
+        blocks, task = _taken_by(made[reader]), _making(made[maker], made[reader], ref, limits)
+        if ref not in held and task is not None and blocks is not None:
+            made[maker] = _made_by(task, made[maker], ref, blocks, prices)
+            made[reader] = _reading(made[reader], ref, prices)
+    return tuple(made)
 
 
 # --------------------------------------------------------------------------------------------- who and whom
@@ -112,7 +108,7 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
     for k, blocks in readers:
         ref = dict(steps[k].inputs)[blocks.name]
         maker, plain = makers.get(ref), reads[ref] == 1 and ref.form == AS_MADE and not ref.term
-        if maker is not None and plain and _making(steps[maker], steps[k], ref, limits):
+        if maker is not None and plain and _making(steps[maker], steps[k], ref, limits) is not None:
             found.append(_Pair(maker, k, ref))
     return found
 
@@ -129,19 +125,14 @@ def _taken_by(step: Step) -> ByBlocks | None:
 # ------------------------------------------------------------------------------------------------ both steps
 
 
-def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> Sequence[KernelTask | FusionTask]:
-    """What makes a tensor by blocks in the place of its rows, one after the other; empty where nothing can."""
+def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | FusionTask | None:
+    """What makes a tensor by blocks in the place of its rows; None where nothing can."""
     task, blocks = step.task, _taken_by(reader)
     if blocks is None:
-        return ()
-    found: KernelTask | FusionTask | None = None
+        return None
     if isinstance(task, FusionTask):
-        found = _fusion_making(task, step, ref, blocks)
-    elif isinstance(task, KernelTask):
-        found = _kernel_making(task, ref, blocks, limits)
-        if found is None and task.description.reductions:
-            return _kernels_making(task, step, ref, blocks, limits)
-    return () if found is None else (found,)
+        return _fusion_making(task, step, ref, blocks)
+    return _kernel_making(task, ref, blocks, limits) if isinstance(task, KernelTask) else None
 
 
 def _fusion_making(task: FusionTask, step: Step, ref: Ref, blocks: ByBlocks) -> FusionTask | None:
@@ -173,40 +164,6 @@ def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits)
     return replace(task, description=description, outputs=tuple(outputs), aliases=aliases)
 
 
-def _kernels_making(task: KernelTask, step: Step, ref: Ref, blocks: ByBlocks, limits: Limits) -> Sequence[KernelTask]:
-    """A kernel with row reductions and, behind it, one by tiles, where they move less than rows that are read again."""
-    d = task.description
-    at = next((k for k, o in enumerate(task.outputs[: len(d.stores)]) if o.ref == ref), None)
-    if at is None or d.stores[at].axes != Axes.FULL or d.stores[at].layout != "rows":
-        return ()
-    first, behind = cut_before(d, d.stores[at].name)
-    moved = [sum(k.bytes_moved(_MANY_ROWS)) for k in (first, behind, d)]
-    stored = _MANY_ROWS * d.stores[at].width * item_size(d.stores[at].dtype)
-    if moved[0] + moved[1] - stored >= moved[2] + stored:  # neither written nor read
-        return ()
-    given = [*task.inputs, *[o.ref for o in task.outputs]]
-    refs = dict(zip([t.name for t in (*d.loads, *d.outputs)], given, strict=True))
-    values = {s.name: statistic_ref(step.start, s.parts[0].digest) for s in first.stores if s.name not in refs}
-    refs |= values
-    outputs = {o.ref: o for o in task.outputs}
-    outputs |= {r: KernelOutput(r, Axes.ROWS, 1, "float32") for r in values.values()}
-    streams = dict(zip(d.streams, task.streams, strict=True))
-
-    def of(description: KernelDescription, **changed: Any) -> KernelTask:
-        return replace(
-            task,
-            description=description,
-            inputs=tuple([refs[t.name] for t in description.loads]),
-            outputs=tuple([outputs[refs[t.name]] for t in description.outputs]),
-            streams=tuple([streams[s] for s in description.streams]),
-            **changed,
-        )
-
-    lead = next(refs[t.name] for t in behind.loads if t.axes == Axes.FULL)
-    last = _kernel_making(of(behind, aliases=(), raised=(), lead=lead), ref, blocks, limits)
-    return () if last is None or ref in {old for _, old in task.aliases} else (of(first), last)
-
-
 def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
     """The store of a tensor that is another name of one that the kernel reads."""
     source = dict(task.aliases).get(ref)
@@ -218,7 +175,7 @@ def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
 
 
 def _made_by(task: KernelTask | FusionTask, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
-    """A step that makes a tensor by blocks, or what that needs."""
+    """The step that makes a tensor by blocks."""
     if isinstance(task, KernelTask):
         return replace(kernel_step(prices.problem, prices, task, step.start, step.stop), chain=step.chain)
     outputs: list[tuple[str, Ref]] = []
