@@ -319,9 +319,14 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
     exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
-    exchanges += 32 * 4 * len(description.maxima) + (2 * 4 * BLOCK if description.in_blocks else 0)
+    exchanges += 32 * 4 * len(description.maxima) + 4 * 4 * BLOCK * sum(_waiting_in_blocks(description).values())
     share = max(1, s.vector // 4) if s.kind == Kind.TILE else s.vector  # a warp of a tile adds up its own sums
     return exchanges + (4 * s.threads * share if s.slots > 1 and description.sums else 0)
+
+
+def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
+    """In how many parts each value is that is stored by blocks, by what it is, with what it is made in behind."""
+    return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
@@ -334,7 +339,7 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     if s.kind == Kind.TILE:  # one is written while another one is read
         parts = sum(len(t.parts) for t in description.transposed)
         turned = any(t.layout == "transposed_blocks" for t in description.in_blocks)
-        waiting = {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
+        waiting = _waiting_in_blocks(description)
         bytes_waiting = sum(count * item_size(str(made_in)) for (*_, made_in), count in waiting.items())
         return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + turned)
     if s.kind == Kind.SHARED:
