@@ -39,6 +39,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     cublaslt_float8,
     float8_weights,
     float8_matmul_bias_quack,
+    float8_matmul_add_bias_quack,
     float8_matmul_gelu_quack,
     partly_float8_mat_mul,
     cublaslt_own_scales,

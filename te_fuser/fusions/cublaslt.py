@@ -83,19 +83,21 @@ def why_no_gelu(m: Match, at: int) -> str | None:
     return None
 
 
-def _why_no_dropout(m: Match, at: int) -> str | None:
+def why_no_dropout(m: Match, at: int) -> str | None:
+    """Why the Dropout of op `at` cannot be left out; None if it can."""
     return "an epilogue drops nothing, and this Dropout does" if m[at].op.draws() else None
 
 
-def _why_no_addend(m: Match, at: int) -> str | None:
-    added = m[at].dtype_of("other")
-    return None if added == m.dtype else f"what is added is in {added}, the product in {m.dtype}"
+def why_no_addend(m: Match, at: int, dtype: torch.dtype | None = None) -> str | None:
+    """Why what op `at` adds is none for a product in `dtype`, by default that of its input; None if it is."""
+    added, product = m[at].dtype_of("other"), dtype or m.dtype
+    return None if added == product else f"what is added is in {added}, the product in {product}"
 
 
 # Kind of op -> why an epilogue cannot be that op of a match; in the order in which it is asked.
 _EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
-    Dropout: _why_no_dropout,
-    Add: _why_no_addend,
+    Dropout: why_no_dropout,
+    Add: why_no_addend,
     GELU: why_no_gelu,
     Bias: why_no_bias,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from te_fuser.fusions import Cost
 from te_fuser.kernels.packages import quack_float8 as products
 from te_fuser.kernels.packages.quack_matmul import PACKAGE, runs
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.gpu.packing_providers import installed_version
-from tests.gpu.test_float8_regions import OURS, compare, data, step
+from tests.gpu.test_float8_regions import OURS, apart, compare, data, step
 
 VERSION = installed_version(PACKAGE.name)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")]
 NAMES = ("float8_matmul_bias_quack", "float8_matmul_gelu_quack", "float8_matmul_gelu_quack_aux")
+SUMS = ("float8_matmul_add_bias_quack", "float8_matmul_add_bias_quack_dropout")
 GPU = torch.device("cuda", 0)
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 EPS = 2.0**-8
@@ -68,6 +70,44 @@ def test_with_bias(rows: tuple[int, ...], inner: int, outer: int) -> None:
     h = products.linear_bias(*given)
     assert_right(h, exact_of(*given))
     assert torch.equal(h, products.linear_bias(*given))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_with_bias_and_addend(rows: tuple[int, ...], inner: int, outer: int) -> None:
+    """Which is only read, however it lies."""
+    given = tensors(rows, inner, outer)
+    for room in (0, 1, 8):
+        wide = 10 * torch.randn(*rows, outer + room, generator=torch.Generator().manual_seed(4)).to(GPU, BF16)
+        addend = wide[..., room:]
+        before = addend.clone()
+        y = products.linear_bias_add(*given, addend)
+        assert_right(y, exact_of(*given) + addend.double())
+        assert torch.equal(y, products.linear_bias_add(*given, addend)) and torch.equal(addend, before)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=3), Float8CurrentScaling()])
+@pytest.mark.parametrize("p", [None, 0.0])
+@pytest.mark.parametrize("tokens", [1, 130, 384, 4099])
+def test_sums_in_a_model(tokens: int, p: float | None, recipe: Any) -> None:
+    """Values and gradients as where a kernel adds what a residual does, with a norm behind it and without."""
+    torch.manual_seed(0)
+    layers = ops.LayerNorm(256), ops.Linear(256, 512), ops.GELU(), ops.Linear(512, 256)
+    model = te.Sequential(te.Residual(*layers, *([] if p is None else [ops.Dropout(p)]))).to(GPU, BF16)
+    twin, name = copy.deepcopy(model), SUMS[p is not None]
+    free = dataclasses.replace(fusions.get(name), cost=lambda m: Cost(seconds=0.0))
+    others = ("stretch", "float8_matmul_bias", "float8_matmul_backward")
+    for k in range(2):
+        x = data(k, tokens, 256)
+        with fusions.only(free, *others):
+            with te.autocast(recipe=recipe):
+                assert name in {s.name for s in model.plan(x).forward}
+            found = step(model, x, recipe)
+            with torch.no_grad(), te.autocast(recipe=recipe):
+                alone = model(x)
+        with fusions.only(*others):
+            compare(found, step(twin, x, recipe))
+            with torch.no_grad(), te.autocast(recipe=recipe):
+                assert apart(alone, twin(x)) < 0.01
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
@@ -142,7 +182,7 @@ def test_in_a_model(cheap: tuple[fusions.Fusion, ...], tokens: int) -> None:
         x = data(k, tokens, 256) * (1.0 + k)
         with fusions.only(*cheap, "stretch", "float8_matmul_backward"):
             found = step(model, x, recipe)
-        with fusions.disabled(*OURS, *NAMES):
+        with fusions.disabled(*OURS, *NAMES, *SUMS):
             wanted = step(twin, x, recipe)
         compare(found, wanted)
     for name, (scale, history) in states(model).items():

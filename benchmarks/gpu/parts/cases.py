@@ -23,6 +23,8 @@ OPTIONAL = (
     "attention_cuda_cudnn_frontend",
     "attention_cuda_flash_attn_4",
     "bias_gelu_matmul_quack",
+    "float8_matmul_add_bias_quack",
+    "float8_matmul_add_bias_quack_dropout",
     "float8_matmul_bias_quack",
     "float8_matmul_gelu_quack",
     "float8_matmul_gelu_quack_aux",

@@ -24,6 +24,12 @@ def sum_with_bias(acc: Any, a_inverse: Any, b_inverse: Any, bias: Any) -> dict[s
     return {"D": acc * (a_inverse * b_inverse) + bias}
 
 
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+def sum_with_bias_and_addend(acc: Any, c: Any, a_inverse: Any, b_inverse: Any, bias: Any) -> dict[str, Any]:
+    """The same + c, which has a number for each of the result."""
+    return {"D": acc * (a_inverse * b_inverse) + bias + c}
+
+
 @gemm_epilogue(outputs=("activated",), ops={"bias": RowVecLoad("bias")}, outs={"amax": Largest("amax")})
 def gelu_in_8_bits(acc: Any, a_inverse: Any, b_inverse: Any, bias: Any, scale: Any) -> dict[str, Any]:
     """(h, gelu(h) * scale, gelu(h) for its amax), of the same h as bfloat16 has it, in the tanh form."""

@@ -74,13 +74,13 @@ class Epilogue:
     def __init__(self, package, body, outputs, ops, outs):
         self.package, self.body, self.outputs, self.ops, self.outs = package, body, outputs, ops, outs
 
-    def gemm(self, A, B, D, epi_args, tile_M, tile_N, cluster_M, cluster_N, pingpong, post_init_attrs, _launch):  # noqa: N803
+    def gemm(self, A, B, D, C, epi_args, tile_M, tile_N, cluster_M, cluster_N, pingpong, post_init_attrs, _launch):  # noqa: N803
         """Compile it for these sizes and strides, and launch nothing."""
         tiles = {"tile_M": tile_M, "tile_N": tile_N, "cluster_M": cluster_M, "cluster_N": cluster_N}
-        assert tiles | {"pingpong": pingpong} == TILES
+        assert tiles | {"pingpong": pingpong} == TILES | ({} if C is None else {"tile_N": 160})
         assert post_init_attrs == (("fp8_slow_accum", False),) and not _launch
         self.package.plans.append(self.body.__name__)
-        return Plan(self, forms_of({"A": A, "B": B, "D": D, **epi_args}))
+        return Plan(self, forms_of({"A": A, "B": B, "D": D, "C": C, **epi_args}))
 
 
 class Package:
@@ -116,21 +116,29 @@ class Package:
 
     def run_gemm_epi_plan(self, plan, A, B, D, C, epi_values):  # noqa: N803
         """Compute it."""
-        given, epilogue = {"A": A, "B": B, "D": D, **epi_values}, plan.epilogue
-        assert C is None and forms_of(given) == plan.forms, "planned for other sizes, strides or dtypes"
+        given, epilogue = {"A": A, "B": B, "D": D, "C": C, **epi_values}, plan.epilogue
+        assert forms_of(given) == plan.forms, "planned for other sizes, strides or dtypes"
         if self.fails is not None:
             raise self.fails
         (m, k), n = A.shape, B.shape[0]
         check_layout("A", A, (m, k))
         check_layout("B", B, (n, k))
         assert {A.dtype, B.dtype} <= {*NARROW}
-        operands = {name: epi_values[name] for name in inspect.signature(epilogue.body).parameters if name != "acc"}
+        named = [name for name in inspect.signature(epilogue.body).parameters if name != "acc"]
+        assert (C is not None) == ("c" in named)
+        operands = {name: epi_values[name] for name in named if name != "c"}
+        loaded = {}
+        if C is not None:
+            check_layout("C", C, (m, n))
+            assert C.dtype == torch.bfloat16
+            loaded["c"] = C.double()
         stored = {name: epi_values[name] for name in epilogue.outputs} | ({} if D is None else {"D": D})
         assert epi_values.keys() == operands.keys() | set(epilogue.outputs) | set(epilogue.outs)
         for name, operand in operands.items():
             assert operand.shape == ((n,) if name in epilogue.ops else ()), name
             assert operand.dtype == (torch.bfloat16 if name in epilogue.ops else torch.float32), name
-        made = epilogue.body(A.double() @ B.double().t(), **{name: t.double() for name, t in operands.items()})
+        loaded |= {name: t.double() for name, t in operands.items()}
+        made = epilogue.body(A.double() @ B.double().t(), **loaded)
         assert made.keys() == stored.keys() | set(epilogue.outs)
         for name, out in stored.items():
             check_layout(name, out, (m, n))

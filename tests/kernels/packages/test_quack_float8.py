@@ -41,24 +41,29 @@ def test_values(rows, inner, outer, package):
     exact = exact_of(*given)
     h = quack_float8.linear_bias(*given)
     assert h.dtype == BF16 and torch.equal(h, exact.bfloat16())
+    addend = 10 * torch.randn(h.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    total = quack_float8.linear_bias_add(*given, addend)
+    assert total.dtype == BF16 and torch.equal(total, (exact + addend.double()).bfloat16())
     y, before = quack_float8.linear_bias_gelu_aux(*given, scale, amax)
     assert torch.equal(before, h) and y.dtype == E4M3 and y.shape == h.shape
     wanted = gelu(h.double())
     assert torch.equal(y.float(), (wanted * scale).float().clamp(-448, 448).to(E4M3).float())
     assert torch.equal(quack_float8.linear_bias_gelu(*given, scale).float(), y.float())
     assert amax == max([0.5, *wanted.abs().flatten().tolist()]) or torch.isclose(amax.double(), wanted.abs().max())
-    assert all(t.is_contiguous() for t in (h, y, before)) and len(package.calls) == (3 if h.numel() else 0)
+    assert all(t.is_contiguous() for t in (h, total, y, before)) and len(package.calls) == (4 if h.numel() else 0)
 
 
 def test_a_form_is_planned_once_whatever_lies_in_it(package):
     given, scale = tensors((5, 3), 64, 48), torch.tensor(1.0)
     for _ in range(2):
         quack_float8.linear_bias(*given)
+        quack_float8.linear_bias_add(*given, torch.zeros(5, 3, 48, dtype=BF16))
         quack_float8.linear_bias_gelu(*given, scale)
         quack_float8.linear_bias_gelu_aux(*given, scale, torch.zeros(()))
-    assert package.plans == ["sum_with_bias", "gelu_in_8_bits_alone", "gelu_in_8_bits"]
+    first = ["sum_with_bias", "sum_with_bias_and_addend", "gelu_in_8_bits_alone", "gelu_in_8_bits"]
+    assert package.plans == first
     quack_float8.linear_bias(*tensors((5, 4), 64, 48))
-    assert len(package.plans) == 4
+    assert len(package.plans) == 5
 
 
 def behind(t):
@@ -83,6 +88,9 @@ def test_what_loads_cannot_read_is_copied(change, package):
     for given in ((change(x), w, bias), (x, change(w), bias), (x, w, change(bias))):
         assert torch.equal(quack_float8.linear_bias(*given[:2], a, b, given[2]), want)
     assert len(package.calls) == 4
+    addend = torch.randn(48, 3, 80).bfloat16()
+    both = quack_float8.linear_bias_add(x, w, a, b, bias, addend)
+    assert torch.equal(quack_float8.linear_bias_add(x, w, a, b, bias, change(addend)), both)
 
 
 def test_an_error_of_the_packages_says_what_plans_without_it(package):
