@@ -55,6 +55,7 @@ class CudaKernelText:
             for k in range(len(t.parts))
         }
         self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
+        self.so_far = {m.name: self.names.fresh(f"{m.name}_so_far") for m in description.maxima}
         users: dict[int, list[Expr]] = {}
         for node in description.nodes:
             for a in node.args:
@@ -188,12 +189,16 @@ class CudaKernelText:
                 self.text(f"const te::Draws<kVector> {draws[id(n)]} = {self._draw(n)};")
 
         def leaf(e: Expr) -> str:
-            return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else f"te::get({vectors[id(e)]}, i)"
+            return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else self.element(e, vectors[id(e)])
 
         inner = dict(known)
         with self.text.loop("i", "kVector"), self.names.scope():
             self.formulas.write(self.text, targets, inner, leaf)
             then(inner)
+
+    def element(self, e: Expr, vector: str) -> str:
+        """Element `i` of the vector of a leaf."""
+        return f"te::get({vector}, i)"
 
     def _draw(self, e: Expr) -> str:
         """The draws for a vector of the kept elements of a stream."""
@@ -268,11 +273,16 @@ class CudaKernelText:
             self.text(f"__shared__ float raised[{len(self.largest)}][32];")
         for name in self.largest.values():
             self.text(f"unsigned {name} = 0u;")
+        if self.s.ends_soon:
+            for name, variable in self.so_far.items():
+                self.text(f"const unsigned {variable} = te::raised_so_far({self.pointer['maximum', name]});")
 
     def raise_largest(self) -> None:
         """Raise the numbers of the call to them."""
         for k, m in enumerate(self.d.maxima):
-            self.text(f"te::raise<kThreads>(raised[{k}], {self.pointer['maximum', m.name]}, {self.largest[m.name]});")
+            given = [f"raised[{k}]", self.pointer["maximum", m.name], self.largest[m.name]]
+            given += [self.so_far[m.name]] if self.s.ends_soon else []
+            self.text(f"te::raise<kThreads>({', '.join(given)});")
 
     def declare_scalar_sums(self) -> None:
         """The sums of numbers that a row has one of."""

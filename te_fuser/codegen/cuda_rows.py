@@ -30,6 +30,10 @@ class RowText(CudaKernelText):
         self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
         values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
         self.waiting = {i: self.names.fresh("waiting") for i in values}
+        as_loaded = schedule.ends_soon and description.maxima and schedule.kind == Kind.REGISTERS
+        waits = as_loaded and any(n.op == "input" for p in self.passes for n in p.waits)
+        self.zeros = [self.names.fresh("zero") for _ in self.passes[1:]] if waits else []
+        self.zero = ""
         self.ragged = schedule.covered != description.width
         self.index = "row" if self.plain_rows else "base"
         self.first, self.count = ("blockIdx.x", "rows") if self.plain_rows else ("first", "count")
@@ -60,6 +64,7 @@ class RowText(CudaKernelText):
             text("int phase = 0;")
         self.declare_range("blockIdx.x", "gridDim.x")
         self.call_level()
+        self._declare_zeros()
         self._declare_sums()
         self._keep_features()
         if s.kind == Kind.SHARED:
@@ -96,6 +101,16 @@ class RowText(CudaKernelText):
                     )
         self.declare_scalar_sums()
         self.declare_largest()
+
+    def _declare_zeros(self) -> None:
+        if self.zeros:
+            self.text("// A row waits as it was loaded: that these are zeros, the assembler does not know.")
+        for k, name in enumerate(self.zeros):
+            self.text(f"const unsigned {name} = te::unknown_zero<{k}>(rows);")
+
+    def element(self, e: Expr, vector: str) -> str:
+        hidden = self.zero and e.axes & Axes.OUTER
+        return f"te::get({vector}, i, {self.zero})" if hidden else super().element(e, vector)
 
     def _keep_features(self) -> None:
         for n in self.kept:
@@ -166,6 +181,7 @@ class RowText(CudaKernelText):
             if p.reductions:
                 self._reducing_pass(stage, p, known)
                 self._forget(p)
+                self.zero = self.zeros[stage] if self.zeros else ""
                 self.row_level(stage + 1, known)
         with contextlib.nullcontext() if self.plain_rows else text.block("if (mine)"):
             self._storing_pass(known)

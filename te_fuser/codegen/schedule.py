@@ -112,6 +112,11 @@ class Schedule:
         return self.kind in (Kind.COLUMNS, Kind.TILE)
 
     @property
+    def ends_soon(self) -> bool:
+        """Whether a block does a row, or as many as its threads hold at once, and ends."""
+        return self.rounds == 0 and not self.owns_columns
+
+    @property
     def covered(self) -> int:
         """Columns that a block works on at once."""
         return self.lanes * self.vector * (1 if self.owns_columns else self.chunks)
