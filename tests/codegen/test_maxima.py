@@ -18,10 +18,10 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.codegen.schedule import limits_of
+from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
-from tests.codegen.corpus import descriptions, inputs, outputs, reference
+from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.needs import needs_compiler, needs_nvrtc
@@ -191,6 +191,24 @@ def test_machine_code(arch: str, tmp_path: Path) -> None:
         kernel, made = compile_kernel(RAISING[name], arch, cache=tmp_path)
         assert not [r for r in made.resources if r.spilled_bytes > 16], (name, kernel.schedules)
     assert "1 launch" in repr(native_kernel(RAISING[NAMES[0]], *compiled(RAISING[NAMES[0]], arch, tmp_path)))
+
+
+@needs_nvrtc
+def test_a_row_waits_as_it_was_loaded(tmp_path: Path) -> None:
+    """As converted numbers it takes twice the registers, and fewer such blocks fit on a multiprocessor."""
+    d = raising(layer_norm(Kit("bfloat16", "bfloat16"), 4096)[0])
+    kernel, made = compile_kernel(d, "sm_90a", cache=tmp_path)
+    (schedule,) = kernel.schedules
+    assert (schedule.kind, schedule.chunks, schedule.blocks_per_multiprocessor) == (Kind.REGISTERS, 4, 8)
+    assert [r.spilled_bytes for r in made.resources] == [0]
+
+
+def test_blocks_that_end_soon_read_what_they_raise_when_they_begin() -> None:
+    soon = cuda.generate(RAISING["layer_norm_fwd-40-bf16"])
+    first, last = (soon.source.index(f"te::{name}") for name in ("raised_so_far", "raise<"))
+    assert soon.schedules[0].ends_soon and first < soon.source.index("te::load<kVector>(x") < last
+    walking = cuda.generate(RAISING["layer_norm_bwd-257-f32"])
+    assert not walking.schedules[0].ends_soon and "raised_so_far" not in walking.source
 
 
 def compiled(d: KernelDescription, arch: str, folder: Path) -> tuple[cuda.CudaKernel, bytes]:
