@@ -341,7 +341,7 @@ class CudaKernelText:
 
     def declare_range(self, group: str, groups: str) -> None:
         """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""
-        slots, all_groups = self.slots if self.s.slots > 1 else "", groups
+        slots, all_groups = self.slots if self.s.slots > 1 or self.s.held > 1 else "", groups
         if self.per_sample:
             self.text("// Blocks own samples: the index counts the rows of one sample.")
             self.text(f"const int splits = {groups} / batch_size;")
@@ -363,7 +363,7 @@ class CudaKernelText:
     @property
     def plain_rows(self) -> bool:
         """Whether a block simply takes every so many rows, one at a time."""
-        return self.s.slots == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
+        return self.s.slots == self.s.held == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
 
     @property
     def backwards(self) -> bool:

@@ -83,7 +83,8 @@ class Schedule:
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
     thread has `ahead` rows in flight. Kind `tile`: so too, with `chunks` turns for the rows of a tile. Kind `shared`:
-    `ahead` rows are in shared memory at once, one of them at work.
+    `ahead` rows are in shared memory at once, one of them at work. Kind `registers`: a thread has `ahead` rows at once,
+    whose reductions meet at the same barriers.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
     rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
@@ -124,7 +125,12 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Rows that a block does in one go."""
-        return self.slots * (self.ahead * self.chunks if self.owns_columns else 1)
+        return self.slots * (self.ahead * self.chunks if self.owns_columns else self.held)
+
+    @property
+    def held(self) -> int:
+        """Rows that a thread has in registers at once."""
+        return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
         """How many blocks lie side by side along the features."""
@@ -139,7 +145,7 @@ class Schedule:
         else:
             row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
-            text += f", {self.slots} rows at once" if self.slots > 1 else ""
+            text += f", {self.rows} rows at once" if self.rows > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
         walk = "; each block walks over its rows" if self.rounds else ""
@@ -321,7 +327,8 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
-    exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
+    stages = {len(stage) * s.held for stage in description.reductions}
+    exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
     exchanges += 32 * 4 * len(description.maxima) + (2 * 4 * BLOCK if description.in_blocks else 0)
     return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
