@@ -9,7 +9,7 @@
 namespace te {
 namespace {
 
-constexpr unsigned threads = 1024;
+constexpr unsigned threads = 256;  // kFinishThreads of te_cuda.cuh
 constexpr int64_t columns_of_a_block = 32;
 // What may lie around waiting; an activation of a large model is larger.
 constexpr int64_t most_bytes = int64_t{64} << 20;

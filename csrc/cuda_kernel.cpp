@@ -339,8 +339,8 @@ bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   PyObject *dtype_names = nullptr, *alignments = nullptr, *launches = nullptr, *widths = nullptr;
   PyObject *overwrites = nullptr, *partial_rows = nullptr;
   int waits = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|pO!O!:CudaKernel", const_cast<char**>(names), &name, &cubin,
-                                   &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|pO!O!:CudaKernel", const_cast<char**>(names), &name,
+                                   &cubin, &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
                                    &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits,
                                    &PyTuple_Type, &overwrites, &PyTuple_Type, &partial_rows)) {
     return false;
@@ -393,8 +393,8 @@ PyMethodDef methods[] = {
 };
 
 PyDoc_STRVAR(documentation,
-             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, waits=False, "
-             "overwrites=(), partial_rows=())\n--\n\n"
+             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, "
+             "waits=False, overwrites=(), partial_rows=())\n--\n\n"
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
 }  // namespace

@@ -185,7 +185,8 @@ PyObject* run_if_like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   tensors[0] = arguments[1];
   for (Py_ssize_t i = 0; i < count; ++i) tensors[static_cast<size_t>(i) + 1] = PyList_GET_ITEM(parameters.get(), i);
   PyObject* called = at(arguments[0], function);
-  Reference result = Reference::steal(PyObject_Vectorcall(called, tensors.data(), static_cast<size_t>(count) + 1, nullptr));
+  const auto with_call = static_cast<size_t>(count) + 1;
+  Reference result = Reference::steal(PyObject_Vectorcall(called, tensors.data(), with_call, nullptr));
   return result && refuse_in_backward_of(result.get()) ? result.release() : nullptr;
 }
 

@@ -81,7 +81,8 @@ bool make(const WeightsKernel& kernel, PyObject* like, int64_t height, int64_t w
 }
 
 // Reads a weight and the numbers behind it, of which `index` is the first, and makes what is wanted.
-bool add_weight(const WeightsKernel& kernel, unsigned what, PyObject* const* tensors, Py_ssize_t index, WeightsCall& call) {
+bool add_weight(const WeightsKernel& kernel, unsigned what, PyObject* const* tensors, Py_ssize_t index,
+                WeightsCall& call) {
   TensorView view;
   Reference weight = readable(tensors[index], {name, index}, &view);
   if (!weight) return false;
@@ -136,7 +137,9 @@ PyObject* given_by(WeightsCall& call) {
   if (call.made.size() == 1) return call.made[0].release();
   PyObject* all = PyTuple_New(static_cast<Py_ssize_t>(call.made.size()));
   if (all == nullptr) return nullptr;
-  for (size_t i = 0; i < call.made.size(); ++i) PyTuple_SET_ITEM(all, static_cast<Py_ssize_t>(i), call.made[i].release());
+  for (size_t i = 0; i < call.made.size(); ++i) {
+    PyTuple_SET_ITEM(all, static_cast<Py_ssize_t>(i), call.made[i].release());
+  }
   return all;
 }
 
@@ -163,7 +166,9 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
   if (!call.places.empty()) {
     void* stream = nullptr;
     if (!current_cuda_stream(call.device, &stream)) return nullptr;
-    const auto work = [&](Failure& failure) { return launch(kernel, call, static_cast<CudaDriver::Stream>(stream), failure); };
+    const auto work = [&](Failure& failure) {
+      return launch(kernel, call, static_cast<CudaDriver::Stream>(stream), failure);
+    };
     if (!without_gil(name, work)) return nullptr;
   }
   return given_by(call);
@@ -205,7 +210,8 @@ PyMethodDef methods[] = {
 };
 
 PyDoc_STRVAR(documentation,
-             "QuantizeWeights(cubin, dtype='float8_e4m3fn')\n--\n\nThe kernel that makes 8 bits of weights; call it with (what, *tensors).");
+             "QuantizeWeights(cubin, dtype='float8_e4m3fn')\n--\n\n"
+             "The kernel that makes 8 bits of weights; call it with (what, *tensors).");
 
 }  // namespace
 

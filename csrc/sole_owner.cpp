@@ -35,7 +35,8 @@ Counts alone;  // of a tensor that nobody else holds: what torch's own objects h
 // Nothing, with a Python error set, where one of torch's functions fails.
 std::optional<Counts> counts_of(PyObject* tensor) {
   const Reference uses = Reference::steal(PyObject_CallMethodNoArgs(tensor, names.use_count));
-  const Reference storage = uses ? Reference::steal(PyObject_CallMethodNoArgs(tensor, names.untyped_storage)) : Reference();
+  const Reference storage =
+      uses ? Reference::steal(PyObject_CallMethodNoArgs(tensor, names.untyped_storage)) : Reference();
   if (!storage) return std::nullopt;
   const Reference address = Reference::steal(PyObject_GetAttr(storage.get(), names.address));
   if (!address) return std::nullopt;

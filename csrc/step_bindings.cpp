@@ -29,7 +29,9 @@ using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, FixedSizes, py::
 Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
 
 SizeRule size_rule(int number) {
-  if (number < 0 || number > static_cast<int>(SizeRule::transposed_blocks)) throw py::value_error("an unknown rule for sizes");
+  if (number < 0 || number > static_cast<int>(SizeRule::transposed_blocks)) {
+    throw py::value_error("an unknown rule for sizes");
+  }
   return static_cast<SizeRule>(number);
 }
 

@@ -303,7 +303,8 @@ bool init_steps() {
   contiguous = PyUnicode_InternFromString("contiguous");
   detach = PyUnicode_InternFromString("detach");
   requires_grad = PyUnicode_InternFromString("requires_grad");
-  return contiguous != nullptr && detach != nullptr && requires_grad != nullptr && init_new_tensors() && init_sole_owner();
+  const bool named = contiguous != nullptr && detach != nullptr && requires_grad != nullptr;
+  return named && init_new_tensors() && init_sole_owner();
 }
 
 }  // namespace te

@@ -107,6 +107,14 @@ def in_place_of_written(native: Callable[[TextKernel[Any]], Loadable]) -> Iterat
     packed_heads._ready.cache_clear()
 
 
+@contextlib.contextmanager
+def running(kernels: Iterable[TextKernel[Any]], folder: Path) -> Iterator[FakeDriver]:
+    """Kernels written by hand, run by a driver that executes them on the CPU."""
+    native = emulate(kernels, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+        yield driver
+
+
 class Emulation:
     """Generated CUDA kernels, compiled for the CPU and run by the fake driver."""
 

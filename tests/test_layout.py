@@ -189,6 +189,7 @@ ASPECTS = {
         "ranks",
         "spread",
         "two_meshes",
+        "works_with",
     },
 }
 
@@ -328,8 +329,8 @@ def test_autograd_functions():
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.dtensor", "_Waited"),
+        ("te_fuser.ops.dtensor", "_OwnPart"),
         ("te_fuser.ops.float8_products", "_Products"),
-        ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),
         ("te_fuser.ops.quantize_gradient", "_Measured"),
     ]

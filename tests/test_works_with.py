@@ -278,6 +278,7 @@ ELSEWHERE = {
     "CUDA graphs": ("gpu/test_capture.py", "test_replays_equal_calls_bit_for_bit_and_see_the_optimizer"),
     "`DistributedDataParallel`": ("fuser/run/test_fuser_distributed.py", "test_ddp"),
     "tensor parallelism by `DTensor`": ("parallel/test_parallelize.py", "test_training"),
+    "threads": ("parallel/test_works_with.py", "test_threads_that_share_a_group_are_refused_at_once"),
     "gloo (PyTorch's collectives on CPUs)": (
         "parallel/test_collectives.py",
         "test_no_exchange_is_one_by_which_gloo_breaks_memory",

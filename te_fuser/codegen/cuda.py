@@ -16,7 +16,7 @@ from te_fuser.codegen.cuda_body import SUFFIX, Parameter
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
-from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Text
+from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS, CudaNames, Text
 from te_fuser.codegen.cuda_tile import TileText
 from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
@@ -126,7 +126,7 @@ def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
         f"{p.ctype} {n}" for p, n in zip(parameters, [*pointers, "groups", "batch_size"], strict=True)
     )
     fixed = per_sample = 0
-    with text.block(f'extern "C" __global__ void __launch_bounds__(1024) {symbol}(\n    {listed})'):
+    with text.block(f'extern "C" __global__ void __launch_bounds__(te::kFinishThreads) {symbol}(\n    {listed})'):
         text("te::wait_for_earlier();")
         text("__shared__ float found[32][33];")
         text("int block = blockIdx.x;")
@@ -146,7 +146,7 @@ def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
             else:
                 fixed += tiles
                 text(f"if (block < {tiles}) return {call}, 0, groups, block, 0, {width});")
-    return "\n".join(text.lines), CudaLaunch(symbol, tuple(parameters), 1024, 0, SumGrid(fixed, per_sample))
+    return "\n".join(text.lines), CudaLaunch(symbol, tuple(parameters), FINISH_THREADS, 0, SumGrid(fixed, per_sample))
 
 
 def _tiles(t: Sum) -> int:

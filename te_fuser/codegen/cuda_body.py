@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_fuser.codegen.cuda_formulas import is_boolean
-from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
-from te_fuser.codegen.description import PLACES, KernelDescription, Store, Sum
+from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, literal, number, part_role
+from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.magnitude import bound_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class CudaKernelText:
         }
         self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
         self.so_far = {m.name: self.names.fresh(f"{m.name}_so_far") for m in description.maxima}
+        self.bounds = _bounds(description)
+        self.met, self.bound = self.names.fresh("met"), self.names.fresh("bound")
         users: dict[int, list[Expr]] = {}
         for node in description.nodes:
             for a in node.args:
@@ -240,11 +243,33 @@ class CudaKernelText:
             for name, p in largest:
                 self.text(f"{name} = te::larger({name}, {bare(number(p, inner))});")
 
-        if outputs or sums or largest:
-            targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
+        targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
+        if self.bounds:
+            self._where_it_may_be_larger(targets, known, vectors, then)
+        elif targets:
             self.elements(targets, known, vectors, then)
         for _, line, _ in outputs:
             self.text(line)
+
+    def _where_it_may_be_larger(
+        self,
+        targets: Sequence[Expr],
+        known: Mapping[int, str],
+        vectors: Mapping[int, str],
+        then: Callable[[dict[int, str]], None],
+    ) -> None:
+        """The loop of a kernel that only looks for a maximum, over vectors that may have a larger one."""
+        (name,) = self.largest.values()
+
+        def bound(inner: dict[int, str]) -> None:
+            for b in self.bounds:
+                self.text(f"{self.bound} = te::larger({self.bound}, {bare(number(b, inner))});")
+
+        self.text(f"unsigned {self.bound} = 0u;")
+        self.elements(self.bounds, known, vectors, bound)
+        with self.text.block(f"if (te::may_be_larger({self.bound}, {name}, &{self.met}))"):
+            self.elements(targets, known, vectors, then)
+            self.text(f"te::meet({name}, &{self.met});")
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:
@@ -274,15 +299,33 @@ class CudaKernelText:
         for name in self.largest.values():
             self.text(f"unsigned {name} = 0u;")
         if self.s.ends_soon:
-            for name, variable in self.so_far.items():
-                self.text(f"const unsigned {variable} = te::raised_so_far({self.pointer['maximum', name]});")
+            for m in self.d.maxima:
+                self.text(f"const unsigned {self.so_far[m.name]} = te::raised_so_far({self._raised(m)});")
+        if self.bounds:
+            self.text(f"__shared__ unsigned {self.met};")
+            self.text(f"if (threadIdx.x == 0) {self.met} = 0u;")
+            self.text("__syncthreads();")
+
+    def _raised(self, m: Maximum) -> str:
+        """Where the number is that blocks raise."""
+        number = self.pointer["maximum", m.name]
+        return number if m.scale is None else f"{number} + {NUMBERS.index('largest')}"
 
     def raise_largest(self) -> None:
         """Raise the numbers of the call to them."""
         for k, m in enumerate(self.d.maxima):
-            given = [f"raised[{k}]", self.pointer["maximum", m.name], self.largest[m.name]]
-            given += [self.so_far[m.name]] if self.s.ends_soon else []
+            number, largest, scale = self.pointer["maximum", m.name], self.largest[m.name], m.scale
+            if m.made_in:  # the largest of what is rounded
+                rounded = f"te::rounded<{CTYPES[m.made_in]}>(te::as_float({largest}))"
+                largest = f"te::larger(0u, te::number({rounded}))"
+            given = [f"raised[{k}]", self._raised(m), largest, *([self.so_far[m.name]] if self.s.ends_soon else [])]
             self.text(f"te::raise<kThreads>({', '.join(given)});")
+            if scale is not None:
+                power_of_two, limits = (
+                    str(scale.power_of_two).lower(),
+                    f"{literal(scale.most)}, {literal(scale.epsilon)}",
+                )
+                self.text(f"te::scale_of_all<{power_of_two}>({number}, gridDim.x, {limits});")
 
     def declare_scalar_sums(self) -> None:
         """The sums of numbers that a row has one of."""
@@ -296,7 +339,7 @@ class CudaKernelText:
         if self.s.slots > 1:
             self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
         column = f"{offset} + column" if offset else "column"
-        line = f"te::store_sums({self._sum_places(t, group, column)}, {name});"
+        line = f"te::store_sums({self.sum_places(t, group, column)}, {name});"
         condition = (inside + slot).removeprefix(" && ")
         self.text(f"if ({condition}) {line}" if condition else line)
 
@@ -307,9 +350,9 @@ class CudaKernelText:
                 name = self.sum_names[t.name, 0]
                 if self.s.slots > 1:
                     self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
-                self.text(f"if ({first}) te::store_sums({self._sum_places(t, group, '')}, {name});")
+                self.text(f"if ({first}) te::store_sums({self.sum_places(t, group, '')}, {name});")
 
-    def _sum_places(self, t: Sum, group: str, column: str) -> str:
+    def sum_places(self, t: Sum, group: str, column: str) -> str:
         """Where a sum goes: at once where nobody else adds to it, else among the partial sums."""
         width = t.width if t.axes & Axes.FEATURE else 1
         sample = f"static_cast<long long>(sample) * {width}" if t.axes & Axes.BATCH else ""
@@ -332,12 +375,13 @@ class CudaKernelText:
         if s.slots > 1:
             self.text(f"const int lane = {self.lane}, slot = {self.slot};")
             if self.d.sums:
-                self.text("__shared__ float shared_sums[kLanes * kSlots * kVector];")
+                self.text(f"__shared__ float shared_sums[{self.shared_sums}];")
         else:
             self.text("const int lane = threadIdx.x;")
 
     lane, slot = "threadIdx.x % kLanes", "threadIdx.x / kLanes"  # with several slots
     slots = " * kSlots"  # times so many rows a block does at once
+    shared_sums = "kLanes * kSlots * kVector"  # numbers in shared memory while the slots' sums are added up
 
     def declare_range(self, group: str, groups: str) -> None:
         """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""
@@ -375,6 +419,14 @@ class CudaKernelText:
         if self.backwards:
             return f"rows - 1 - ({index})"
         return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
+
+
+def _bounds(d: KernelDescription) -> tuple[Expr, ...]:
+    """What is cheaper than the magnitudes of a kernel that only looks for their maximum, and no smaller; or nothing."""
+    if d.outputs or len(d.maxima) != 1:
+        return ()
+    found = [bound_of(p) for p in d.maxima[0].parts]
+    return tuple([b for b in found if b is not None]) if not any(b is None for b in found) else ()
 
 
 _CONSTANTS = "constants;"

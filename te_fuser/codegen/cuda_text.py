@@ -18,6 +18,7 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 
 CTYPES = {name: row.cuda for name, row in TABLE.items() if row.cuda}
+FINISH_THREADS = 256  # of a block that adds up partial sums: kFinishThreads in te_cuda.cuh
 
 
 class Text(Lines):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_text import CTYPES, part_role
-from te_fuser.codegen.description import KernelDescription, Store, is_in_blocks, is_transposed, item_size
+from te_fuser.codegen.description import KernelDescription, Store, Sum, is_in_blocks, is_transposed, item_size
 from te_fuser.codegen.schedule import Schedule
 
 
@@ -26,6 +26,7 @@ class TileText(ColumnText):
     lane = "threadIdx.x % 8 + threadIdx.x / 32 * 8 % kLanes"
     slot = "threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4"
     slots = " * kRows"
+    shared_sums = "kLanes * kSlots * (kVector < 4 ? 1 : kVector / 4)"  # of warps; one a thread of rows
     index, is_there = "base + ahead", "four * kAhead + ahead < left"
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
@@ -150,6 +151,13 @@ class TileText(ColumnText):
                 to = self.pointer["store", s.name] + (f" + {k * self.d.width} * te::padded(rows)" if k else "")
                 begin = "column - lane * kVector, kWidth, start, rows"
                 self.text(f"te::store_columns<kThreads, kColumns, kVector>({to}, {self.shelf[s.name, k]}, {begin});")
+
+    def write_sums(self, name: str, t: Sum, offset: int, group: str, inside: str) -> None:
+        """Store the sums of the block's columns, added up over its rows."""
+        begin = "column - lane * kVector"
+        places = self.sum_places(t, group, f"{offset} + {begin}" if offset else begin)
+        columns = f"kWidth - ({begin})"
+        self.text(f"te::store_tile_sums<kThreads, kLanes>({places}, shared_sums, lane, {columns}, {name});")
 
     def _store_blocks(self) -> None:
         for (value, k), name in self.waiting.items():

@@ -81,15 +81,38 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class ScaleOf:
+    """The scale that follows from a largest magnitude, as `ops.own_scales.Scaling` says.
+
+    Attributes:
+        most: the largest number of what is scaled to.
+    """
+
+    most: float
+    power_of_two: bool
+    epsilon: float
+
+
+NUMBERS = ("inverse", "scale", "largest", "blocks")  # of a maximum with its scale; zeros before
+
+
+@dataclass(frozen=True)
 class Maximum:
     """The largest magnitude of everything, in a float32 that the call gives: it is raised to that, and never lowered.
 
     As the bits of floats are ordered, NaN is larger than infinity; so results do not depend on who comes first.
+
+    Attributes:
+        scale: what the last block of a CUDA kernel makes of it: the call gives four numbers, `NUMBERS`, of which the
+            last two are zero again when the first two are there. Other targets make none.
+        made_in: the dtype that everything is rounded to first, where that is not float32; by CUDA kernels alone.
     """
 
     name: str
     parts: tuple[Expr, ...]
     width: int
+    scale: ScaleOf | None = None
+    made_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,6 +214,7 @@ class KernelDescription:
         text += "".join(f"\n{s.name} {s.layout} of {s.made_in}" for s in self.in_blocks)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
+        text += "".join(f"\n{m.name} in {m.made_in} makes {m.scale}" for m in self.maxima if m.scale or m.made_in)
         text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
@@ -225,7 +249,8 @@ class KernelDescription:
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {dtype} = {body}")
         for m in self.maxima:
             body = ", ".join(next(rest) for _ in m.parts)
-            lines.append(f"  max   {m.name}: full x {m.width} = {body}")
+            made_in, of_it = f" {m.made_in}" if m.made_in else "", "" if m.scale is None else f", and {m.scale}"
+            lines.append(f"  max   {m.name}: full x {m.width}{made_in} = {body}{of_it}")
         lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
         lines += [f"  {name} draws for a part of the whole: {shared}" for name, shared in self.shared]
         return "\n".join(lines)

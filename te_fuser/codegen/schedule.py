@@ -330,7 +330,8 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
     stages = {len(stage) * s.held for stage in description.reductions}
     exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
     exchanges += 32 * 4 * len(description.maxima) + (2 * 4 * BLOCK if description.in_blocks else 0)
-    return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
+    share = max(1, s.vector // 4) if s.kind == Kind.TILE else s.vector  # a warp of a tile adds up its own sums
+    return exchanges + (4 * s.threads * share if s.slots > 1 and description.sums else 0)
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:

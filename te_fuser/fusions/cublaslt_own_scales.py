@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
-from te_fuser.kernels.own_scales import DTYPES, FOUR, Factor, quantize_blocks
+from te_fuser.kernels.own_scales import DTYPES, FOUR, BlocksOf, Factor
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
@@ -39,6 +39,7 @@ _OF_BLOCKS = {1: 0.87, 2: 0.74}
 _BIASED = 0.91  # and of that those with a bias: 669 us for 613, which is less than a kernel that adds it
 _OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
 _SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
+Multiply = Callable[..., torch.Tensor]  # f(data of a, data of b, inverse of a, inverse of b, *bias)
 _SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
 _PRODUCTS: dict[str, tuple[int, int]] = {
     "y": (0, 1),
@@ -52,18 +53,21 @@ def _scaling(form: Form, role: int) -> Scaling:
     return form.scalings[role]
 
 
-def _multiply(form: Form, which: str, a: Factor, b: Factor, *bias: torch.Tensor) -> torch.Tensor:
-    """a b^T, one of the three products."""
-    run = products.configured(*_configuration(form, which, "bias" if bias else "plain"))
-    return cast(torch.Tensor, run.make(a.data, b.data, a.inverse, b.inverse, *bias))
+def _product(form: Form, which: str, kind: str = "plain") -> Multiply:
+    """What multiplies the data of two factors by their inverses, one of the three products."""
+    return products.configured(*_configuration(form, which, kind)).make
+
+
+def _quantizer(form: Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
+    """What makes a factor in 8 bits of what is in a dtype."""
+    return BlocksOf(own_scales.kernel_of(dtype, form.formats[role], _scaling(form, role), wanted))
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """What a product made of x, without the rows that were put behind x."""
-    rows = math.prod(x.shape[:-1])
     if made.shape[:-1] == x.shape[:-1]:
         return made
-    return made[:rows].clone().view(*x.shape[:-1], made.shape[-1])
+    return made[: math.prod(x.shape[:-1])].clone().view(*x.shape[:-1], made.shape[-1])
 
 
 def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = None) -> tuple[Any, ...]:
@@ -85,75 +89,104 @@ def _lie(form: Form, role: int) -> str:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, form: Form, keeps: bool, keeps_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, of: BlocksOf, output: _Output, keeps: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """y = x W^T + b; and what backward reads, where there is one: x turned, and W unless it is made again."""
-    by_rows, turned = quantize_blocks(x, form.formats[0], _scaling(form, 0), "both" if keeps else "rows")
-    return _output(x, by_rows, turned if keeps else None, weight, bias, form, keeps_weight)
+    by_rows, turned = of(x)
+    return output(x, by_rows, turned if keeps else None, weight, bias)
 
 
 def _forward_by_blocks(
-    x8: torch.Tensor, *given: torch.Tensor, form: Form, features: int, keeps: bool, keeps_weight: bool
+    x8: torch.Tensor, *given: torch.Tensor, output: _Output, features: int, keeps: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same of x by blocks, and of x^T by blocks where that is kept."""
     by_rows = own_scales.unpacked(x8, features)
     turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if keeps else None
     weight, *bias = given[1:] if keeps else given
-    return _output(by_rows.data, by_rows, turned, weight, bias, form, keeps_weight)
+    return output(by_rows[0], by_rows, turned, weight, bias)
 
 
-def _output(
-    x: torch.Tensor,
-    by_rows: Factor,
-    turned: Factor | None,
-    weight: torch.Tensor,
-    bias: Sequence[torch.Tensor],
-    form: Form,
-    keeps_weight: bool,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same of x in 8 bits; what stands for x says how many rows there are."""
-    sides = "both" if keeps_weight else "rows"
-    weights, weight_turned = quantize_blocks(weight, form.formats[1], _scaling(form, 1), sides)
-    y = _rows_of(x, _multiply(form, "y", by_rows, weights, *bias))
-    return y if turned is None else (y, *turned, *weight_turned)
+class _Output(NamedTuple):
+    """y of x in 8 bits; what stands for x says how many rows there are."""
+
+    of_weight: BlocksOf
+    multiply: Multiply
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        by_rows: Factor,
+        turned: Factor | None,
+        weight: torch.Tensor,
+        bias: Sequence[torch.Tensor],
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """y; with x turned, that and W turned, too."""
+        (data, inverse), ((weights, weight_inverse), weight_turned) = by_rows, self.of_weight(weight)
+        y = _rows_of(x, self.multiply(data, weights, inverse, weight_inverse, *bias))
+        return y if turned is None else (y, *turned, *weight_turned)
 
 
 def _tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def _backward(m: FusionCall, dy: torch.Tensor, form: Form) -> tuple[torch.Tensor | None, dict[str, Any]]:
+def _backward(
+    m: FusionCall, dy: torch.Tensor, of: Mapping[str, BlocksOf], gradients: _Gradients
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """dx = dy W and dW = dy^T x, as far as somebody needs them."""
     for_input, for_weight = m.needs("input"), m.needs("0.weight")
     wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    return _gradients(m, dy, *quantize_blocks(dy, form.formats[2], _scaling(form, 2), wanted), form)
+    return gradients(m, dy, *of[wanted](dy))
 
 
 def _backward_by_blocks(
-    m: FusionCall, dy8: torch.Tensor, form: Form, features: int
+    m: FusionCall, dy8: torch.Tensor, gradients: _Gradients, features: int
 ) -> tuple[torch.Tensor | None, dict[str, Any]]:
     """The same of dy and dy^T by blocks."""
     by_rows = own_scales.unpacked(dy8, features)
     turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
-    return _gradients(m, by_rows.data, by_rows, turned, form)
+    return gradients(m, by_rows[0], by_rows, turned)
 
 
-def _gradients(
-    m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor, form: Form
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """The same of dy in 8 bits; what stands for dy says how many rows there are."""
-    op, dx = m[0], None
-    if m.needs("input"):
-        weight = Factor(m["weight_turned"], m["weight_inverse"])
-        if not op.keeps_weight:
-            _, weight = quantize_blocks(op.weight, form.formats[1], _scaling(form, 1), "turned")
-        dx = _rows_of(dy, _multiply(form, "dx", by_rows, weight))
-    if not m.needs("0.weight"):
-        return dx, {}
-    x = Factor(m["turned"], m["inverse"])
-    if op.accumulate_into_main_grad:
-        return dx, {"0.weight": _main_gradient(form, turned, x, op.weight, op.overwrite_main_grad)}
-    return dx, {"0.weight": _multiply(form, "dW", turned, x)}
+class _Gradients(NamedTuple):
+    """dx and dW of dy in 8 bits; what stands for dy says how many rows there are.
+
+    Attributes:
+        weight_again: what makes W turned, where forward has not kept it.
+        of_input, of_weight: the products; the latter None where dW goes to main_grad.
+    """
+
+    form: Form
+    weight_again: BlocksOf | None
+    of_input: Multiply
+    of_weight: Multiply | None
+
+    @classmethod
+    def of(cls, m: Match) -> _Gradients:
+        """Those of a match."""
+        op = cast(OwnScalesMatMul, m[0])
+        form, weight = op.form, m[0].dtype_of("weight")
+        again = None if op.keeps_weight else _quantizer(form, 1, weight, "turned")
+        of_weight = None if op.accumulate_into_main_grad else _product(form, "dW")
+        return cls(form, again, _product(form, "dx"), of_weight)
+
+    def __call__(
+        self, m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """dx, and dW by its name, as far as somebody needs them."""
+        dx = None
+        if m.needs("input"):
+            weight = m["weight_turned"], m["weight_inverse"]
+            if self.weight_again is not None:
+                _, weight = self.weight_again(m[0].weight)
+            dx = _rows_of(dy, self.of_input(by_rows[0], weight[0], by_rows[1], weight[1]))
+        if not m.needs("0.weight"):
+            return dx, {}
+        x = m["turned"], m["inverse"]
+        if self.of_weight is None:
+            op = m[0]
+            return dx, {"0.weight": _main_gradient(self.form, turned, x, op.weight, op.overwrite_main_grad)}
+        return dx, {"0.weight": self.of_weight(turned[0], x[0], turned[1], x[1])}
 
 
 def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over: bool) -> torch.Tensor:
@@ -161,29 +194,39 @@ def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over
 
     def put(dy8: torch.Tensor, x8: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         run = products.configured(*_configuration(form, "dW", "plain" if over else "onto", main_grad.dtype))
-        run((dy8.mT, x8.mT, _of_part(dy, dy8.mT), x.inverse, main_grad))
+        run((dy8.mT, x8.mT, _of_part(dy, dy8.mT), x[1], main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
     # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what was turned.
-    return put_gradient(dy.data.mT, x.data.mT, weight, over, put)
+    return put_gradient(dy[0].mT, x[0].mT, weight, over, put)
 
 
 def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
     """The scales of some rows of a factor."""
-    if len(part) == len(whole.data):
-        return whole.inverse
-    first = (part.storage_offset() - whole.data.storage_offset()) // part.stride(0)
-    return whole.inverse[:, first : first + len(part)].contiguous()
+    data, inverse = whole
+    if len(part) == len(data):
+        return inverse
+    first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
+    return inverse[:, first : first + len(part)].contiguous()
 
 
 def _choose(m: Match, method: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
     by_blocks = _by_blocks(m, method)
     if method == "forward":
-        run = functools.partial(_forward, form=form, keeps=keeps, keeps_weight=_keeps_weight(m))
+        of = _quantizer(form, 0, m.dtype, "both" if keeps else "rows")
+        run = functools.partial(_forward, of=of, output=_output_of(m), keeps=keeps)
         return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",)), by_blocks=by_blocks)
     describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
-    return Body(functools.partial(_backward, form=form), describe=describe, by_blocks=by_blocks)
+    ways = {wanted: _quantizer(form, 2, form.dtype, wanted) for wanted in ("both", "rows", "turned")}
+    backward = functools.partial(_backward, of=ways, gradients=_Gradients.of(m))
+    return Body(backward, describe=describe, by_blocks=by_blocks)
+
+
+def _output_of(m: Match) -> _Output:
+    form, weight = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
+    sides = "both" if _keeps_weight(m) else "rows"
+    return _Output(_quantizer(form, 1, weight, sides), _product(form, "y", "bias" if len(m) > 1 else "plain"))
 
 
 def _by_blocks(m: Match, method: str) -> ByBlocks | None:
@@ -197,12 +240,10 @@ def _by_blocks(m: Match, method: str) -> ByBlocks | None:
         return None
     cost = functools.partial(_forward_cost if role == 0 else _backward_cost, by_blocks=True)
     if role == 2:
-        backward = functools.partial(_backward_by_blocks, form=form, features=op.out_features)
+        backward = functools.partial(_backward_by_blocks, gradients=_Gradients.of(m), features=op.out_features)
         written = () if op.keeps_weight else (_of_weight(m, "turned"),)
         return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
-    forward = functools.partial(
-        _forward_by_blocks, form=form, features=op.in_features, keeps=m.needs_grad, keeps_weight=_keeps_weight(m)
-    )
+    forward = functools.partial(_forward_by_blocks, output=_output_of(m), features=op.in_features, keeps=m.needs_grad)
     weight = _of_weight(m, "both" if _keeps_weight(m) else "rows")
     return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, (weight,))
 

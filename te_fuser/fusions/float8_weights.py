@@ -11,9 +11,8 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Cost
-from te_fuser.kernels.own_weights import OwnWeights
+from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, quantizer_on
-from te_fuser.kernels.scale_of_amax import ScaleOfAmax
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.joined import made_of
@@ -47,7 +46,7 @@ class Weights8(Maker):
 
 
 class OwnWeights8(Maker):
-    """The same by scales that follow from the weights themselves: measured, scaled and quantized by a launch each."""
+    """The same by scales that follow from the weights themselves: a launch makes these, another one quantizes."""
 
     name = "quantize_weights"
     of = ("weight",)
@@ -61,10 +60,10 @@ class OwnWeights8(Maker):
         specs = [(w, w.given["weight"]) for w in wanted]
         written = sum([len({*w.makes} & {*Weights8.makes}) * spec.rows * spec.features for w, spec in specs])
         read = 2 * sum([spec.nbytes for _, spec in specs])
-        return Cost(read, written, launches=4, calls=10.0 + 2.0 * len(wanted))
+        return Cost(read, written, launches=3, calls=8.0 + 2.0 * len(wanted))
 
     def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
-        return (QuantizeWeights(), *dict.fromkeys([ScaleOfAmax.of(torch.float8_e4m3fn, _scaling(w)) for w in wanted]))
+        return (QuantizeWeights(), *dict.fromkeys([measuring_weights(_scaling(w)) for w in wanted]))
 
     def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
         told = [_told(w) for w in wanted]

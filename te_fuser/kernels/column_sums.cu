@@ -4,7 +4,7 @@
 #include "te_column_sums.h"
 #include "te_cuda.cuh"
 
-extern "C" __global__ void __launch_bounds__(1024) column_sums(const te::ColumnSumList list, int count) {
+extern "C" __global__ void __launch_bounds__(te::kFinishThreads) column_sums(const te::ColumnSumList list, int count) {
   te::wait_for_earlier();
   __shared__ float found[32][33];
   const int block = blockIdx.x;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,10 +17,11 @@ from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import TextKernel, over_rows
 from te_fuser.dtypes import text_of
 from te_fuser.kernels.transposed8 import STEP, padded
-from te_fuser.ops.matmul import as_rows
 from te_fuser.ops.own_scales import Scaling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from te_fuser import _native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,44 +32,65 @@ _MOST = 2**31 - _SIDE
 _FOLDER = Path(__file__).parent
 
 
-class Factor(NamedTuple):
-    """What a product reads of a matrix: 8 bits along what it sums, and what they are multiplied by."""
-
-    data: torch.Tensor
-    inverse: torch.Tensor
+# What a product reads of a matrix: 8 bits along what it sums, and what they are multiplied by.
+Factor = tuple[torch.Tensor, torch.Tensor]
 
 
 def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str) -> QuantizeBlocks:
-    """What `quantize_blocks` launches."""
+    """What makes a matrix in 8 bits of one in x, by rows, turned or both."""
     square = scaling.block is not None and scaling.block[0] > 1
     return QuantizeBlocks(x, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
 
 
-def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, scaling: Scaling, wanted: str) -> tuple[Factor, Factor]:
-    """x [.., features] by a scale for each 1 x 128 or 128 x 128 numbers, in one launch; plans compile the kernel.
+class BlocksOf:
+    """f(x [.., features]) -> x by a scale for each 1 x 128 or 128 x 128 numbers, by rows and turned, in one launch.
+
+    By rows it is [.., features], or [tokens up to a multiple of 16, features] where tokens are no multiple of 4;
+    turned, [features, tokens up to a multiple of 16]. The scales lie as `_native.CudaMatmul` takes them. What the
+    kernel does not make is empty.
 
     Args:
-        wanted: "rows", "turned" or "both"; the other one is then empty.
-
-    Returns:
-        By rows, [.., features], or [tokens up to a multiple of 16, features] where tokens are no multiple of 4; and
-        turned, [features, tokens up to a multiple of 16]. The scales lie as `_native.CudaMatmul` takes them.
+        kernel: that for x's dtype, which plans compile.
     """
-    rows = readable(x)
-    (tokens, features), square = rows.shape, scaling.block is not None and scaling.block[0] > 1
-    room, shape = (tokens, x.shape) if tokens % FOUR == 0 else (padded(tokens), (padded(tokens), features))
-    new = rows.new_empty if room == tokens else rows.new_zeros
-    data = new(shape if wanted != "turned" else 0, dtype=dtype)
-    turned = rows.new_empty((features, padded(tokens)) if wanted != "rows" else 0, dtype=dtype)
-    inverses = [
-        new(_scales_of(*size, square) if made.numel() else (0, 0), dtype=torch.float32)
-        for made, size in ((data, (room, features)), (turned, (features, tokens)))
-    ]
-    if tiles := _tiles(rows):
-        kernel = kernel_of(x.dtype, dtype, scaling, wanted)
-        leads = tuple([numbers.shape[1] for numbers in inverses])
-        kernel.ready(x.device)((rows, data, turned, *inverses), tiles, 1, 1, (tokens, features, *leads))
-    return Factor(data, inverses[0]), Factor(turned, inverses[1])
+
+    __slots__ = ("_by_rows", "_kernel", "_ready", "_turned")
+
+    def __init__(self, kernel: QuantizeBlocks) -> None:
+        self._kernel, self._ready = kernel, dict[torch.device, Any]()
+        self._by_rows, self._turned = kernel.wanted != "turned", kernel.wanted != "rows"
+
+    def __call__(self, x: torch.Tensor) -> tuple[Factor, Factor]:
+        *leading, features = shape = x.shape
+        tokens = math.prod(leading)
+        rows = _readable(x, tokens)
+        behind, whole = padded(tokens), tokens % FOUR == 0
+        new = rows.new_empty if whole else rows.new_zeros
+        sizes, room = (shape, tokens) if whole else ((behind, features), behind)
+        by_rows = self._factor(new, sizes, room, features) if self._by_rows else _nothing(rows)
+        turned = self._factor(new, (features, behind), features, tokens) if self._turned else _nothing(rows)
+        if tiles := -(-tokens // _SIDE) * -(-features // _SIDE):
+            tensors, leads = (
+                (rows, by_rows[0], turned[0], by_rows[1], turned[1]),
+                (by_rows[1].shape[1], turned[1].shape[1]),
+            )
+            self._on(x.device)(tensors, tiles, 1, 1, (tokens, features, *leads))
+        return by_rows, turned
+
+    def _factor(self, new: Callable[..., torch.Tensor], sizes: Sequence[int], rows: int, columns: int) -> Factor:
+        """Memory for rows of so many numbers, and for their scales."""
+        scales = _scales_of(rows, columns, self._kernel.square) if rows and columns else (0, 0)
+        return new(sizes, dtype=self._kernel.narrow), new(scales, dtype=torch.float32)
+
+    def _on(self, device: torch.device) -> Any:
+        found = self._ready.get(device)
+        if found is None:
+            found = self._ready[device] = self._kernel.ready(device)
+        return found
+
+
+def _nothing(like: torch.Tensor) -> Factor:
+    """A factor that is not made."""
+    return like.new_empty(0, dtype=torch.float8_e4m3fn), like.new_empty((0, 0), dtype=torch.float32)
 
 
 def unpacked(made: torch.Tensor, features: int) -> Factor:
@@ -76,7 +98,7 @@ def unpacked(made: torch.Tensor, features: int) -> Factor:
     *leading, _ = made.shape
     tokens, flat = math.prod(leading), made.view(-1)
     data, inverse = flat[: tokens * features], flat[tokens * features :]
-    return Factor(data.view(*leading, features), inverse.view(torch.float32).view(_scales_of(tokens, features, False)))
+    return data.view(*leading, features), inverse.view(torch.float32).view(_scales_of(tokens, features, False))
 
 
 def unpacked_turned(made: torch.Tensor, tokens: int) -> Factor:
@@ -84,7 +106,7 @@ def unpacked_turned(made: torch.Tensor, tokens: int) -> Factor:
     features, flat = len(made), made.view(-1)
     data, inverse = flat[: features * padded(tokens)], flat[features * padded(tokens) :]
     scales = inverse.view(torch.float32).view(_scales_of(features, tokens, False))
-    return Factor(data.view(features, padded(tokens)), scales)
+    return data.view(features, padded(tokens)), scales
 
 
 def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
@@ -93,25 +115,21 @@ def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
     return (-(-rows // _SIDE), -(-blocks // FOUR) * FOUR) if square else (blocks, rows)
 
 
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """x as rows that the kernels can read.
+def _readable(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """x as the kernel can read it.
 
     Raises:
-        ValueError: for features that are no multiple of 16, and for more rows than the kernels count.
+        ValueError: for features that are no multiple of 16, and for more rows than the kernel counts.
     """
-    rows = as_rows(x.detach())
-    if rows.shape[1] % STEP or max(rows.shape) > _MOST:
+    features = x.shape[-1]
+    if features % STEP or max(tokens, features) > _MOST:
         raise ValueError(
             f"the kernels that quantize take features in multiples of {STEP} and up to {_MOST} rows, got "
-            f"{list(rows.shape)}"
+            f"{[tokens, features]}"
         )
-    if rows.is_contiguous() and rows.data_ptr() % STEP == 0:
-        return rows
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _tiles(rows: torch.Tensor) -> int:
-    return -(-rows.shape[0] // _SIDE) * -(-rows.shape[1] // _SIDE)
+    if x.is_contiguous() and x.data_ptr() % STEP == 0:
+        return x
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits by the scales that follow from themselves: measured, scaled and quantized, all by a launch each."""
+"""Weights in 8 bits by the scales that follow from themselves: a launch makes these of all, another one quantizes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.fold_amaxes import APART
-from te_fuser.kernels.quantize_weights import DTYPE, Weight8, quantizer_on
-from te_fuser.kernels.scale_of_amax import ScaleOfAmax
+from te_fuser.codegen.description import NUMBERS
+from te_fuser.kernels.quantize_weights import DTYPE, QuantizeWeights, Weight8, quantizer_on
+from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.own_scales import Scaling
+
+_SCALE, _INVERSE = NUMBERS.index("scale"), NUMBERS.index("inverse")
+
+
+def measuring_weights(scaling: Scaling) -> QuantizeWeights:
+    """The kernel that makes scales of weights."""
+    return QuantizeWeights(DTYPE, in_kernels(DTYPE, scaling))
 
 
 class OwnWeights:
@@ -21,31 +28,26 @@ class OwnWeights:
 
     Args:
         weights: what is made of each.
-        scalings: how each gets its scale.
+        scalings: how each gets its scale; by one launch for those that do alike.
     """
 
     def __init__(self, device: torch.device, weights: Sequence[Weight8], scalings: Sequence[Scaling]) -> None:
-        plain = [replace(w, records=False) for w in weights]
-        # What is only measured has a scale in no layout.
-        self._measure = quantizer_on(device, [replace(w, rows=False, turned=False, records=True) for w in weights])
-        self._quantize = quantizer_on(device, plain)
-        self._made = sum([w.rows + w.turned for w in weights])
-        self._device, self._places = device, dict[ScaleOfAmax, list[int]]()
+        self._device, self._made = device, sum([w.rows + w.turned for w in weights])
+        self._quantize = quantizer_on(device, [replace(w, records=False) for w in weights])
+        alike: dict[Scaling, list[int]] = {}
         for place, scaling in enumerate(scalings):
-            self._places.setdefault(ScaleOfAmax.of(DTYPE, scaling), []).append(place)
+            alike.setdefault(scaling, []).append(place)
+        looked = [replace(w, rows=False, turned=False, records=True) for w in weights]
+        self._measure = [
+            (places, quantizer_on(device, [looked[k] for k in places], scale=in_kernels(DTYPE, scaling)))
+            for scaling, places in alike.items()
+        ]
 
-    def __call__(self, *weights: torch.Tensor) -> tuple[Sequence[Any], list[torch.Tensor], list[torch.Tensor]]:
-        count = len(weights)
-        amaxes = torch.zeros(count, dtype=torch.float32, device=self._device)
-        scales, inverses = torch.empty_like(amaxes), amaxes.new_empty(count, APART)
-        slots, numbers = amaxes.unbind(), scales.unbind()
-        self._measure(*[t for w, slot in zip(weights, slots, strict=True) for t in (w, slot, slot)])
-        for kernel, places in self._places.items():
-            ready = kernel.ready(self._device)
-            if len(places) == count:
-                ready((amaxes, scales, inverses), 1, 1, 1, (count, APART))
-                continue
-            for k in places:
-                ready((slots[k], numbers[k], inverses[k]), 1, 1, 1, (1, APART))
-        made = self._quantize(*[t for pair in zip(weights, numbers, strict=True) for t in pair])
-        return (made if self._made != 1 else (made,)), [*numbers], [*inverses[:, 0].unbind()]
+    def __call__(self, *weights: torch.Tensor) -> tuple[Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        numbers = torch.zeros((len(weights), len(NUMBERS)), dtype=torch.float32, device=self._device)
+        each, columns = numbers.unbind(), numbers.unbind(1)
+        for places, measure in self._measure:
+            measure(*[t for k in places for t in (weights[k], each[k], each[k])])
+        scales = columns[_SCALE].unbind()
+        made = self._quantize(*[t for pair in zip(weights, scales, strict=True) for t in pair])
+        return made if self._made != 1 else (made,), scales, columns[_INVERSE].unbind()

@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
 }
 
 // Adds up what the blocks found, in a fixed order.
-extern "C" __global__ void __launch_bounds__(1024) packed_heads_finish(
+extern "C" __global__ void __launch_bounds__(te::kFinishThreads) packed_heads_finish(
     const float* __restrict__ partial, SumElement* __restrict__ sums, int groups) {
   te::wait_for_earlier();
   __shared__ float found[32][33];

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
@@ -359,5 +359,5 @@ def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
     launches: list[_native.CudaLaunch] = [("packed_heads", p.threads, 0, grid, arguments)]
     if p.sums:
         finish = (("partial", 0), ("tensor", out + 1), ("groups", 0))
-        launches.append(("packed_heads_finish", 1024, 0, (-(-p.heads.features // 32), 0), finish))
+        launches.append(("packed_heads_finish", FINISH_THREADS, 0, (-(-p.heads.features // 32), 0), finish))
     return tuple(launches)

@@ -120,10 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
     te::store_columns<kThreads, kColumns, kVector>(turned, words, left, kFeatures, start, rows);
   }
   if constexpr (kSums) {
-    __shared__ float shared_sums[kLanes * kSlots * kVector];
-    te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, total);
-    float* const own = partial + static_cast<long long>(group) * kFeatures + column;
-    if (works && slot == 0) te::store_sums(groups == 1, sums + column, own, total);
+    __shared__ float shared_sums[kThreads * kVector / 4];
+    te::store_tile_sums<kThreads, kLanes>(groups == 1, sums + left, partial + static_cast<long long>(group) * kFeatures + left,
+                                          shared_sums, lane, kFeatures - left, total);
   }
   if constexpr (!kInBlocks) {
     __shared__ float raised[32];
@@ -132,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
 }
 
 // Adds up what the blocks found, in a fixed order.
-extern "C" __global__ void __launch_bounds__(1024) packed_tiles_finish(
+extern "C" __global__ void __launch_bounds__(te::kFinishThreads) packed_tiles_finish(
     const float* __restrict__ partial, SumElement* __restrict__ sums, int groups) {
   te::wait_for_earlier();
   __shared__ float found[32][33];

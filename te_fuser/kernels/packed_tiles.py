@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import name_of
@@ -118,7 +118,7 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         if self.sums:
             tensors.append((name_of(self.sums), self.sums.itemsize))
             finish = (("partial", 0), ("tensor", made), ("groups", 0))
-            launches.append((f"{self.name}_finish", 1024, 0, (-(-self.heads.features // 32), 0), finish))
+            launches.append((f"{self.name}_finish", FINISH_THREADS, 0, (-(-self.heads.features // 32), 0), finish))
         dtypes, alignments = zip(*tensors, strict=True)
         widths = (self.heads.features,) if self.sums else ()
         how = dtypes, alignments, read, tuple(launches), widths, 0, 10

@@ -1,6 +1,9 @@
 // Weights in 8 bits, by rows and turned, and the largest magnitude of each: many in one launch.
 //
-// quantize_weights.py writes in front of this text what it includes, and Narrow, which 8 bits these are.
+// quantize_weights.py writes in front of this text what it includes, and
+//   Narrow                         which 8 bits these are
+//   kScales                        whether a scale is made of each largest magnitude, among the numbers that are given
+//   kMost, kEpsilon, kPowerOfTwo   of the scales
 
 // The last weight that begins at this tile or before.
 TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
@@ -11,6 +14,11 @@ TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
     else high = middle - 1;
   }
   return low;
+}
+
+TE_DEVICE unsigned tiles_of(const te::WeightPlaces& weight) {
+  return static_cast<unsigned>((weight.height + te::kTileRows - 1) / te::kTileRows) *
+         static_cast<unsigned>((weight.width + te::kTileColumns - 1) / te::kTileColumns);
 }
 
 template <class T>
@@ -37,5 +45,7 @@ extern "C" __global__ void __launch_bounds__(te::kTileThreads, te::kTileBlocks)
   if (weight.kind == 0) largest = quantize<float>(weight, tile, shared);
   else if (weight.kind == 1) largest = quantize<te::bf16>(weight, tile, shared);
   else largest = quantize<te::fp16>(weight, tile, shared);
-  if (weight.amax != nullptr) te::raise<te::kTileThreads>(found, weight.amax, largest);
+  if (weight.amax == nullptr) return;
+  te::raise<te::kTileThreads>(found, kScales ? weight.amax + 2 : weight.amax, largest);
+  if constexpr (kScales) te::scale_of_all<kPowerOfTwo>(weight.amax, tiles_of(weight), kMost, kEpsilon);
 }

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.cuda_text import CTYPES, literal
+from te_fuser.codegen.description import ScaleOf
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
@@ -84,13 +85,15 @@ def quantize_weights(
     return list(zip(made[::2], made[1::2], strict=True))
 
 
-def quantizer_on(device: torch.device, weights: Sequence[Weight8], dtype: torch.dtype = DTYPE) -> Quantizer:
+def quantizer_on(
+    device: torch.device, weights: Sequence[Weight8], dtype: torch.dtype = DTYPE, scale: ScaleOf | None = None
+) -> Quantizer:
     """f(weight, scale, its amax where that is raised, the next weight, ...) -> what is made, as a tuple.
 
     One tensor is given alone. On a CUDA device, by one launch; plans compile the kernel. By rows, matrices of any
     height are taken.
     """
-    return functools.partial(QuantizeWeights(dtype).ready(device), bytes([w.code for w in weights]))
+    return functools.partial(QuantizeWeights(dtype, scale).ready(device), bytes([w.code for w in weights]))
 
 
 def by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
@@ -125,15 +128,21 @@ class QuantizeWeights(TextKernel["_native.QuantizeWeights"]):
 
     Attributes:
         dtype: which 8 bits it makes.
+        scale: what it makes of each amax; it is then given four numbers for each, `codegen.description.NUMBERS`.
     """
 
     dtype: torch.dtype = DTYPE
+    scale: ScaleOf | None = None
     name: ClassVar[str] = "quantize_weights"
 
     def text(self) -> str:
-        """The CUDA text: what it includes, its 8 bits, and `quantize_weights.cu`."""
+        """The CUDA text: what it includes, its constants, and `quantize_weights.cu`."""
         lines = [f'#include "{name}"' for name in ("te_cuda_quantize.cuh", "te_quantize_weights.h")]
-        lines += ["", f"using Narrow = {CTYPES[text_of(self.dtype)]};", ""]
+        by = self.scale or ScaleOf(1.0, False, 0.0)
+        lines += ["", f"using Narrow = {CTYPES[text_of(self.dtype)]};"]
+        flags = {"kScales": self.scale is not None, "kPowerOfTwo": by.power_of_two}
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        lines += [f"constexpr float kMost = {literal(by.most)}, kEpsilon = {literal(by.epsilon)};", ""]
         return "\n".join([*lines, Path(__file__).with_suffix(".cu").read_text()])
 
     def native(self, cubin: bytes) -> _native.QuantizeWeights:

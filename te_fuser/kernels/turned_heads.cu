@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) turned_heads(
 }
 
 // Adds up what the blocks found, in a fixed order.
-extern "C" __global__ void __launch_bounds__(1024) turned_heads_finish(int groups TE_SUMS(TE_PARAMETERS)) {
+extern "C" __global__ void __launch_bounds__(te::kFinishThreads) turned_heads_finish(int groups TE_SUMS(TE_PARAMETERS)) {
   te::wait_for_earlier();
   __shared__ float found[32][33];
   int block = blockIdx.x;

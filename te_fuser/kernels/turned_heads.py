@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.kernels import lanes
 from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, Scaled, constants
@@ -459,5 +459,5 @@ def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
     launches: list[_native.CudaLaunch] = [("turned_heads", p.threads, 0, grid, arguments)]
     if p.sums:
         blocks = sum(-(-width // 32) for width in p.widths)
-        launches.append(("turned_heads_finish", 1024, 0, (blocks, 0), (("groups", 0), *sums)))
+        launches.append(("turned_heads_finish", FINISH_THREADS, 0, (blocks, 0), (("groups", 0), *sums)))
     return tuple(launches)

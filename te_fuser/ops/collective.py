@@ -327,7 +327,7 @@ class Collective(OfRanks, UnfusedOperation):
         return {"input": self.back.wait(started, self.group, _bits(self.carried and self.carried.gradients))}
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return _Exchanged.apply(x, self._way(self.forth), self._way(self.back), self._known())  # type: ignore[no-any-return]
+        return exchanged(x, self._way(self.forth), self._way(self.back), self._known())
 
     def reading(self, x: Spec) -> str:
         forth, at = self.forth, f"each of {self.group.size} ranks ({self.group.title})"
@@ -355,17 +355,31 @@ def _bits(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype if dtype in FLOAT8.values() else None
 
 
+def exchanged(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:
+    """x exchanged so, as autograd and transforms of torch.func follow it: its gradient is exchanged the other way."""
+    return _Exchanged.apply(x, forth, back, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Exchanged(torch.autograd.Function):
-    """An exchange that autograd records, with that of its gradient."""
+    """It is linear, so its derivatives are exchanges, too."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group
-    ) -> torch.Tensor:
-        ctx.way = back, group
+    def forward(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:
         return x.view_as(x) if forth is None else forth.run(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
-        back, group = ctx.way
-        return dy if back is None else back.run(dy, group), None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.way = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        forth, back, group = ctx.way
+        return exchanged(gradients[0], back, forth, group), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        return exchanged(tangents[0], *ctx.way)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *way: Any) -> tuple[torch.Tensor, int]:
+        return torch.stack([exchanged(one, *way) for one in x.unbind(in_dims[0])]), 0

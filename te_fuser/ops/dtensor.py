@@ -139,7 +139,25 @@ def own_part(t: torch.Tensor) -> torch.Tensor:
 
 def recorded_part(t: torch.Tensor) -> torch.Tensor:
     """The same as autograd records it."""
-    return t.to_local() if is_dtensor(t) else t
+    return _OwnPart.apply(t, t._spec, tuple(t._local_tensor.shape)) if is_dtensor(t) else t  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """What `to_local` gives; transforms of torch.func take it, too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: DTensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        return t._local_tensor.view_as(t._local_tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.lies = inputs[1:]  # of the first one transforms hide how it lies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return as_gradient(gradients[0], *ctx.lies), None, None
 
 
 def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from te_fuser.ops.collective import Exchange
+from te_fuser.ops.collective import Exchange, exchanged
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import parts_of
 
@@ -57,15 +56,4 @@ def with_sum(parameter: torch.Tensor, group: Group) -> torch.Tensor:
     """The same, whose gradient autograd adds up over the ranks; what is left to the engine stays as it is."""
     if group.size == 1 or is_left(parameter):
         return parameter
-    return _Summed.apply(parameter, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
-        return wait_for_sums(start_sums([dy], ctx.group), [dy], ctx.group)[0], None
+    return exchanged(parameter, None, Exchange(), group)

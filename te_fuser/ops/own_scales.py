@@ -78,8 +78,8 @@ def spread(numbers: torch.Tensor, shape: torch.Size, block: Block | None) -> tor
     """Numbers of blocks for each element of a matrix of that shape; a number of all as it is."""
     if block is None:
         return numbers
-    rows, columns = shape
-    return numbers.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    down, across = (torch.arange(size, device=numbers.device) // side for size, side in zip(shape, block, strict=True))
+    return numbers.index_select(0, down).index_select(1, across)
 
 
 def _amaxes(t: torch.Tensor, block: Block | None) -> torch.Tensor:

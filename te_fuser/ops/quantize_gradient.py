@@ -84,5 +84,10 @@ class _Measured(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,), (scale, inverse), (dtype, own) = gradients, ctx.numbers, ctx.how
+        if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
+            raise RuntimeError(
+                "a batch of gradients needs a scale for each, and what a call made has room for one: transform the "
+                "forward too, by torch.func.jacrev or vmap of model.reference"
+            )
         put_scales(dy, dtype, own, scale, inverse)
         return once(rounded(dy.to(scale.dtype) * scale, dtype).to(dy.dtype)), None, None, None, None

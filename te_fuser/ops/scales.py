@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
 
@@ -58,20 +59,23 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
 
     So do modules in it that load as torch.nn's, whose weights lists may read. A hook for
     `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets. Scales without their
-    history, or a history without scales, are an error of the load, `rest[-1]`.
+    history, a history without scales, and numbers that calls cannot go by are errors of the load, `rest[-1]`.
     """
     found_there = [*_scales_in(module, state_dict, prefix)]
-    pairs = {(id(owner), name) for owner, name, _ in found_there}
-    for owner, name, found in found_there:
-        other = _other(name)
-        if (id(owner), other) not in pairs and not _is_own(owner, name, other):
-            if rest:
-                rest[-1].append(_ALONE.format(name=name, other=other, who=type(owner).__name__))
-            continue
-        # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
-        owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
-        if owner is not module:
-            take_scales(owner)
+    there = {key: found for key, _, _, found in found_there}
+    errors: list[str] = rest[-1] if rest else []
+    for key, owner, name, found in found_there:
+        both = key, _other(key)
+        if both[1] not in there and not _is_own(owner, name, _other(name)):
+            errors.append(_ALONE.format(name=name, other=_other(name), who=type(owner).__name__))
+        elif both[1] in there and any(_unsound(k, there[k]) for k in both):
+            errors += filter(None, [_unsound(key, found)])
+            del state_dict[key]  # neither of the two, which go together
+        else:
+            # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
+            owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
+            if owner is not module:
+                take_scales(owner)
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)
@@ -81,6 +85,21 @@ _ALONE = (
     "{name} of {who} comes without {other}, or with one of another shape: the scales of a product, [3], and the amaxes "
     "they are made of, [calls, 3], go together; load both, or leave both out, which keeps what the module has"
 )
+
+
+def _unsound(key: str, found: torch.Tensor) -> str:
+    """In words what a checkpoint has of scales or of a history that calls cannot go by; empty where that is sound."""
+    if found.is_meta or isinstance(found, FakeTensor):  # without numbers
+        return ""
+    numbers, is_scale = found.float(), key.endswith(SCALE)
+    wrong = numbers[~(numbers.isfinite() & ((numbers > 0) if is_scale else (numbers >= 0)))]
+    if not len(wrong):
+        return ""
+    return (
+        f"{key} has {float(wrong[0])} among its numbers, where {'scales' if is_scale else 'amaxes'} are finite and "
+        f"{'above 0' if is_scale else 'at least 0'}: save it anew from a model that has none such, or leave it and "
+        f"{_other(key)} out, which keeps what the module has"
+    )
 
 
 def _other(name: str) -> str:
@@ -118,8 +137,8 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 def _scales_in(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
-) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Owner, name and tensor of the scales that a checkpoint has of a module, and of those in it that load plainly."""
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Key, owner, name and tensor of what a checkpoint has for a module, and for those in it that load plainly."""
     for key, found in [*state_dict.items()]:
         path, _, name = key.removeprefix(prefix).rpartition(".")
         if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):
@@ -129,7 +148,7 @@ def _scales_in(
         except AttributeError:
             continue  # which the load calls unexpected
         if (owner is module or loads_plainly(owner)) and _fits(owner, name, found):
-            yield owner, name, found
+            yield key, owner, name, found
 
 
 def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:

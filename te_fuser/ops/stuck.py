@@ -13,8 +13,9 @@ import contextlib
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_fuser.config import config
 from te_fuser.ops import telling
@@ -40,7 +41,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
-        self._standing: dict[str, _Standing] = {}
+        self._standing: weakref.WeakKeyDictionary[Any, _Standing] = weakref.WeakKeyDictionary()
         self._changed, self._ended, self._thread = threading.Event(), False, threading.Thread()
 
     def watch(self, groups: Iterable[Group]) -> None:
@@ -63,7 +64,7 @@ class _Watch:
         try:
             return telling.ahead(group)
         except RuntimeError:  # the store is gone
-            known = self._standing.get(group.name)
+            known = self._standing.get(group.process_group())
             return known.other if known is not None and known.at == telling.stands(group) else ""
 
     def _run(self) -> None:
@@ -79,11 +80,12 @@ class _Watch:
             self.groups.pop(group.name)
         if not group.is_here() or telling.broken_by(group):
             return
-        before, now = self._standing.get(group.name), time.monotonic()
+        ranks = group.process_group()
+        before, now = self._standing.get(ranks), time.monotonic()
         found = _Standing(telling.stands(group))
         if before is not None and before.at == found.at and (other := telling.ahead(group, waits=True)):
             found = _Standing(found.at, other, before.since or now)
-        self._standing[group.name] = found
+        self._standing[ranks] = found
         late = found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group))
         if late and telling.stands(group) == found.at:
             _give_up(group, found.other)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,15 +38,40 @@ REMEDIES = {  # by the first word of a line; of two lines that differ that which
     "sum": "cut the model in the same way on each, and leave sums to an engine on all of them or on none",
     "seed": "call torch.manual_seed with one number on all ranks of the group, and draw the same before the model",
 }
-_told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how often this process told a ProcessGroup
 _counting = threading.Lock()
-_started: dict[str, int] = {}  # by the name of a group: collectives that te_fuser started, and graphs with some
 _broken: dict[str, tuple[weakref.ref[Any], str]] = {}  # by name: the group, and why nothing of it runs any more
 TOGETHER = (
     "ranks of a group call a model equally often, with tensors of one shape, in the same modes and regions of FP8; "
     "what one of them has run before and another one not, it runs without asking"
 )
 Line = tuple[str, str]  # what is said, as remedies know it, and the words
+
+
+@dataclass
+class _Counts:
+    """What this process did in a ProcessGroup, of which another one by its name, made later, knows nothing.
+
+    Attributes:
+        told: how often it told the others.
+        started: the collectives that te_fuser started, and graphs with some.
+        thread: the one that runs what its ranks run together, now.
+    """
+
+    told: int = 0
+    started: int = 0
+    thread: int | None = None
+
+
+_counts: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()
+
+
+def _counts_of(group: Group) -> _Counts:
+    ranks = group.process_group()
+    found = _counts.get(ranks)
+    if found is None:
+        with _counting:
+            found = _counts.setdefault(ranks, _Counts())
+    return found
 
 
 class Disagreement(RuntimeError):  # noqa: N818 - it is one
@@ -127,7 +153,7 @@ def entered(group: Group) -> int:
 
     Those of users, engines and PyTorch are not among them: ranks need not run equally many (sends from one to another).
     """
-    return _started.get(group.name, 0)
+    return _counts_of(group).started
 
 
 def start(group: Group) -> None:
@@ -137,7 +163,35 @@ def start(group: Group) -> None:
         Disagreement: where a collective of the group was given up.
     """
     check(group)
-    _started[group.name] = _started.get(group.name, 0) + 1
+    _counts_of(group).started += 1
+
+
+@contextlib.contextmanager
+def alone(groups: Sequence[Group]) -> Iterator[None]:
+    """In here no other thread runs what the ranks of these groups run together: their order would differ among ranks.
+
+    Raises:
+        Disagreement: where one does, which the other ranks hear.
+    """
+    me, counts = threading.get_ident(), [_counts_of(group) for group in groups]
+    with _counting:
+        busy = [g for g, c in zip(groups, counts, strict=True) if c.thread not in (None, me)]
+        before = [c.thread for c in counts]
+        if not busy:
+            for c in counts:
+                c.thread = me
+    if busy:
+        words = (
+            f"two threads of {busy[0]} run models at once that the ranks of this group share, and ranks may run their "
+            "collectives in different orders: give each thread a group of its own, or have them wait for each other"
+        )
+        give_up(busy[0], words, for_good=False)
+        raise Disagreement(words)
+    try:
+        yield
+    finally:
+        for c, thread in zip(counts, before, strict=True):
+            c.thread = thread
 
 
 def stands(group: Group) -> tuple[int, int]:
@@ -195,17 +249,16 @@ def check(group: Group) -> None:
 
 def _next(group: Group) -> int:
     """The number of what is told next."""
-    with _counting:
-        return _told.get(group.process_group(), 0) + 1
+    return _counts_of(group).told + 1
 
 
 def _tell(group: Group, said: Mapping[str, object]) -> int:
     """Tell the ranks of a group; the number of what was told."""
     check(group)
-    ranks = group.process_group()
+    own = _counts_of(group)
     with _counting:
-        number = _told[ranks] = _told.get(ranks, 0) + 1
-    store = ranks.get_group_store()
+        number = own.told = own.told + 1
+    store = group.process_group().get_group_store()
     store.set(_key(number, group.rank), json.dumps({**said, "entered": entered(group)}))
     if number > _REMEMBERED:  # nobody asks for it any more
         for more in ((), (_BEGUN,), (_OVER,)):

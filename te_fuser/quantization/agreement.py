@@ -120,7 +120,7 @@ class Agreement:
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
 
-        They ask where they compare calls: one that goes on to a call is heard.
+        They ask where they compare calls, too, in all groups of none but them: one that goes on to a call is heard.
 
         Raises:
             Disagreement: on all ranks, where one enters another region or none.
@@ -129,7 +129,8 @@ class Agreement:
         if key in self._entered:
             return
         own = Group.of("fp8_group", self._group())
-        groups = {group.name: group for group in (own, *groups_given())}
+        among = (g for g in groups_given() if self.ranks.issuperset(dist.get_process_group_ranks(g.process_group())))
+        groups = {group.name: group for group in (own, *among)}
         kind = " that calibrates" * region.calibrating
         what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
         telling.compare([*groups.values()], [("region", what)])

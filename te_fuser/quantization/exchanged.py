@@ -23,6 +23,7 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.quantization.agreement import agreement_of
+from te_fuser.quantization.products import weight_in
 from te_fuser.quantization.state import known_state_of
 from te_fuser.recipe import region
 
@@ -30,7 +31,7 @@ from te_fuser.recipe import region
 def agreeing() -> tuple[int, ...]:
     """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
     outermost = next(filter(None, region.entered()), None)
-    if not has_ranks() or outermost is None or not getattr(outermost.recipe, "reduce_amax", False):
+    if not has_ranks() or outermost is None or not outermost.recipe.reduce_amax:
         return ()
     agreement = agreement_of(outermost.group)
     if agreement is None or agreement.differs:
@@ -53,7 +54,7 @@ def quantized_first(
         product = item.lowered.op
         if not isinstance(product, Float8MatMul) or not ranks:
             continue
-        weight = item.lowered.bindings["weight"]
+        weight = weight_in(item)
         if isinstance(weight, GivenBinding) or not reduces(item):  # scales of the former are each rank's own
             continue
         state = known_state_of(weight)

@@ -23,6 +23,7 @@ from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
 from te_fuser.quantization.state import (
     ROLES,
     Block,
+    Looked,
     Numbers,
     State,
     apart,
@@ -102,7 +103,7 @@ def snapshot() -> Snapshot:
         return found
 
 
-def fold() -> None:
+def fold(looks: bool = False) -> None:
     """Make history and scales of what was recorded since the last fold; ranks of a group, all of them, together.
 
     It runs at the entry of each region from outside of all, and before states are read. For each tensor whose amax is
@@ -110,6 +111,12 @@ def fold() -> None:
 
         history = [amax, *history without the oldest]
         scale = largest of the format / amax(history) / 2^margin    in float32; infinite: the largest one
+
+    Where somebody looked since the last region was entered, `amax` is the largest since then, and takes the place of
+    what that look has put in front: an entry of a history is a region's, whoever looks meanwhile.
+
+    Args:
+        looks: whether it is for somebody who looks, and more may be recorded that belongs to the same entries.
 
     Raises:
         RuntimeError: on all ranks of a group where they have different numbers of products; while a stream is captured;
@@ -128,14 +135,17 @@ def fold() -> None:
             agreement.make(last.recipe)
         _keep_snapshot()
         parts = {block: _parts_of(block) for block in blocks()}
-        seen = {b: b.amaxes.clone() if p.others or p.kernel is None else b.amaxes for b, p in parts.items()}
+        seen = {b: b.amaxes if p.kernel and not (p.others or looks) else b.amaxes.clone() for b, p in parts.items()}
         if last is not None and agreement is not None:
             agreement.reduce(seen, last.recipe)
         _recorded.is_new = False
         waiting = [] if agreement is None else agreement.waiting()
         held = _taken_out(waiting, seen)
         for block, amaxes in seen.items():
+            before = _scales_before(block) if looks else None
             _fold_block(block, parts[block], amaxes)
+            known = amaxes if block.looked is None else torch.maximum(block.looked.amaxes, amaxes)
+            block.looked = None if before is None else Looked(known, before)
         for slots, amaxes in held:
             slots.copy_(amaxes)
         if has_ranks():
@@ -150,6 +160,18 @@ def _taken_out(states: Sequence[State], seen: dict[Block, torch.Tensor]) -> list
             row = seen[state.block][state.row]
             found.append((state.block.amaxes[state.row], row.clone()))
             row.zero_()
+    return found
+
+
+def _scales_before(block: Block) -> torch.Tensor:
+    """The scales of a block before the first fold since the last entry for somebody who looks, [products, 3]."""
+    if block.looked is not None:
+        return block.looked.scales
+    found, states = torch.ones_like(block.amaxes), [state for state in block.states() if _is_folded(state)]
+    for state in states:
+        state.make(state.recipe.amax_history_len, block.device)  # type: ignore[union-attr]
+    if states:
+        found[block.index(tuple([state.row for state in states]))] = torch.stack([state.scale for state in states])
     return found
 
 
@@ -173,7 +195,7 @@ def _note_alike(agreement: Agreement | None, waiting: Sequence[State]) -> None:
 def fold_to_look() -> None:
     """The same for who looks, where nothing goes by the scales of now: outside of regions, backwards and transforms."""
     if not (any(entered()) or in_backward() or _is_transformed()):
-        fold()
+        fold(looks=True)
 
 
 def _is_transformed() -> bool:
@@ -264,18 +286,23 @@ _kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionar
 
 def _parts_of(block: Block) -> _Parts:
     kept = _kernels.get(block)
-    if kept is not None and kept.holds_as_it_was():
+    if kept is not None and block.looked is None and kept.holds_as_it_was():
         return _Parts(kept, [])
     now = changes()
-    found = [s for s in block.states() if isinstance(s.recipe, DelayedScaling) and not s.is_meta]
+    found = [state for state in block.states() if _is_folded(state)]
     plain = [state for state in found if _is_plain(state.recipe)] if _has_kernel(block.device) else []
-    if not plain:
+    if not plain or block.looked is not None:
         return _Parts(None, found)
     if kept is None or not kept.holds_for(plain):
         kept = _kernels[block] = _ByKernel(block, plain)
     others = [state for state in found if not _is_plain(state.recipe)]
     kept.alone = -1 if others else now
     return _Parts(kept, others)
+
+
+def _is_folded(state: State) -> bool:
+    """Whether a product of a block keeps amaxes, and has somewhere to keep them."""
+    return isinstance(state.recipe, DelayedScaling) and not state.is_meta
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -300,10 +327,16 @@ def _update(block: Block, states: Sequence[State], seen: torch.Tensor) -> None:
         state.make(recipe.amax_history_len, seen.device)
     histories, scales = [state.history for state in states], torch.stack([state.scale for state in states])
     old = torch.stack(histories, 1)  # [length, states, 3]
-    moved = seen.isfinite() & (seen > 0)
-    new = torch.where(moved, torch.cat([seen[None], old[:-1]]), old)
+    before, goes_on, amaxes = scales, None, seen
+    if block.looked is not None:
+        known, then = (t[block.index(tuple([state.row for state in states]))] for t in block.looked)
+        goes_on, amaxes = known.isfinite() & (known > 0), torch.maximum(known, seen)
+        before = torch.where(goes_on, then, scales)
+    rest = old[:-1] if goes_on is None else torch.where(goes_on, old[1:], old[:-1])
+    moved = amaxes.isfinite() & (seen > 0)
+    new = torch.where(moved, torch.cat([amaxes[None], rest]), old)
     torch._foreach_copy_(histories, list(new.unbind(1)))
-    made = scales_of(recipe, new.flatten(1), scales.flatten()).view_as(scales)
+    made = scales_of(recipe, new.flatten(1), before.flatten()).view_as(scales)
     _put(block, states, torch.where(moved, made, scales))
 
 
@@ -368,10 +401,11 @@ def _begin(region: Region) -> None:
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
             "te_fuser.cuda_graph(model, x), and around each replay"
         )
-    try_recipe(region.recipe)
+    if isinstance(region.recipe, DelayedScaling):
+        try_recipe(region.recipe)
     if not torch.is_grad_enabled():
         if _recorded.is_new and _agreement(_recorded.region) is None:
-            fold()
+            fold(looks=True)
         return
     agreement = _agreement(region)
     if agreement is not None:

@@ -80,8 +80,8 @@ class GraphedRegion:
         now = region.current_key()
         if now == self._key or not (self._products or self._has_products and self._keeps_nothing()):
             return
-        here, there = region.current(), "capture again there, or call the model itself"
-        if here is None:
+        there = "capture again there, or call the model itself"
+        if now is None:
             raise ValueError(
                 "this graph was captured in a region of FP8, and is called outside of all: replay it in one by the "
                 f"same recipe, whose entry makes scales; for the model's own precision {there}"
@@ -95,7 +95,7 @@ class GraphedRegion:
 
     def _keeps_nothing(self) -> bool:
         """Whether no state tells what ran in the capture: outside of regions, and by recipes that have none."""
-        recipe = None if self._key is None else self._key[0][0]  # type: ignore[index]
+        recipe = None if self._key is None else self._key.recipe
         return recipe is None or scalings_of(recipe) is not None
 
     def _renew(self) -> None:
@@ -124,17 +124,16 @@ def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     return [t.view(1).view(torch.uint8) if t.dim() == 0 else t.view(torch.uint8) for t in kept.values()]
 
 
-def _differ(then: Any, now: Any) -> str:
+def _differ(then: region.Key, now: region.Key) -> str:
     """How regions differ, by their keys."""
-    ((was, calibrated, _), parts, agreed), ((recipe, calibrating, _), parts_now, agrees) = then, now
-    if was != recipe:
-        return f"this graph was captured in a region by {was}, and is called in one by {recipe}"
-    if calibrated != calibrating:
-        return f"this graph was captured with calibrating={calibrated}, and is called with {calibrating}"
-    if parts != parts_now:
+    if then.recipe != now.recipe:
+        return f"this graph was captured in a region by {then.recipe}, and is called in one by {now.recipe}"
+    if then.calibrating != now.calibrating:
+        return f"this graph was captured with calibrating={then.calibrating}, and is called with {now.calibrating}"
+    if (parts := then.says_microbatch) != now.says_microbatch:
         said = "and calls have to say it, too" if parts else "and this call says it"
         return f"this graph was captured {'with' if parts else 'without'} is_first_microbatch, {said}"
-    if agreed != agrees:
+    if then.agrees != now.agrees:
         return "this graph was captured where other ranks agree on amaxes than here"
     return "te_fuser.precision was called since the capture, and the graph goes by what was before"
 

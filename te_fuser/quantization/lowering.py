@@ -49,7 +49,7 @@ from te_fuser.quantization.kept import (
 )
 from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.products import device_of
+from te_fuser.quantization.products import device_of, weight_in
 from te_fuser.quantization.state import (
     ROLES,
     AsPut,
@@ -64,7 +64,7 @@ from te_fuser.quantization.state import (
 )
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
-from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
+from te_fuser.recipe.recipes import Format, Recipe
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -78,12 +78,12 @@ class Regions(surroundings.Surrounding):
     key = staticmethod(region.current_key)
     refuse_tracing = staticmethod(region.refuse_tracing)
 
-    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        recipe, times = _said(key)[0], Counter[Hashable]()
+    def listed(self, listed: Sequence[ListedOp], key: region.Key) -> list[ListedOp]:
+        times = Counter[Hashable]()
         found: list[ListedOp] = []
         for item in listed:
-            if _has_numbers(item, recipe):
-                weight = item.lowered.bindings["weight"].key
+            if _has_numbers(item, key.recipe):
+                weight = weight_in(item).key
                 found.append(_with_numbers(item, key, times[weight]))
                 times[weight] += 1
             else:
@@ -91,12 +91,12 @@ class Regions(surroundings.Surrounding):
         return found
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
-        return not any(_is_planned_alone(item.lowered.bindings["weight"]) for item in listed if _is_product(item))
+        return not any(_is_planned_alone(weight_in(item)) for item in listed if _is_product(item))
 
-    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+    def entered(self, listed: Sequence[ListedOp], key: region.Key) -> None:
         refuse_narrow_weights(filter(_is_product, listed))
-        around, calibrating = _said(key)
-        weights = [item.lowered.bindings["weight"] for item in listed if why_not(item, around) is None]
+        around, calibrating = key.recipe, key.calibrating
+        weights = [weight_in(item) for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]
         found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
         records = _records()
@@ -112,7 +112,7 @@ class Regions(surroundings.Surrounding):
             if scalings_of(recipe) is None:
                 ensure(weight, recipe, device) if records else look_up(weight, device)
         for item in listed:
-            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := item.lowered.bindings["weight"]):
+            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := weight_in(item)):
                 sizes = cast(MatMul, item.lowered.op).own_features
                 leave_blank(state_of(own), sizes, device_of(own) or own.get().device)
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
@@ -125,7 +125,7 @@ class Regions(surroundings.Surrounding):
         for item in products:
             refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
-            ran_outside([item.lowered.bindings["weight"] for item in products])
+            ran_outside([weight_in(item) for item in products])
 
     @contextlib.contextmanager
     def only_reading(self) -> Iterator[None]:
@@ -137,9 +137,9 @@ class Regions(surroundings.Surrounding):
             _only_reads.reset(token)
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        states = [state_of(item.lowered.bindings["weight"]) for item in listed if _keeps_scales(item)]
+        states = [state_of(weight_in(item)) for item in listed if _keeps_scales(item)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        products = [item.lowered.bindings["weight"] for item in listed if _is_product(item)]
+        products = [weight_in(item) for item in listed if _is_product(item)]
         places = [place for weight in products for place in narrow_places(weight)]
         calls = (
             (AsPut(states, _records()), True),
@@ -149,16 +149,13 @@ class Regions(surroundings.Surrounding):
         made = Facts(items=recipes, calls=calls)
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
-    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: region.Key) -> Sequence[ListedOp]:
         made = [new for item in listed for new in _lowered(item, call, key)]
         if not any(isinstance(item.lowered.op, Collective) for item in listed):
             return made
-        around = _said(key)[0]
-        return quantized_first(
-            made, agreeing(), lambda item: _reduces(recipe_for(item.lowered.bindings["weight"], around))
-        )
+        return quantized_first(made, agreeing(), lambda item: _reduces(recipe_for(weight_in(item), key.recipe)))
 
-    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+    def notes(self, listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterable[str]:
         return notes(listed, key, device)
 
     @contextlib.contextmanager
@@ -196,7 +193,7 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
     if not _is_product(item):
         return ""
-    product, chosen = cast(MatMul, item.lowered.op), recipe_for(item.lowered.bindings["weight"], recipe)
+    product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), recipe)
     if chosen is None:
         return "te.precision says so"
     for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
@@ -205,11 +202,16 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     return None
 
 
+def _recipe_of(item: ListedOp, around: Recipe) -> Recipe:
+    """What a product of 8 bits runs by."""
+    return cast(Recipe, recipe_for(weight_in(item), around))
+
+
 def _has_numbers(item: ListedOp, recipe: Recipe) -> bool:
     """Whether an op is a product of 8 bits with a scale for each factor: one that is kept, or that calls make."""
     if why_not(item, recipe) is not None:
         return False
-    scalings = scalings_of(recipe_for(item.lowered.bindings["weight"], recipe))
+    scalings = scalings_of(recipe_for(weight_in(item), recipe))
     return scalings is None or _are_of_tensors(scalings)
 
 
@@ -225,7 +227,7 @@ def _keeps_scales(item: ListedOp) -> bool:
 
 def _reduces(recipe: Recipe | None) -> bool:
     """Whether ranks agree on what a recipe keeps."""
-    return bool(getattr(recipe, "reduce_amax", False))
+    return recipe is not None and recipe.reduce_amax
 
 
 def _is_product(item: ListedOp) -> bool:
@@ -233,7 +235,7 @@ def _is_product(item: ListedOp) -> bool:
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in listed if _is_kept(item)]
+    return [weight_in(item) for item in listed if _is_kept(item)]
 
 
 def _is_kept(item: ListedOp) -> bool:
@@ -243,7 +245,7 @@ def _is_kept(item: ListedOp) -> bool:
 
 def _is_given(item: ListedOp) -> bool:
     """Whether a product's weight comes with the call."""
-    return isinstance(item.lowered.bindings["weight"], GivenBinding)
+    return isinstance(weight_in(item), GivenBinding)
 
 
 def _is_meta(weight: Binding) -> bool:
@@ -290,27 +292,26 @@ def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
     return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
-def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
+def _weight_bindings(weight: Binding, state: State, key: region.Key) -> dict[str, Binding]:
     """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
-    around, calibrating = _said(key)
-    recipe = cast(DelayedScaling, recipe_for(weight, around))
-    if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
+    recipe = cast(Recipe, recipe_for(weight, key.recipe))
+    if key.calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
-    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
+    if key.says_microbatch and not isinstance(weight, GivenBinding):
         return {name: KeptBinding(state, name) for name in KEPT}
     return _made_of(weight, state)
 
 
-def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
+def _with_numbers(item: ListedOp, key: region.Key, time: int) -> ListedOp:
     """A product with the numbers that it may read, of its state or of its calls.
 
     Args:
         time: how many products of the list before it have the same weight.
     """
-    weight = item.lowered.bindings["weight"]
+    weight = weight_in(item)
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
-    if scalings_of(recipe_for(weight, _said(key)[0])) is not None:
+    if scalings_of(recipe_for(weight, key.recipe)) is not None:
         return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state, time)))
     aside: dict[str, Binding] = {
         f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
@@ -319,48 +320,37 @@ def _with_numbers(item: ListedOp, key: Hashable, time: int) -> ListedOp:
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
-def _said(key: Hashable) -> tuple[Recipe, bool]:
-    """What a region says of itself: its recipe, and whether it is calibrating."""
-    (recipe, calibrating, *_), *_ = cast(tuple[Any, ...], key)
-    return recipe, calibrating
-
-
-def _is_in_microbatch(key: Hashable) -> bool:
-    """Whether calls say which micro-batch they are."""
-    return bool(cast(tuple[Any, ...], key)[1])
-
-
-def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """What stands in an op's place."""
-    low, (around, calibrating) = item.lowered, _said(key)
-    why = why_not(item, around)
+    low, calibrating = item.lowered, key.calibrating
+    why = why_not(item, key.recipe)
     if why is not None:
         if why:
             refuse_narrow(item, f"is no product of 8 bits here: {why}")
         return (item,)
-    recipe = recipe_for(low.bindings["weight"], around)
+    recipe = _recipe_of(item, key.recipe)
     scalings = scalings_of(recipe)
-    if is_only_narrow(low.bindings["weight"]):
+    if is_only_narrow(weight_in(item)):
         if scalings is not None:
             refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
         return _of_narrow(item, call, key)
     if calibrating and scalings is not None:
         return (item,)
-    own = call.parameters[low.bindings["weight"].key].spec.dtype
+    own = call.parameters[weight_in(item).key].spec.dtype
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
     own = torch.float32 if exact else own
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    form = _form(cast(Recipe, recipe), dtype, own)
-    if scalings is not None and _are_of_tensors(scalings):
+    form = _form(recipe, dtype, own)
+    if scalings is not None and _are_of_tensors(scalings) and not torch._C._are_functorch_transforms_active():
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
     if scalings is not None:
-        weight = low.bindings["weight"]
+        weight = weight_in(item)
         keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
         product = OwnScalesMatMul(cast(MatMul, low.op), scalings=scalings, keeps_weight=keeps, **form)
         return (_listed(item, product, "", low.bindings),)
-    kept = (True,) * 3 if calibrating else cast(DelayedScaling, recipe).override_linear_precision
+    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     if any(kept):
         partly = PartlyFloat8MatMul(cast(MatMul, low.op), kept=kept, **form)
         numbers = [name for name in low.aside if call.grad or not name.endswith("_amax")]
@@ -370,7 +360,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
 
 def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:
     """What the ops of products say of a recipe."""
-    gradients = E5M2 if _is_hybrid(recipe) else E4M3
+    gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
     split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     return {
         "dtype": dtype,
@@ -378,10 +368,6 @@ def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict
         "formats": (E4M3, E4M3, gradients),
         "fast": tuple([not params.use_split_accumulator for params in split]),
     }
-
-
-def _is_hybrid(recipe: Recipe) -> bool:
-    return getattr(recipe, "fp8_format", Format.E4M3) is Format.HYBRID
 
 
 def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) -> Iterable[ListedOp]:
@@ -405,11 +391,11 @@ def _between_quantizers(item: ListedOp, form: Mapping[str, Any], records: bool) 
         yield _quantizing(item, behind, ".quantize_gradient", "output_gradient", True)
 
 
-def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
-    low, (around, calibrating) = item.lowered, _said(key)
-    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
-    if calibrating or recipe.override_linear_precision[0]:
+    low = item.lowered
+    recipe = _recipe_of(item, key.recipe)
+    if key.calibrating or recipe.override_linear_precision[0]:
         refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
     if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
         refuse_narrow(item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own")
@@ -421,7 +407,7 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[Liste
     op = Float8MatMul(cast(MatMul, low.op), weight_is_kept=True, **form)
     yield _quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"]), ".quantize", "input", False)
     numbers = [name for name in READ_KEPT if name in low.aside]
-    yield _in_place(item, op, "", numbers, {"weight_data": low.bindings["weight"]})
+    yield _in_place(item, op, "", numbers, {"weight_data": weight_in(item)})
 
 
 def _in_place(
@@ -449,13 +435,13 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
     return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
-def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
+def notes(listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
-    around, calibrating = _said(key)
+    around, calibrating = key.recipe, key.calibrating
     alike: dict[tuple[str, str], list[str]] = {}
     for item in listed:
         if why_not(item, around) is None:
-            recipe = cast(Recipe, recipe_for(item.lowered.bindings["weight"], around))
+            recipe = _recipe_of(item, around)
             alike.setdefault(_precision(recipe), []).append(item.path)
     emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
     for (said, but), paths in alike.items():
@@ -470,7 +456,7 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
     if given := [item.path for item in listed if _keeps_scales(item) and _is_given(item)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
     products = filter(_is_product, listed)
-    if narrow := [item.path for item in products if is_only_narrow(item.lowered.bindings["weight"])]:
+    if narrow := [item.path for item in products if is_only_narrow(weight_in(item))]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
         if why := why_not(item, around):
@@ -479,9 +465,9 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
 
 def _precision(recipe: Recipe) -> tuple[str, str]:
     """Formats and scales of a recipe, in words, and which products have none of it."""
-    formats = "E4M3, gradients in E5M2" if _is_hybrid(recipe) else "E4M3"
-    kept = getattr(recipe, "override_linear_precision", (False, False, False))
-    own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+    formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+    kept = zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True)
+    own = [product for product, keeps in kept if keeps]
     but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
     return "; ".join(filter(None, (formats, how(recipe)))), but
 

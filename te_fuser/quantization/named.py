@@ -6,7 +6,7 @@ import torch
 
 from te_fuser.quantization.folding import fold, fold_to_look
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import ROLES, State, state_of
+from te_fuser.quantization.state import ROLES, State, blocks, state_of
 from te_fuser.recipe.region import entered
 
 
@@ -37,9 +37,10 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
     """
     if any(entered()):
         raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
-    fold()
+    fold(looks=True)
+    found = {block: block.not_finite.tolist() for block in blocks()}  # one copy of each, which a GPU is waited for
     counts = {
-        f"{path}.{role}": int(state.block.not_finite[state.row, k])
+        f"{path}.{role}": found[state.block][state.row][k]
         for path, state in _states_of(model).items()
         for k, role in enumerate(ROLES)
         if state.block is not None

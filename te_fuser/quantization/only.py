@@ -15,7 +15,7 @@ from te_fuser.ops.construction import on_construction
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.narrow import NARROW, is_narrow, narrow, not_scaled, prefix_of
 from te_fuser.ops.scales import HoldsScales
-from te_fuser.quantization.products import weight_of
+from te_fuser.quantization.products import weight_in, weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def refuse_narrow(item: ListedOp, why: str) -> None:
     Raises:
         RuntimeError: naming it, with why in words.
     """
-    if is_only_narrow(item.lowered.bindings["weight"]):
+    if is_only_narrow(weight_in(item)):
         raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
 
 
@@ -158,7 +158,7 @@ def refuse_narrow_weights(products: Iterable[ListedOp]) -> None:
     """
     there: dict[int, Hashable] = {}
     for item in products:
-        weight = item.lowered.bindings["weight"]
+        weight = weight_in(item)
         for owned, _, part in narrow_places(weight):
             if there.setdefault(id(part), weight.key) != weight.key:
                 refuse_narrow(item, "is another product's, too, which has a scale of its own: list one product twice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from te_fuser.ops.base import FusableOperation
@@ -11,6 +13,9 @@ from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.narrow import prefix_of
 from te_fuser.ops.quantized_matmul import STEP
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.listed import ListedOp
 
 
 def products() -> list[Binding]:
@@ -40,6 +45,11 @@ def weight_of(op: FusableOperation) -> Binding | None:
         return next((low.bindings["weight"] for low in op.lower() if "weight" in low.bindings), None)
     except (AttributeError, ReferenceError, TypeError):  # an owner that is gone, a hook: such an op runs nowhere
         return None
+
+
+def weight_in(item: ListedOp) -> Binding:
+    """What a product in a list reads its weight by."""
+    return item.lowered.bindings["weight"]
 
 
 def products_of(model: torch.nn.Module) -> dict[str, Binding]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -45,6 +45,18 @@ def changes() -> int:
     return _changes[0]
 
 
+class Looked(NamedTuple):
+    """What folds put into histories for who looked, since the last region was entered: the next fold goes on with it.
+
+    Attributes:
+        amaxes: float32 [products, 3], the largest of these folds.
+        scales: those of before, float32 [products, 3].
+    """
+
+    amaxes: torch.Tensor
+    scales: torch.Tensor
+
+
 class Block:
     """Slots for the amaxes of many products on one device.
 
@@ -53,12 +65,14 @@ class Block:
         not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
         live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
             memory: for CUDA graphs; None before the first capture.
+        looked: what histories have of the steps that go on; None where nobody looked.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
         self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
         self.live: torch.Tensor | None = None
+        self.looked: Looked | None = None
         self.device = self.amaxes.device
         self._states: list[weakref.ref[State] | None] = []
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
@@ -182,6 +196,8 @@ class State:
         show([(self.scales, self.inverses)], numbers.unbind())
         if self.block is not None and self.block.live is not None:
             self.block.live[self.row, :, 0] = numbers
+        if self.block is not None and self.block.looked is not None:
+            self.block.looked.amaxes[self.row] = 0.0
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.

@@ -7,6 +7,7 @@ from te_fuser.recipe.recipes import (
     Format,
     MMParams,
     MXFP8BlockScaling,
+    OwnScales,
     QParams,
     Recipe,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Format",
     "MMParams",
     "MXFP8BlockScaling",
+    "OwnScales",
     "QParams",
     "Recipe",
     "autocast",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,17 +77,54 @@ class MMParams:
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
+@dataclass(frozen=True)
+class QParams:
+    """How a tensor gets its scale from its own amax.
+
+    Attributes:
+        power_2_scale: whether scales are rounded down to powers of two.
+        amax_epsilon: the least amax.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_flag(self, "power_2_scale")
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon <= _MOST:
+            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on that float32 has")
+
+
+class OwnScales(NamedTuple):
+    """How a tensor gets its scales from itself.
+
+    Attributes:
+        by: how each follows from what it scales.
+        block: rows and columns that have one, where what is summed lies along the columns; None: all have one.
+    """
+
+    by: QParams
+    block: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(ABC):
     """What all recipes are: values that compare by what they hold, and cannot be changed once they are made.
 
     Attributes:
+        step: features of the products that run by it come in multiples of so many.
+        fp8_format: which formats are used.
+        reduce_amax: whether ranks agree on what is kept.
+        override_linear_precision: which products keep their precision: y, dx, dW.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: how y = x W^T, dx = dy W and dW = dy^T x are summed.
         fp8_dpa, fp8_mha: attention in FP8, which is refused.
     """
 
-    step: ClassVar[int] = 16  # features of the products that run by it come in multiples of so many
-    scales: ClassVar[str] = "tensor"  # what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx"
+    step: ClassVar[int] = 16
+    fp8_format = Format.E4M3
+    reduce_amax = False
+    override_linear_precision = (False, False, False)
 
     fp8_gemm_fprop: MMParams = _FAST
     fp8_gemm_dgrad: MMParams = _SPLIT
@@ -102,6 +140,17 @@ class Recipe:
             _check_flag(self, name)
             if getattr(self, name):
                 raise NotImplementedError(f"{_said(self, name)}: te_fuser has no attention in FP8; leave it out")
+
+    @property
+    @abstractmethod
+    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales] | None:
+        """How x, W and dy get their scales from themselves; None of a recipe that keeps them from call to call."""
+
+    @property
+    def scales(self) -> str:
+        """What of x has one scale: a "tensor", a "block" of 128 numbers, or one of fewer, "mx"."""
+        block = None if self.own_scales is None else self.own_scales[0].block
+        return "tensor" if block is None else "block" if block[1] == 128 else "mx"
 
 
 @dataclass(frozen=True)
@@ -159,24 +208,9 @@ class DelayedScaling(Recipe):
             raise TypeError(f"{_said(self, 'override_linear_precision')}: it is three times True or False: y, dx, dW")
         object.__setattr__(self, "override_linear_precision", tuple(given))
 
-
-@dataclass(frozen=True)
-class QParams:
-    """How a tensor gets its scale from its own amax.
-
-    Attributes:
-        power_2_scale: whether scales are rounded down to powers of two.
-        amax_epsilon: the least amax.
-    """
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_flag(self, "power_2_scale")
-        epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon <= _MOST:
-            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on that float32 has")
+    @property
+    def own_scales(self) -> None:
+        """They are kept."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +235,12 @@ class Float8CurrentScaling(Recipe):
         _check_format(self, Format.HYBRID, Format.E4M3)
         _check_quantized(self)
 
+    @property
+    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+        """One of each tensor."""
+        by = self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad
+        return OwnScales(by[0]), OwnScales(by[1]), OwnScales(by[2])
+
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
@@ -216,7 +256,6 @@ class Float8BlockScaling(Recipe):
     """
 
     step: ClassVar[int] = 128
-    scales: ClassVar[str] = "block"
 
     fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = QParams(power_2_scale=True)
@@ -238,6 +277,12 @@ class Float8BlockScaling(Recipe):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(f"{_said(self, name)}: sums over blocks are split; leave it out")
 
+    @property
+    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+        """One of each block."""
+        by, row = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad), (1, self.step)
+        return OwnScales(by[0], row), OwnScales(by[1], (self.step, self.step)), OwnScales(by[2], row)
+
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
@@ -251,7 +296,6 @@ class MXFP8BlockScaling(Recipe):
     """
 
     step: ClassVar[int] = 32
-    scales: ClassVar[str] = "mx"
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -262,3 +306,8 @@ class MXFP8BlockScaling(Recipe):
         _check_format(self, Format.E4M3)
         if self.margin != 0 or isinstance(self.margin, bool):
             raise ValueError(f"{_said(self, 'margin')}: scales of 32 numbers have none; leave it out")
+
+    @property
+    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+        """One of each block."""
+        return (OwnScales(QParams(power_2_scale=True), (1, self.step)),) * 3

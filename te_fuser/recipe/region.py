@@ -7,10 +7,10 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,17 +32,29 @@ class Region:
     group: Any = None
     calibrating: bool = False
 
-    @property
-    def key(self) -> Hashable:
-        """All that plans depend on."""
-        return self.recipe, self.calibrating, _settings[0]
-
     @functools.cached_property
     def agrees(self) -> str | None:
         """By name the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
-        if not getattr(self.recipe, "reduce_amax", False):
+        if not self.recipe.reduce_amax:
             return None
         return "" if self.group is None else str(self.group.group_name)
+
+
+class Key(NamedTuple):
+    """What the plan of a call depends on in regions.
+
+    Attributes:
+        recipe, calibrating: of the innermost one.
+        settings: how often what modules run by was changed.
+        says_microbatch: whether weights are kept from micro-batch to micro-batch.
+        agrees: by name the group whose ranks agree on magnitudes; None where none do.
+    """
+
+    recipe: Recipe
+    calibrating: bool
+    settings: int
+    says_microbatch: bool
+    agrees: str | None
 
 
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
@@ -62,14 +74,14 @@ def current() -> Region | None:
     return stack[-1] if stack else None
 
 
-def current_key() -> Hashable:
-    """Its key, whether weights are kept from micro-batch to micro-batch, and which ranks agree; None outside."""
+def current_key() -> Key | None:
+    """What plans depend on here; None outside."""
     stack = _stack.get()  # asked in each call of a list
     found = stack[-1] if stack else None
     if found is None:
         return None
     outermost = stack[0] or next(filter(None, stack))
-    return found.key, _is_first.get() is not None, outermost.agrees
+    return Key(found.recipe, found.calibrating, _settings[0], _is_first.get() is not None, outermost.agrees)
 
 
 def is_first_microbatch() -> bool | None:

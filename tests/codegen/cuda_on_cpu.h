@@ -161,6 +161,20 @@ inline unsigned atomicMax(unsigned* at, unsigned value) {
   return before;
 }
 
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at += value;
+  return before;
+}
+
+inline unsigned atomicExch(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at = value;
+  return before;
+}
+
+inline void __threadfence() {}
+
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }

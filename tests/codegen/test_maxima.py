@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from te_fuser._native import CpuKernel
-from te_fuser.codegen import cpp, cuda, schedule_model
+from te_fuser.codegen import cpp, cuda, cuda_body, schedule_model
 from te_fuser.codegen.compiler import LoadedKernel, load
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
@@ -19,11 +21,15 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.schedule import Kind, limits_of
-from te_fuser.formula import expr
-from te_fuser.formula.expr import Axes
+from te_fuser.formula import expr, sigmoid
+from te_fuser.formula.expr import Axes, Expr
+from te_fuser.kernels.scale_of_amax import in_kernels
+from te_fuser.ops.gelu import GELU_FORMS
+from te_fuser.ops.own_scales import Scaling, scale_by
 from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
 from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler, needs_nvrtc
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -144,6 +150,83 @@ def test_it_is_raised_and_never_lowered(
     assert look(x) == math.inf
     x[3, 0] = math.nan
     assert math.isnan(look(x)) and math.isnan(look(torch.ones(2, width)))
+
+
+def looking(formula: Callable[..., Expr], width: int, dtype: str) -> KernelDescription:
+    """A kernel that looks for the largest magnitude of a function of one tensor or two."""
+    names = "xz"[: formula.__code__.co_argcount]
+    leaves = [expr.leaf(name, Axes.FULL, width) for name in names]
+    wanted = [Target("amax", formula(*leaves), Axes.FULL, width, "float32")]
+    return describe("look", (), (), dict.fromkeys(names, (Axes.FULL, width, dtype)), wanted)
+
+
+BOUNDED: dict[str, Callable[..., Expr]] = {
+    "gelu": lambda x: GELU_FORMS["tanh"](x),
+    "gelu by erf": lambda x: GELU_FORMS["none"](x),
+    "silu": lambda x: x * sigmoid(x),
+    "swiglu": lambda x, z: x * sigmoid(x) * z,
+    "geglu": lambda x, z: GELU_FORMS["tanh"](x) * z,
+}
+
+
+def with_special_numbers(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """x as it is, of other sizes, nothing, and with numbers for which a bound says nothing."""
+    yield from (x, x * 1e-3, x * 1e-36, x * 1e4, x[:0], torch.zeros_like(x))
+    for number in (math.inf, -math.inf, math.nan, 3e38, -3e38):
+        for row in (0, len(x) // 2, len(x) - 1):
+            found = x.clone()
+            found[row, row % x.shape[1]] = number
+            yield found
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_cannot_be_larger_is_passed_over(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those of a kernel that computes everything, which NaN is the largest of."""
+    every = [looking(formula, width, dtype) for formula in BOUNDED.values() for width in (1, 40, 257)]
+    texts = [cuda.generate(d) for d in every]
+    monkeypatch.setattr(cuda_body, "bound_of", lambda e: None)
+    plain = [cuda.generate(d) for d in every]
+    assert all(
+        "may_be_larger" in a.source and "may_be_larger" not in b.source for a, b in zip(texts, plain, strict=True)
+    )
+    kernels = build(str(COMPILER), [*texts, *plain], tmp_path)
+    rng, seen = torch.Generator().manual_seed(3), set()
+    for d, kernel, whole in zip(every, kernels, kernels[len(every) :], strict=False):
+        for x in with_special_numbers(torch.randn(301, d.width, generator=rng)):
+            z = torch.randn(x.shape, generator=rng)
+            tensors = {t.name: v.to(getattr(torch, dtype)) for t, v in zip(d.loads, (x, z), strict=False)}
+            found = [slots(d, 0.01), slots(d, 0.01)]
+            for k, given in zip((kernel, whole), found, strict=True):
+                call(k, d, tensors, given, len(x))
+            bits, wanted = (given["amax"].view(torch.int32).item() for given in found)
+            assert bits == wanted
+            seen.add(math.isfinite(found[0]["amax"].item()))
+    assert seen == {True, False}
+
+
+WAYS = [*itertools.product((E4M3, E5M2), (Scaling(), Scaling(power_of_two=True, epsilon=0.25)))]
+AMAXES = [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan]
+
+
+@needs_compiler
+def test_scales_by_the_last_block(tmp_path: Path) -> None:
+    """Those of the definition, their reciprocals, and zeros for who raises them again: by many blocks or one."""
+    plain = LOOK[33]
+    every = [
+        dataclasses.replace(plain, maxima=(dataclasses.replace(plain.maxima[0], scale=in_kernels(*way)),))
+        for way in WAYS
+    ]
+    assert len({d.key for d in (plain, *every)}) == 5 and "ScaleOf" in str(every[0])
+    for way, d, kernel in zip(WAYS, every, build(str(COMPILER), [*map(cuda.generate, every)], tmp_path), strict=True):
+        for amax, rows in itertools.product(AMAXES, (1, 29, 4099)):
+            x, numbers = torch.zeros(rows, 33), torch.zeros(4)
+            x[rows // 2, 7] = 2.0 * amax if amax < 1e38 else amax
+            found = 0.5 * x[rows // 2, 7]
+            for _ in range(2):
+                call(kernel, d, {"x": x}, {"amax": numbers}, rows)
+                scale = scale_by(found.abs(), *way)
+                assert numbers.tolist() == [scale.reciprocal().item(), scale.item(), 0.0, 0.0]
 
 
 @needs_compiler

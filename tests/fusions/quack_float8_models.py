@@ -12,7 +12,7 @@ from te_fuser import fusions, ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.kernels.packages import quack_float8, quack_matmul
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, MMParams
 from tests.fusions.products import free
 from tests.kernels.packages import fake_quack_float8
 
@@ -21,7 +21,17 @@ NAMES = (BIASED, ALONE, AUX)
 F, FFN, ROWS = 4096, 16384, 8192
 BF16 = torch.bfloat16
 RECIPE = DelayedScaling(amax_history_len=3)
-IN_FEWER_BITS = "it sums in fewer bits than float32 has, and the recipe says use_split_accumulator for forward"
+SPLIT = DelayedScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float16}, "it was written for bfloat16, and this is float16"),
+    (
+        {"recipe": SPLIT},
+        "it sums in fewer bits than float32 has, and the recipe says use_split_accumulator for forward",
+    ),
+    ({"bias_dtype": torch.float32}, "the bias is in float32, the product in bfloat16"),
+    ({"device": "b200"}, "it was measured on compute capability 9 alone, this GPU has 10.0"),
+    ({"device": "l4"}, "it was measured on compute capability 9 alone, this GPU has 8.9"),
+]
 
 
 @pytest.fixture

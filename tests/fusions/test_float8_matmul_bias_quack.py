@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from te_fuser import fusions
 from te_fuser.fusions.matmul_bias_gelu_quack import CALLS
 from te_fuser.kernels.packages import quack_matmul
-from te_fuser.recipe import DelayedScaling, MMParams
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
 from tests.fusions.products import reasons
 from tests.fusions.quack_float8_models import (
     AUX,
     BIASED,
     FFN,
+    REFUSED,
     ROWS,
     F,
     apart,
@@ -45,19 +44,6 @@ def test_taken_where_few_terms_are_summed(grad: bool) -> None:
     assert (cost.read, cost.written) == (F * (ROWS + FFN), 2 * ROWS * FFN)
     assert (cost.flops, cost.dtype, cost.calls) == (2.0 * ROWS * F * FFN, "float8_e4m3fn", CALLS)
     assert cost.efficiency == 1.06 and cost.launches == 1
-
-
-SPLIT = DelayedScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": torch.float16}, "it was written for bfloat16, and this is float16"),
-    (
-        {"recipe": SPLIT},
-        "it sums in fewer bits than float32 has, and the recipe says use_split_accumulator for forward",
-    ),
-    ({"bias_dtype": torch.float32}, "the bias is in float32, the product in bfloat16"),
-    ({"device": "b200"}, "it was measured on compute capability 9 alone, this GPU has 10.0"),
-    ({"device": "l4"}, "it was measured on compute capability 9 alone, this GPU has 8.9"),
-]
 
 
 @pytest.mark.usefixtures("installed")

@@ -10,7 +10,6 @@ import torch
 import te_fuser as te
 from te_fuser import fusions
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling, MMParams
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
 from tests.fusions.products import reasons
 from tests.fusions.quack_float8_models import (
@@ -19,6 +18,7 @@ from tests.fusions.quack_float8_models import (
     BF16,
     FFN,
     RECIPE,
+    REFUSED,
     ROWS,
     F,
     apart,
@@ -57,21 +57,11 @@ def test_without_a_backward_it_is_not_written() -> None:
     assert "float8_matmul_bias" in {s.name for s in p.forward}  # which sums many terms
 
 
-SPLIT = DelayedScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"gelu": "none"}, "the epilogue's GELU is the tanh form, and this one is exact (erf)"),
-    ({"dtype": torch.float16}, "it was written for bfloat16, and this is float16"),
-    (
-        {"recipe": SPLIT},
-        "it sums in fewer bits than float32 has, and the recipe says use_split_accumulator for forward",
-    ),
-    ({"bias_dtype": torch.float32}, "the bias is in float32, the product in bfloat16"),
-    ({"device": "b200"}, "it was measured on compute capability 9 alone, this GPU has 10.0"),
-]
+OF_GELU = {"gelu": "none"}, "the epilogue's GELU is the tanh form, and this one is exact (erf)"
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("how", "why"), REFUSED)
+@pytest.mark.parametrize(("how", "why"), [*REFUSED, OF_GELU])
 def test_refused(how: dict[str, Any], why: str) -> None:
     assert why in reasons(planned(**how), AUX)
 

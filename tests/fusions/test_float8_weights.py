@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 import te_fuser as te
 from te_fuser import fusions, ops
+from te_fuser.fuser.plan import planner
 from te_fuser.quantization import lowering
-from te_fuser.recipe import Float8CurrentScaling, Format, QParams, Recipe
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
 from tests.needs import needs_compiler
@@ -40,9 +42,16 @@ def joined() -> te.Linear:
     return made
 
 
-def step(model: Any, recipe: Recipe, rows: int = 24, scale: float = 1.0, twice: bool = False) -> Any:
+def step(
+    model: Any,
+    recipe: Recipe,
+    rows: int = 24,
+    scale: float = 1.0,
+    twice: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """Output and gradients of one call in a region."""
-    x = (scale * torch.randn(rows, F, generator=torch.Generator().manual_seed(rows))).requires_grad_()
+    x = (scale * torch.randn(rows, F, generator=torch.Generator().manual_seed(rows))).to(dtype).requires_grad_()
     with te.autocast(recipe=recipe):
         y = model(x)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -73,6 +82,24 @@ def test_a_graph_that_is_kept_measures_anew(recipe: Recipe) -> None:
 
 
 @every
+def test_what_a_kernel_stores_it_also_measures(recipe: Recipe, driver: FakeDriver) -> None:
+    """Rounded as it is stored: bit for bit what passes of their own would find, and a launch less for each."""
+
+    def gradients() -> tuple[dict[str, torch.Tensor], int]:
+        model = te.Sequential(mlp(), mlp(), mlp()).to(torch.bfloat16)
+        driver.launches = 0
+        return step(model, recipe, dtype=torch.bfloat16), driver.launches
+
+    found, launches = gradients()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "with_raised", lambda plan, prices: plan)
+        wanted, more = gradients()
+    assert more - launches == 2  # the gradients that two blocks get from those behind them
+    for name, exact in wanted.items():
+        assert torch.equal(found[name], exact), name
+
+
+@every
 @pytest.mark.parametrize("make", [mlp, joined])
 def test_weights_that_are_taken_away_are_turned_again(make: Any, recipe: Recipe) -> None:
     wanted = step(make(), recipe)
@@ -90,11 +117,44 @@ def test_verified() -> None:
 
 
 def test_launches(driver: FakeDriver) -> None:
-    """Of weights three for all; of what each product quantizes a pass, a scale and the kernel; one behind them."""
+    """Of weights two for all; of what each product quantizes a pass and the kernel; one behind them."""
     model, recipe = mlp(), RECIPES["current"]
     step(model, recipe)
     driver.launches = 0
     with te.autocast(recipe=recipe), torch.no_grad():
         model(torch.randn(24, F))
         model(torch.randn(24, F))
-    assert driver.launches / 2 == 3 + 2 * 3 + 1
+    assert driver.launches / 2 == 2 + 2 * 2 + 1
+
+
+_OF_CALLS = ("/te_fuser/fuser/", "/te_fuser/fusions/", "/te_fuser/kernels/own_")
+
+
+def calls_of(model: te.Sequential, recipe: Recipe) -> int:
+    """How many functions a forward and a backward enter that are like the ones before, entry of the region apart."""
+    x, found = torch.randn(16, F, requires_grad=True), 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal found
+        found += event == "call" and any(folder in frame.f_code.co_filename for folder in _OF_CALLS)
+
+    def run() -> None:
+        with te.autocast(recipe=recipe):
+            y = model(x)
+        y.backward(torch.ones_like(y))
+
+    for _ in range(3):
+        run()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_scales_of_now_take_the_host_few_functions_more_than_kept_ones() -> None:
+    """Of whatever length the list is."""
+    for model in (mlp, lambda: te.Sequential(mlp(), mlp(), mlp())):
+        assert calls_of(model(), RECIPES["current"]) - calls_of(model(), DelayedScaling()) <= 8

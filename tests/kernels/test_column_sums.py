@@ -12,6 +12,7 @@ import torch
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.codegen import nvrtc
+from te_fuser.codegen.cuda_text import FINISH_THREADS
 from te_fuser.fuser.run import loading
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.verify import steps as verify_steps
@@ -123,7 +124,7 @@ def nothing(width: int, sums: int) -> _native.CudaKernel:
     totals = tuple(("tensor", 1 + k) for k in range(sums))
     launches = (
         ("rows", 128, 0, ROWS, (("tensor", 0), *partials, ("rows", 0))),
-        ("finish", 1024, 0, FINISH, (*partials, *totals, ("groups", 0), ("batch_size", 0))),
+        ("finish", FINISH_THREADS, 0, FINISH, (*partials, *totals, ("groups", 0), ("batch_size", 0))),
     )
     dtypes = ("float32",) * (1 + sums)
     return _native.CudaKernel(
@@ -152,7 +153,7 @@ def test_a_launch_takes_sixty_four_sums(driver: FakeDriver, steps: int, sums: in
     made.run(slots)
     assert driver.launches == steps + launches
     assert driver.early == driver.launches
-    assert (driver.last_symbol, driver.last_threads) == (b"column_sums", 1024)
+    assert (driver.last_symbol, driver.last_threads) == (b"column_sums", FINISH_THREADS)
     assert driver.last_blocks == 2 * (steps * sums - 64 * (launches - 1))
 
 
@@ -211,7 +212,7 @@ def test_a_step_in_python_leaves_its_sums(driver: FakeDriver) -> None:
 def test_totals_live_wherever_a_kernel_takes_them(driver: FakeDriver) -> None:
     """A step may drop them: what is yet to be written is not given back before."""
     rows = ("rows", 32, 0, (1, 1, 2, False, True), (("tensor", 0), ("tensor", 2), ("partial", 0)))
-    finish = ("finish", 1024, 0, (1, 0), (("partial", 0), ("tensor", 1), ("groups", 0)))
+    finish = ("finish", FINISH_THREADS, 0, (1, 0), (("partial", 0), ("tensor", 1), ("groups", 0)))
     dtypes = ("float32",) * 3
     kernel = _native.CudaKernel("nothing", b"nowhere:-", dtypes, (4,) * 3, 1, (rows, finish), (WIDTH,), 0, 0)
     died: list[bytes] = []

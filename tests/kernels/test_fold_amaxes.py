@@ -11,7 +11,7 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.fold_amaxes import AmaxFolder, FoldAmaxes, Folded
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.kernels.fold_cases import folded_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
-    folder = tmp_path_factory.mktemp("fold")
-    native = emulate([FoldAmaxes()], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running([FoldAmaxes()], tmp_path_factory.mktemp("fold")) as driver:
         yield driver
 
 

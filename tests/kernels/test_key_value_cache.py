@@ -14,7 +14,7 @@ from te_fuser.kernels.key_value_cache import CacheWrite
 from te_fuser.ops import KeyValueCache
 from te_fuser.ops.base import OpCall
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler, needs_nvrtc
 
 # head_dim, kv_heads, per_group, packing, dtype, whole
@@ -29,9 +29,7 @@ ROOM = 6
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("caches")
-    native = emulate({*KERNELS.values()}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running({*KERNELS.values()}, tmp_path_factory.mktemp("caches")) as driver:
         yield driver
 
 

@@ -11,7 +11,7 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import one_query
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.kernels.one_query_cases import CASES
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("one")
-    native = emulate({case.kernel for case in CASES.values()}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running({case.kernel for case in CASES.values()}, tmp_path_factory.mktemp("one")) as driver:
         yield driver
 
 

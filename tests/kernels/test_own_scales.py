@@ -44,25 +44,25 @@ def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -
 def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
     """The bytes of the definition by rows and turned, zeros behind the tokens, and scales as products take them."""
     scaling = Scaling((128, 128) if kernel.square else (1, 128), kernel.power_of_two, kernel.epsilon)
-    rows, turned = own_scales.quantize_blocks(x, kernel.narrow, scaling, kernel.wanted)
+    rows, turned = own_scales.BlocksOf(kernel)(x)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     tokens, features = flat.shape
     for side, found, given in (("rows", rows, flat), ("turned", turned, flat.mT)):
         if kernel.wanted not in (side, "both"):
-            assert not found.data.numel()
+            assert not found[0].numel()
             continue
         data, inverse = quantized(given, kernel.narrow, scaling)
         whole = side == "rows" and tokens % 4 == 0
         room = tokens if whole else transposed8.padded(tokens)
-        ours = found.data.reshape(room, features) if side == "rows" else found.data.mT
-        assert found.data.dtype == kernel.narrow and ours.shape == (room, features) and found.data.is_contiguous()
-        assert found.data.shape == x.shape if whole else True
+        ours = found[0].reshape(room, features) if side == "rows" else found[0].mT
+        assert found[0].dtype == kernel.narrow and ours.shape == (room, features) and found[0].is_contiguous()
+        assert found[0].shape == x.shape if whole else True
         right = data if side == "rows" else data.mT
         assert torch.equal(codes(ours)[:tokens], codes(right)) and not codes(ours)[tokens:].any()
         lies = inverse if kernel.square else inverse.mT
-        scales = found.inverse[: lies.shape[0], : lies.shape[1]]
+        scales = found[1][: lies.shape[0], : lies.shape[1]]
         assert torch.equal(scales, lies) or not x.numel(), side
-        assert found.inverse.shape[1] % 4 == 0 and found.inverse.is_contiguous()
+        assert found[1].shape[1] % 4 == 0 and found[1].is_contiguous()
 
 
 @needs_compiler
@@ -101,7 +101,7 @@ def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
 def test_refused_in_words() -> None:
     for shape in ((3, 40), (2**31, 16)):
         with pytest.raises(ValueError, match=r"multiples of 16 and up to 2147483520 rows, got \[\d+, \d+\]"):
-            own_scales.quantize_blocks(torch.empty(shape, device="meta"), E4M3, Scaling((1, 128)), "both")
+            own_scales.BlocksOf(BLOCKS[0])(torch.empty(shape, device="meta"))
 
 
 @needs_nvrtc

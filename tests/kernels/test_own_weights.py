@@ -1,20 +1,21 @@
-"""Weights by scales of their own: three launches for all of them, run on the CPU."""
+"""Weights by scales of their own: two launches for all of them, run on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from te_fuser.codegen import nvrtc
 from te_fuser.kernels import transposed8
-from te_fuser.kernels.own_weights import OwnWeights
+from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8
-from te_fuser.kernels.scale_of_amax import ScaleOfAmax
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.float8 import E4M3, codes
-from tests.needs import needs_compiler
+from tests.needs import needs_compiler, needs_nvrtc
 
 POWERS = Scaling(power_of_two=True, epsilon=0.25)
 B16, F32 = torch.bfloat16, torch.float32
@@ -23,7 +24,7 @@ B16, F32 = torch.bfloat16, torch.float32
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     folder = tmp_path_factory.mktemp("own_weights")
-    native = emulate([QuantizeWeights(), *(ScaleOfAmax.of(E4M3, s) for s in (Scaling(), POWERS))], folder)
+    native = emulate([QuantizeWeights(), *map(measuring_weights, (Scaling(), POWERS))], folder)
     with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
         yield driver
 
@@ -43,7 +44,7 @@ def test_bytes(emulated: FakeDriver, mixed: bool) -> None:
     weights[3].zero_()
     emulated.launches = 0
     made, scales, inverses = OwnWeights(torch.device("cpu"), wanted, scalings)(*weights)
-    assert emulated.launches == (6 if mixed else 3)
+    assert emulated.launches == (3 if mixed else 2)
     there = iter(made)
     for w, said, scaling, scale, inverse in zip(weights, wanted, scalings, scales, inverses, strict=True):
         data, right = quantized(w, E4M3, scaling)
@@ -53,6 +54,14 @@ def test_bytes(emulated: FakeDriver, mixed: bool) -> None:
             assert torch.equal(codes(next(there)), codes(data))
         if said.turned:
             assert torch.equal(codes(next(there)), codes(transposed8.by_torch(data)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    kernel = measuring_weights(POWERS)
+    compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
+    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources)
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from te_fuser.kernels.packed_heads import PackedPass, Packing
 from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.quantization import quantize
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.float8 import codes
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler, needs_nvrtc
@@ -27,9 +27,7 @@ BY_NAME = {case.name: case for case in CASES}
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("packed")
-    native = emulate({case.kernel for case in CASES}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running({case.kernel for case in CASES}, tmp_path_factory.mktemp("packed")) as driver:
         yield driver
 
 

@@ -15,7 +15,7 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, by_torch, quantize_weights, quantizer_on
 from te_fuser.quantization import quantize
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.float8 import E4M3, E5M2, codes, every_number, telling_numbers
 from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
@@ -28,9 +28,7 @@ OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
-    folder = tmp_path_factory.mktemp("weights")
-    native = emulate([KERNEL, OTHER], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running([KERNEL, OTHER], tmp_path_factory.mktemp("weights")) as driver:
         yield driver
 
 

@@ -12,7 +12,7 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels import transposed8
 from te_fuser.kernels.transposed8 import Transposed8
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.float8 import E4M3, FORMATS, codes
 from tests.kernels.weights8 import NOTHING, SIZES, bytes_like, turned_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
@@ -21,9 +21,7 @@ from tests.needs import needs_compiler, needs_nvrtc
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
-    folder = tmp_path_factory.mktemp("turned")
-    native = emulate(map(Transposed8, FORMATS), folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running(map(Transposed8, FORMATS), tmp_path_factory.mktemp("turned")) as driver:
         yield driver
 
 

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 from tests.kernels.turned_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -21,9 +21,7 @@ EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("turned")
-    native = emulate({p for case in CASES for p in case.passes()}, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running({p for case in CASES for p in case.passes()}, tmp_path_factory.mktemp("turned")) as driver:
         yield driver
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.quantization.test_agreement import is_the_same_on_all
 
@@ -123,6 +123,48 @@ def test_current_scales_of_ranks_with_other_data() -> None:
     assert torch.uint8 not in dtypes
     for a, b in zip(found[0], [*map(mine, found[1][:2]), *found[1][2:]], strict=True):
         assert (a - b).norm() <= 0.15 * b.norm(), ((a - b).norm(), b.norm())  # E5M2 rounds by up to 1/8
+
+
+OF_NOW = {"current": Float8CurrentScaling(), "blocks": Float8BlockScaling()}
+WIDE = {"current": 32, "blocks": 256}  # of whose parts, a rank's each, the recipe takes all
+PRESETS: dict[str, Any] = {
+    "LayerNormMLP": lambda f: te.LayerNormMLP(f, 2 * f),
+    "TransformerLayer": lambda f: te.TransformerLayer(f, 2 * f, 4, hidden_dropout=0.0, attention_dropout=0.0),
+}
+
+
+def numbers_of(kind: str, by: str, preset: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """y, dx and all gradients: of the model in float64, of the whole one in the region, or of the one that is cut."""
+    torch.manual_seed(0)
+    model, g = te.Sequential(PRESETS[preset](WIDE[by])), torch.Generator().manual_seed(3)
+    rows = 2 * TOKENS
+    x, dy = (torch.randn(rows, 2, WIDE[by], generator=g) * torch.logspace(-1, 1, rows)[:, None, None] for _ in range(2))
+    if kind == "exact":
+        model, x, dy = model.double(), x.double(), dy.double()
+    if kind == "cut":
+        te.parallelize(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"], sequence_parallel)
+        x, dy = ((mine(t).clone() if sequence_parallel else t) for t in (x, dy))
+    with te.autocast(enabled=kind != "exact", recipe=OF_NOW[by]):
+        y = model(x.requires_grad_())
+    y.backward(dy)
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("by", OF_NOW)
+@on_ranks
+def test_scales_of_now_err_as_those_of_the_whole_model(by: str, preset: str, sequence_parallel: bool) -> None:
+    """All numbers, held against float64: each rank scales what it has by itself, or all that was gathered."""
+    exact, in_8_bits, found = (numbers_of(k, by, preset, sequence_parallel) for k in ("exact", "whole", "cut"))
+    for name, wanted in exact.items():
+        others = wanted, in_8_bits[name]
+        wanted, known = map(mine, others) if sequence_parallel and name in "xy" else others
+        error, usual = (float((t.double() - wanted).norm()) for t in (found[name], known))
+        assert error <= 1.1 * usual + 1e-6 * float(wanted.norm()), (name, error, usual)
+        if not name.endswith("key_bias"):  # whose gradient is 0
+            assert usual < 0.2 * float(wanted.norm()), (name, usual)
 
 
 @on_ranks

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+import te_fuser
+from te_fuser import ops
+from te_fuser.config import config
 from te_fuser.ops import telling
 from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
+from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
@@ -57,6 +62,30 @@ def test_what_ranks_of_both_dimensions_tell() -> None:
     assert telling.of_first(groups, "a test", rank) == 0
     with pytest.raises(telling.Disagreement, match="rank 0 has one thing; rank 1 has another thing"):
         telling.of_all(groups[1:], "one thing" if rank < 2 else "another thing", None)
+
+
+@on_ranks
+def test_a_region_of_some_waits_for_these_alone() -> None:
+    """Ops of all ranks there are, too; and of two that agree on amaxes, of which one goes on to a call, both hear."""
+    rank, x = dist.get_rank(), torch.ones(4, 32)
+    of_all = te_fuser.Sequential(ops.Linear(32, 32), ops.AllReduce(dist.group.WORLD))
+    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    model = te_fuser.Sequential(ops.Linear(32, 32), ops.AllReduce(pairs[rank // 2]))
+
+    def run(is_on: bool, **how: Any) -> None:
+        recipe = DelayedScaling(amax_history_len=3 + len(how))
+        with te_fuser.autocast(enabled=is_on, recipe=recipe, amax_reduction_group=pairs[rank // 2] if is_on else None):
+            model(x).sum().backward()
+
+    if rank < 2:
+        with mock.patch.object(config, "patience", 2.0):
+            run(True)
+            with pytest.raises(
+                telling.Disagreement, match=r"rank 0 has x \[4, 32\].*; rank 1 has the entry of a region"
+            ):
+                run(rank == 1, another=1)
+    dist.barrier()
+    assert of_all(x).shape == (4, 32)
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:

@@ -188,6 +188,36 @@ def test_half_of_a_state_is_refused(left: str, strict: bool) -> None:
     assert not dict(plain.named_buffers())
 
 
+@pytest.mark.parametrize(
+    ("left", "number"),
+    [(name, number) for name in (SCALE, HISTORY) for number in (float("nan"), float("inf"), -1.0)] + [(SCALE, 0.0)],
+)
+def test_numbers_that_calls_cannot_go_by_are_not_loaded(left: str, number: float) -> None:
+    """By path; and of scales and history then neither, whether modules have some or not, so nothing goes by them."""
+    model, plain = trained(), te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
+    saved, before = {name: t.clone() for name, t in model.state_dict().items()}, copy.deepcopy(model)
+    saved[f"2.{left}"].view(-1)[1] = number
+    for m in (model, plain):
+        with pytest.raises(
+            RuntimeError, match=rf"2\.{left} has {number} among its numbers, where .*leave it and 2\.fp8"
+        ):
+            m.load_state_dict(saved, strict=False)
+    assert same(model, before)
+    assert [*states(plain)] == [f"0.{role}" for role in ROLES]  # what is sound is loaded
+
+
+def test_they_are_refused_of_modules_of_torch_nn_too() -> None:
+    linear = torch.nn.Linear(16, 32)
+    trained(model=te.Sequential(ops.Bound(ops.MatMul(16, 32, device="meta"), linear, weight="weight")))
+    saved, before = {name: t.clone() for name, t in linear.state_dict().items()}, linear.fp8_scale.clone()
+    saved["fp8_scale"][1] = float("nan")
+    around = torch.nn.ModuleDict({"up": linear, "list": te.Sequential(ops.MatMul(16, 16))})
+    for m, prefix in ((linear, ""), (around, "up.")):
+        with pytest.raises(RuntimeError, match=rf"{prefix}fp8_scale has nan among its numbers") as raised:
+            m.load_state_dict({prefix + name: t for name, t in saved.items()}, strict=False)
+        assert str(raised.value).count("among its numbers") == 1 and torch.equal(linear.fp8_scale, before)
+
+
 def test_what_each_call_asks_of_states_is_one_loop() -> None:
     """It calls no function for each of them; buffers that somebody put are seen, whichever product's they are."""
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels import quantized_matmul, scale_of_amax
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.graphs import GraphedRegion
 from te_fuser.recipe import (
@@ -153,6 +153,30 @@ def test_late_backwards_and_retained_graphs(recipe: Recipe) -> None:
         assert torch.equal(x.grad, wanted["x"])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_backward_that_raises_leaves_no_amax_to_the_next(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises behind the pass that finds the amax of a gradient, before the step that makes a scale of it."""
+    model, x, fails = mlp(), data().requires_grad_(), [False]
+    of_torch = scale_of_amax.by_torch
+
+    def scaled(*given: Any, **how: Any) -> Any:
+        if fails[0]:
+            raise error("in between")
+        return of_torch(*given, **how)
+
+    monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
+    with te.autocast(recipe=RECIPES["current"]):
+        y = model(x)
+    fails[0] = True
+    with pytest.raises(error, match="in between"):
+        y.backward(torch.full_like(y, 1000.0), retain_graph=True)
+    fails[0] = False
+    found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+    assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])
+
+
 @every
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_module_that_a_list_has_twice_scales_what_each_place_quantizes(reference: bool, recipe: Recipe) -> None:
@@ -166,6 +190,30 @@ def test_a_module_that_a_list_has_twice_scales_what_each_place_quantizes(referen
     gradient = parts["0.weight"] + parts["2.weight"]
     assert torch.equal(y, wanted_y) and torch.equal(found["x"], parts["x"])
     torch.testing.assert_close(found["0.weight"], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+
+
+@every
+def test_references_are_transformed(recipe: Recipe) -> None:
+    """A gradient, one of each row by its own scales, and a batch of gradients."""
+    model, x = mlp(), data(0, 5, F)
+    _, wanted = call(model, recipe, x, model.reference)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model.reference(x).square().sum()
+
+    with te.autocast(recipe=recipe):
+        assert torch.equal(torch.func.grad(loss)(x), wanted["x"])
+        rows = torch.func.vmap(torch.func.grad(loss))(x[:, None])
+        of_row = torch.func.jacrev(model.reference)(x[:1])
+    for row, found in zip(x, rows, strict=True):
+        torch.testing.assert_close(found, call(model, recipe, row[None], model.reference)[1]["x"], rtol=1e-3, atol=1e-4)
+    with te.autocast(recipe=recipe):
+        if recipe.scales == "tensor":
+            with pytest.raises(RuntimeError, match=r"transform the forward too, by torch\.func\.jacrev"):
+                torch.autograd.functional.jacobian(model.reference, x[:1], vectorize=True)
+        else:
+            batched = torch.autograd.functional.jacobian(model.reference, x[:1], vectorize=True)
+            torch.testing.assert_close(batched, of_row, rtol=1e-3, atol=1e-4)
 
 
 def test_verified() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+import te_fuser as te
+from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -16,6 +19,7 @@ from te_fuser.recipe import (
     Format,
     MMParams,
     MXFP8BlockScaling,
+    OwnScales,
     QParams,
     Recipe,
 )
@@ -106,3 +110,32 @@ def test_bad_recipes(case: str) -> None:
     make, error, words = BAD[case]
     with pytest.raises(error, match=words):
         make()
+
+
+@dataclass(frozen=True)
+class _RowsOf64(Recipe):
+    """A recipe that only a user has."""
+
+    step = 64
+
+    @property
+    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+        return (OwnScales(QParams(power_2_scale=True), (1, 64)),) * 3
+
+
+def test_a_recipe_of_ones_own_says_all_that_regions_ask() -> None:
+    linear, x = te.Linear(128, 64, bias=False), torch.randn(6, 128)
+    with te.autocast(recipe=_RowsOf64()):
+        y = linear(x)
+        assert "E4M3; a scale for each 1 x 64 numbers" in str(linear.explain(x))
+    y.sum().backward()
+    rows = Scaling((1, 64), power_of_two=True)
+    x8, weight = (dequantized(t.detach(), torch.float8_e4m3fn, rows) for t in (x, linear.weight))
+    torch.testing.assert_close(y, x8 @ weight.T)
+    turned = dequantized(x.T, torch.float8_e4m3fn, rows)
+    torch.testing.assert_close(linear.weight.grad, turned.sum(1).expand(64, 128))  # ones have no error in 8 bits
+
+
+def test_a_recipe_that_says_nothing_of_scales_is_none() -> None:
+    with pytest.raises(TypeError, match="own_scales"):
+        Recipe()  # type: ignore[abstract]

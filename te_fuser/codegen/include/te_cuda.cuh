@@ -313,6 +313,19 @@ TE_DEVICE unsigned larger(unsigned bits, float value) {
 #endif
 }
 
+// Whether numbers of which none is larger than `bound`, or than it by 1%, may be larger than what the block has met,
+// which the thread then knows. What is too small or too large for that share to hold may, infinities and NaN as well.
+TE_DEVICE bool may_be_larger(unsigned bound, unsigned& largest, const unsigned* met) {
+  largest = larger(*static_cast<const volatile unsigned*>(met), as_float(largest));
+  const float size = as_float(bound);
+  return !(size > 1e-30f && size < 1e38f && 1.01f * size <= as_float(largest));
+}
+
+// Lets the block know the largest magnitude that a thread has met.
+TE_DEVICE void meet(unsigned largest, unsigned* met) {
+  if (largest > *static_cast<volatile unsigned*>(met)) atomicMax(met, largest);
+}
+
 // The largest magnitude that the warp found, as bits.
 TE_DEVICE unsigned largest_of_warp(unsigned largest) {
 #if TE_PTX
@@ -357,6 +370,31 @@ TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
   if (largest > raised_so_far(number) && threadIdx.x == 0) atomicMax(reinterpret_cast<unsigned*>(number), largest);
 }
 
+// The scale of what has this largest magnitude, as ops/own_scales.py has it.
+template <bool kPowerOfTwo>
+TE_DEVICE float own_scale(float amax, float most, float epsilon) {
+  const float least = amax < epsilon ? epsilon : amax;
+  if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
+  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
+  const unsigned finite = bits < largest ? bits : largest;
+  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
+}
+
+// Makes the scale of what so many blocks raise the third of these numbers to, by the last of them: its reciprocal and
+// itself are the first two, and the third and the fourth, which counts the blocks, are zero again.
+template <bool kPowerOfTwo>
+TE_DEVICE void scale_of_all(float* numbers, unsigned blocks, float most, float epsilon) {
+  if (threadIdx.x != 0) return;
+  unsigned* const bits = reinterpret_cast<unsigned*>(numbers);
+  __threadfence();
+  if (atomicAdd(bits + 3, 1u) + 1 != blocks) return;
+  __threadfence();
+  const float scale = own_scale<kPowerOfTwo>(as_float(atomicExch(bits + 2, 0u)), most, epsilon);
+  bits[3] = 0u;
+  numbers[1] = scale;
+  numbers[0] = 1.0f / scale;
+}
+
 // Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.
 template <class T, int kCount>
 TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&sums)[kCount]) {
@@ -369,23 +407,36 @@ TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&su
 }
 
 // Adds the partial sums of the groups [first, first + groups) for 32 columns, always in the same order, and stores them.
-// 32 warps: each adds every 32nd group, then the first adds up what the others found.
+// 32 chains of 8 threads: each adds every 32nd group, four columns a thread, then warps add up what the chains found.
+constexpr int kFinishThreads = 256;
+
 template <class T>
 TE_DEVICE void finish(float (&found)[32][33], const float* partial, T* total, long long first, int groups, int tile,
                       long long output, int width) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = tile * 32 + lane;
-  float sum = 0.0f;
-  if (column < width) {
+  const int chain = threadIdx.x / 8, mine = threadIdx.x % 8 * 4, column = tile * 32 + mine;
+  const float* const from = partial + first * width + column;
+  float sums[4] = {};
+  if (width % 4 != 0) {
+    for (int group = chain; group < groups; group += 32)
+      for (int i = 0; i < 4 && column + i < width; ++i) sums[i] += from[static_cast<long long>(group) * width + i];
+  } else if (column < width) {
 #pragma unroll 4
-    for (int group = warp; group < groups; group += 32) sum += partial[(first + group) * width + column];
+    for (int group = chain; group < groups; group += 32) {
+      const Vector<float, 4> read = load<4>(from + static_cast<long long>(group) * width);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += get(read, i);
+    }
   }
-  found[warp][lane] = sum;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) found[chain][mine + i] = sums[i];
   __syncthreads();
-  // Warp w takes column w, so that the last additions are a reduction within one warp.
-  float whole = found[lane][warp];
-  reduce_lanes<32, Sum>(whole);
-  if (lane == 0 && tile * 32 + warp < width) total[output * width + tile * 32 + warp] = rounded<T>(whole);
+  // A warp takes one column after the other, so that the last additions are a reduction within it.
+  const int lane = threadIdx.x % 32;
+  for (int at = threadIdx.x / 32; at < 32; at += kFinishThreads / 32) {
+    float whole = found[lane][at];
+    reduce_lanes<32, Sum>(whole);
+    if (lane == 0 && tile * 32 + at < width) total[output * width + tile * 32 + at] = rounded<T>(whole);
+  }
 }
 
 // ------------------------------------------------------------------------------------------- rows, samples

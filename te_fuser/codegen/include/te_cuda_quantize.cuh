@@ -77,14 +77,4 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
   }
 }
 
-// The scale of what has this largest magnitude, as ops/own_scales.py has it.
-template <bool kPowerOfTwo>
-TE_DEVICE float own_scale(float amax, float most, float epsilon) {
-  const float least = amax < epsilon ? epsilon : amax;
-  if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
-  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
-  const unsigned finite = bits < largest ? bits : largest;
-  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
-}
-
 }  // namespace te

@@ -76,4 +76,33 @@ TE_DEVICE void store_columns(T* to, const unsigned* tile, int column, int width,
   }
 }
 
+// Adds up what the threads of a block, whose warps are 8 lanes by four fours, summed for the same columns, always in the
+// same order, and stores it: where it belongs if no other block adds to it, else where `finish` finds it. `total` and
+// `partial` begin at the first column of the block, from which on there are `columns`.
+template <int kThreads, int kLanes, class T, int kCount>
+TE_DEVICE void store_tile_sums(bool alone, T* total, float* partial, float* shared, int lane, int columns,
+                               float (&sums)[kCount]) {
+  constexpr int kColumns = kLanes * kCount, kBeside = kLanes / 8, kWarps = kThreads / 32 / kBeside;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    sums[i] += __shfl_xor_sync(kWarp, sums[i], 8);
+    sums[i] += __shfl_xor_sync(kWarp, sums[i], 16);
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 < 8)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) shared[threadIdx.x / 32 / kBeside * kColumns + lane * kCount + i] = sums[i];
+  __syncthreads();
+#pragma unroll
+  for (int column = threadIdx.x; column < kColumns; column += kThreads) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp * kColumns + column];
+    if (column < columns) {
+      if (alone) total[column] = rounded<T>(sum);
+      else partial[column] = sum;
+    }
+  }
+}
+
 }  // namespace te

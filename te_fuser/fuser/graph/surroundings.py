@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ class Surrounding:
     def refuse_tracing() -> None:
         """Raise where there is one."""
 
-    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
+    def listed(self, listed: Sequence[ListedOp], key: Any) -> list[ListedOp]:
         """The list with what `lowered` may bind, as `aside` of its ops."""
         raise NotImplementedError
 
@@ -32,7 +32,7 @@ class Surrounding:
         """Whether later calls may run such a list, too."""
         return True
 
-    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+    def entered(self, listed: Sequence[ListedOp], key: Any) -> None:
         """Make ready what is bound; called in each call of such a list that is not known to be like the last one."""
 
     def left(self, listed: Sequence[ListedOp]) -> None:
@@ -46,11 +46,11 @@ class Surrounding:
         """What holds while what is bound is ready."""
         return Facts()
 
-    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Any) -> Sequence[ListedOp]:
         """The list as it runs in a call."""
         raise NotImplementedError
 
-    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+    def notes(self, listed: Sequence[ListedOp], key: Any, device: torch.device) -> Iterable[str]:
         """What plans say of it."""
         return ()
 

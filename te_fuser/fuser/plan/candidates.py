@@ -11,10 +11,7 @@ from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
-from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.scale_task import ScaleTask
 from te_fuser.fuser.steps.step import Price, Step
-from te_fuser.fuser.steps.transpose_task import TransposeTask
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
 
@@ -209,9 +206,8 @@ def _moved_step(
     elif isinstance(task, FusionTask):
         assert whole is not None
         task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
-    elif not isinstance(task, (TransposeTask, ScaleTask)):
-        assert isinstance(task, OpTask)
-        task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase, task.again)
+    else:
+        task = task.at(problem.nodes[start])
     inputs = tuple([(name, there_is[r]) for name, r in step.inputs])
     outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
     taken = step.cost, step.seconds, step.host

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import dtypes
+from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.plan.host import CPU_HOST, FREE_HOST, GPU_HOST, Host, capturing
 from te_fuser.kernels.quantized_matmul import FIRST
 from te_fuser.ops.products import half_gains
@@ -92,6 +93,11 @@ class Device:
         if self.replayed:
             return FREE_HOST
         return CPU_HOST if self.capability is None else GPU_HOST
+
+    @property
+    def arch(self) -> str:
+        """What CUDA kernels of its plans are compiled for."""
+        return arch_of(self.capability or (8, 0))
 
     def estimate_note(self) -> str:
         """What a plan for a device that was not measured says of it."""
@@ -188,8 +194,6 @@ def _cpu_at_hand() -> Device:
     return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), half)
 
 
-# Bandwidth is that of a copy, matrix rates are those of large products on random data. In 8 bits an H200 ran those of a
-# layer 1.74 to 2.0 times as fast as in bfloat16 (by hand, `python -m benchmarks.gpu.quantized` at commit ae102cf).
 # Of its data sheet's peak an H200 reaches so much: copies, products on random data, other operations.
 _COPY, _PRODUCTS, _OTHERS = 0.875, 0.8, 0.45
 _BY_DATA_SHEET = "its data sheet"
@@ -216,6 +220,8 @@ def _by_data_sheet(
 _NVLINK_3, _NVLINK_5 = _NVLINK_4.scaled(2 / 3, _BY_NVLINK), _NVLINK_4.scaled(2.0, _BY_NVLINK)
 _SAME_NVLINK = _NVLINK_4.scaled(1.0, _BY_NVLINK)
 _B200 = _rates(900, 1700, 37, narrow=2.0)
+# Bandwidth is that of a copy, matrix rates are those of large products on random data. In 8 bits an H200 ran those of a
+# layer 1.74 to 2.0 times as fast as in bfloat16 (by hand, `python -m benchmarks.gpu.quantized` at commit ae102cf).
 _GPUS = (
     Device("h200", 4.2e12, _rates(400, 790, 60, narrow=1.85), 30e12, 4e-6, (9, 0), 132, link=_NVLINK_4),
     Device("h100", 3.0e12, _rates(370, 700, 60, narrow=2.0), 30e12, 4e-6, (9, 0), 132, link=_SAME_NVLINK),

@@ -5,23 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.codegen.description import NUMBERS
+from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
+from te_fuser.fusions.match import Cost
+from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fuser.steps.step import Step, Task
     from te_fuser.ops.own_scales import Scaling
 
 
@@ -37,7 +42,10 @@ def measuring_steps(
     kernel = derive() if found else None
     if kernel is None:
         return ()
-    device = problem.graph.values[0].spec.device if problem.options.target == "cuda" else None
+    in_kernel = _is_made_in_kernels(problem.options.target)
+    own_of = {parameter_ref(node.parameters[_AMAX]): own for node, own in found}
+    if in_kernel:
+        kernel = _with_scales(kernel, own_of)
     made = [kernel_step(problem, prices, kernel, *covers)]
     for node, own in found:
         if parameter_ref(node.parameters[_AMAX]) not in kernel.raised:
@@ -45,10 +53,28 @@ def measuring_steps(
         refs = {name: parameter_ref(node.parameters[name]) for name in (_AMAX, *_MADE)}
         inputs = (("amax", refs[_AMAX]),)
         outputs = tuple([(name, refs[name]) for name in _MADE])
-        task = ScaleTask(*own, device)
-        price = Price("of_launch", (inputs, outputs, 0.0))
+        task = ScaleTask(*own, in_kernel)
+        price = Price("of_launch", (inputs, outputs, 0.0)) if not in_kernel else Price(_of_views, ())
         made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
     return tuple(made)
+
+
+def _is_made_in_kernels(target: str) -> bool:
+    """Whether the last block of a pass makes the scale, too."""
+    return target == "cuda"
+
+
+def _with_scales(kernel: KernelTask, own_of: Mapping[Ref, tuple[torch.dtype, Scaling]]) -> KernelTask:
+    """The pass that makes scales of what it raises."""
+    maxima = tuple(
+        replace(m, scale=in_kernels(*own_of[ref]))
+        for m, ref in zip(kernel.description.maxima, kernel.raised, strict=True)
+    )
+    return replace(kernel, description=replace(kernel.description, maxima=maxima))
+
+
+def _of_views(prices: Prices) -> Cost:
+    return Cost(launches=0)
 
 
 def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
@@ -83,6 +109,64 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
         return plan
     nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])
     outputs = tuple([(graph.parameters[k].name, parameter_ref(k)) for k in numbers])
-    task, price = ZerosTask(plan.x.device, nodes), Price("of_launch", ((), outputs, 0.0))
+    each = len(NUMBERS) if _is_made_in_kernels(plan.target) else 1
+    task, price = ZerosTask(plan.x.device, nodes, each), Price("of_launch", ((), outputs, 0.0))
     step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
     return replace(plan, before=(*plan.before, step))
+
+
+# ---------------------------------------------------------------------------------- passes that nobody needs
+
+
+def with_raised(plan: Plan, prices: Prices) -> Plan:
+    """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
+    if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
+        return plan
+    made = [
+        replace(s, forward=_raised_in(s.forward, prices), backward=_raised_in(s.backward, prices))
+        for s in plan.segments
+    ]
+    return replace(plan, segments=tuple(made))
+
+
+def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
+    made, makers = [*steps], {r: k for k, s in enumerate(steps) for r in s.writes()}
+    left = set()
+    for k, step in enumerate(steps):
+        ref = _looked_at(step)
+        at = None if ref is None else makers.get(ref)
+        task = None if ref is None or at is None else _raising(made[at].task, ref, step.task)
+        if at is None or task is None:
+            continue
+        maker = kernel_step(prices.problem, prices, task, made[at].start, made[at].stop)
+        made[at] = replace(maker, chain=made[at].chain)
+        left.add(k)
+    return tuple([s for k, s in enumerate(made) if k not in left])
+
+
+def _looked_at(step: Step) -> Ref | None:
+    """The tensor of a pass that looks for the largest magnitude of a tensor as it is."""
+    task = step.task
+    if not isinstance(task, KernelTask) or task.description.outputs or len(task.description.maxima) != 1:
+        return None
+    d, (maximum,) = task.description, task.description.maxima
+    (part, *more) = maximum.parts
+    alone = len(d.loads) == 1 and not more and part.op == "input" and part.width == d.loads[0].width == maximum.width
+    return task.inputs[0] if alone and maximum.scale is not None else None
+
+
+def _raising(task: Task, ref: Ref, alone: Task) -> KernelTask | None:
+    """The kernel that stores a tensor and raises what the pass alone does; None where it cannot."""
+    if not isinstance(task, KernelTask) or not isinstance(alone, KernelTask):
+        return None
+    d, (maximum,), (load,) = task.description, alone.description.maxima, alone.description.loads
+    store = next((s for s, o in zip(d.stores, task.outputs, strict=False) if o.ref == ref), None)
+    known = {t.name for t in (*d.tensors, *d.maxima)}
+    if store is None or (store.axes, store.layout, store.dtype) != (Axes.FULL, "rows", load.dtype):
+        return None
+    if maximum.name in known:
+        return None
+    made_in = "" if store.dtype == "float32" else store.dtype
+    raised = replace(maximum, parts=store.parts, width=store.width, made_in=made_in)
+    description = replace(d, maxima=(*d.maxima, raised))
+    return replace(task, description=description, raised=(*task.raised, *alone.raised))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import item_size
-from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, bytes_of, gradient_ref
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
         shape, whole = shape_of(plan, ref), shape_of(plan, lead) or ()
         return shape is not None and shape[:-1] == whole[:-1] and math.prod(shape) * item_size(dtype) >= LEAST_BYTES
 
-    task = step.task.storing_over(dying, arch_of(plan.device.capability or (8, 0)))
+    task = step.task.storing_over(dying, plan.device.arch)
     return step if task is step.task else replace(step, task=task)
 
 

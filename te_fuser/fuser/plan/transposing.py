@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.codegen.schedule import limits_of
 from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref, gradient_ref
@@ -55,8 +54,7 @@ def why_not_transposed(options: Options, description: KernelDescription) -> str:
         return ""
     if description.reductions:
         return "rows that wait for their sums and what is turned are in each other's way: two launches are faster"
-    capability = options.capability or options.device.capability or (8, 0)
-    return tile_refusal(rewrite(description), limits_of(arch_of(capability)))
+    return tile_refusal(rewrite(description), limits_of(options.device.arch))
 
 
 def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.ops import stuck
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import is_left
 from te_fuser.ops.joined import kept_in_parts, whole_again
@@ -59,6 +60,7 @@ class Segment:
         parts: (place among the kept, number among these) of those of which backward reads this rank's part.
         groups: of ranks that run some of the plan's ops together.
         last_read: of `values_in` those that no later segment reads and the call does not give.
+        zeroed: slots in backward of numbers that are zero before a run and after it, which its steps raise in between.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -90,6 +92,7 @@ class Segment:
     parts: tuple[tuple[int, int], ...] = ()
     groups: tuple[Group, ...] = ()
     last_read: tuple[int, ...] = ()
+    zeroed: tuple[int, ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
@@ -112,11 +115,19 @@ class Segment:
         """All slots after the forward program."""
         slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
         try:
-            watched.run(self.forward, slots, promised=self.promised)
+            self.run(self.forward, slots, True, False, self.promised)
         except RuntimeError as error:
             stuck.explain(error, self.groups, f"a call with {list(tensors[0].shape)}")
             raise
         return slots
+
+    def run(self, program: Program, slots: list[Any], *how: Any) -> None:
+        """Run a program of its own, as `watched.run` does; alone among those of its ranks' groups."""
+        if not self.groups:
+            watched.run(program, slots, *how)
+            return
+        with telling.alone(self.groups):
+            watched.run(program, slots, *how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
@@ -133,6 +144,8 @@ class Segment:
         for place, (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
+        if torch.is_anomaly_enabled():
+            watched.refuse_check(found)
         return found
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
@@ -220,11 +233,16 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
     try:
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                watched.run(program, slots, may_overwrite, True, segment.promised)
+                segment.run(program, slots, may_overwrite, True, segment.promised)
         else:
-            watched.run(program, slots, may_overwrite, True, segment.promised)
-    except RuntimeError as error:
-        stuck.explain(error, segment.groups, "the backward pass of a call")
+            segment.run(program, slots, may_overwrite, True, segment.promised)
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
+            for k in segment.zeroed:  # which a graph that is kept reads again
+                if slots[k] is not None:
+                    slots[k].zero_()
+        if isinstance(error, RuntimeError):
+            stuck.explain(error, segment.groups, "the backward pass of a call")
         raise
 
 
@@ -269,8 +287,17 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
+    zeroed = {parameter_ref(k) for k, b in enumerate(graph.parameters) if b.written and b.made_in_call}
     found = zip(made, plan.segments, there, strict=True)
-    return tuple(_among_ranks(replace(m, last_read=ends), s, plan.graph) for m, s, ends in found)
+    return tuple(
+        _among_ranks(replace(m, last_read=ends, zeroed=_zeroed(s, zeroed)), s, plan.graph) for m, s, ends in found
+    )
+
+
+def _zeroed(segment: SegmentPlan, zeroed: Container[Ref]) -> tuple[int, ...]:
+    """The slots in backward of what is zero before a run: what is kept comes behind the gradients."""
+    arriving = sum(r is not None for r in segment.arriving)
+    return tuple(arriving + k for k, kept in enumerate(segment.kept) if kept.ref in zeroed)
 
 
 def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:

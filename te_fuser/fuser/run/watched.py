@@ -14,8 +14,11 @@ from torch.autograd import profiler
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, VALUE
+from te_fuser.ops.dtensor import is_dtensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.run.program import Program
@@ -47,6 +50,25 @@ def run(
         program.run(slots, may_overwrite, watch)
     finally:
         watch.close()
+
+
+def refuse_check(gradients: Iterable[torch.Tensor | None]) -> None:
+    """Say in words what anomaly mode is about to fail at, where PyTorch cannot look for NaN in these.
+
+    Raises:
+        NotImplementedError: under torch.autograd.set_detect_anomaly, for DTensors.
+    """
+    found = next((g for g in gradients if g is not None and is_dtensor(g)), None)
+    if found is None or not torch.is_anomaly_check_nan_enabled():
+        return
+    try:
+        torch.ops.aten._is_any_true(found.isnan())
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            "torch.autograd.set_detect_anomaly looks for NaN in all gradients, and PyTorch cannot do that in DTensors: "
+            "no step of te_fuser's backward gave one here; for the traceback of what raises elsewhere call "
+            "set_detect_anomaly(True, check_nan=False), and for NaN run the model without parallelize"
+        ) from error
 
 
 class _Watch:

@@ -36,9 +36,8 @@ def _cpp_source(plan: Plan, description: KernelDescription) -> str:
 
 def _cuda_source(plan: Plan, description: KernelDescription) -> str:
     from te_fuser.codegen.cuda import generate
-    from te_fuser.codegen.nvrtc import arch_of
 
-    return generate(description, arch_of(plan.device.capability or (8, 0))).source
+    return generate(description, plan.device.arch).source
 
 
 # What row kernels run as -> the text of one.

@@ -21,7 +21,6 @@ class MakeTask(Task):
 
     Attributes:
         wanted: of each op that something is made for.
-        numbers: of these ops.
     """
 
     what = "before"
@@ -31,11 +30,7 @@ class MakeTask(Task):
     maker: Maker
     wanted: tuple[Wanted, ...]
     device: torch.device
-    numbers: tuple[int, ...]
-
-    @property
-    def ops(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.numbers
+    ops: tuple[int, ...]
 
     @property
     def identity(self) -> object:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser import _native
-from te_fuser.fuser.steps.kernel_task import prefer_huge_pages
+from te_fuser.codegen.description import NUMBERS
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.kernels import scale_of_amax
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.ops.own_scales import Scaling
-
-_GIVEN = 1  # how an output's sizes follow, as the native step calls it: they are given
 
 
 @dataclass(frozen=True)
@@ -28,35 +24,31 @@ class ScaleTask(Task):
     Attributes:
         dtype: the 8 bits that are scaled to.
         scaling: how the scale follows.
-        device: of the GPU whose kernel written by hand does it; None: PyTorch does.
+        is_there: whether the pass has made both beside the amax; else PyTorch does.
     """
 
-    call = "kernel"
+    call = "function"
     compares = False
-    own_memory = True
 
     dtype: torch.dtype
     scaling: Scaling
-    device: torch.device | None
+    is_there: bool
 
     @property
     def what(self) -> str:  # type: ignore[override]
-        return "torch" if self.device is None else "kernel"
+        return "kernel" if self.is_there else "torch"
 
     @property
-    def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
-        return (scale_of_amax.ScaleOfAmax.of(self.dtype, self.scaling),) if self.device is not None else ()
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return not self.is_there
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         (amax,), made = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
-        if self.device is None:
+        if not self.is_there:
             function = functools.partial(scale_of_amax.by_torch, dtype=self.dtype, scaling=self.scaling)
             return _native.FunctionStep(step.name, function, [amax], made)
-        outputs = [(slot, 0, _GIVEN, 1, (), torch.float32) for slot in made]
-        kernel = scale_of_amax.ScaleOfAmax.of(self.dtype, self.scaling).ready(self.device)
-        return _native.KernelStep(
-            step.name, kernel, [amax], amax, None, outputs, (1, 1), [], sys.maxsize, prefer_huge_pages
-        )
+        named = dict(zip((name for name, _ in step.outputs), made, strict=True))
+        return _native.FunctionStep(step.name, torch.Tensor.unbind, [amax], [named.get(n, -1) for n in NUMBERS])
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,7 @@ class ZerosTask(Task):
 
     Attributes:
         numbers: of the ops that raise them.
+        each: how many there are for one, beside each other.
     """
 
     what = "before"
@@ -73,16 +66,17 @@ class ZerosTask(Task):
 
     device: torch.device
     numbers: tuple[int, ...]
+    each: int
 
     @property
     def ops(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.numbers
 
     def runner(self, step: Step, bench: Bench) -> Runner:
-        function = functools.partial(_zeros, len(step.outputs), self.device)
+        function = functools.partial(_zeros, len(step.outputs), self.each, self.device)
         return _native.FunctionStep(step.name, function, [], [bench.slots[r] for r in step.writes()])
 
 
-def _zeros(count: int, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    made = torch.zeros(count, dtype=torch.float32, device=device)
+def _zeros(count: int, each: int, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    made = torch.zeros((count, each) if each > 1 else count, dtype=torch.float32, device=device)
     return made.unbind() if count > 1 else made[0]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fusions.match import Cost
     from te_fuser.ops.base import Spec
@@ -137,6 +138,10 @@ class Task:
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
         """The same with other names for what it makes."""
+        return self
+
+    def at(self, node: Node) -> Task:
+        """The same for an op that is like its own."""
         return self
 
     def runs_by(self) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, elements_of
+from te_fuser.codegen.description import NUMBERS, KernelDescription, Load, Store, Sum, elements_of
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.steps.step import KernelFunction
@@ -147,7 +147,7 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
     def made(tensor: Load | Store | Sum) -> torch.Tensor:
         return torch.randn(elements_of(tensor, rows, samples), device=device).to(getattr(torch, tensor.dtype))
 
-    raised = [torch.zeros(1, device=device) for _ in d.maxima]
+    raised = [torch.zeros(len(NUMBERS), device=device) for _ in d.maxima]
     seed = [torch.tensor([1, 0], device=device)] if d.streams else []
     return (*map(made, d.loads), *raised, *seed, *map(made, d.outputs))
 

@@ -54,6 +54,24 @@ def test_the_kernels_are_those_of_kept_scales() -> None:
     assert mine.kept_bytes() == other.kept_bytes()
 
 
+def test_a_tensor_that_a_kernel_stores_needs_no_pass() -> None:
+    """The norm of the second branch hands its gradient to the bias of the first: as it is, or times a mask."""
+    for behind in ([], [ops.Dropout(0.1)]):
+        branches = [
+            te_fuser.Residual(ops.LayerNorm(F), ops.Linear(F, WIDE), ops.GELU(), ops.Linear(WIDE, F), *behind)
+            for _ in range(2)
+        ]
+        model = te_fuser.Sequential(*branches).to(torch.bfloat16).to_empty(device="meta")
+        x = torch.empty(ROWS, F, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with te_fuser.autocast(recipe=CURRENT):
+            p = model.plan(x, device="h200")
+        assert names(p.steps).count("scale_of_amax") == 8
+        assert sum(name.endswith("_amax") for name in names(p.steps)) - 8 == 7
+        (raising,) = [s for s in p.backward if (d := s.task.description) is not None and d.maxima and d.stores]
+        (maximum,) = raising.task.description.maxima  # type: ignore[union-attr]
+        assert maximum.made_in == "bfloat16" and "layer_norm" in raising.name
+
+
 def test_zeros_by_one_step() -> None:
     p = planned()
     assert names(p.before) == ["quantize_weights", "zeros"]

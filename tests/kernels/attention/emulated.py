@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.kernels.attention.blank_rows import BlankRows
 from te_fuser.kernels.attention.moved_rows import FindTokens, MoveRows
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver, running
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -19,6 +19,5 @@ DTYPES = (torch.bfloat16, torch.float16)
 def row_kernels(folder: Path) -> Iterator[FakeDriver]:
     """Those that blank rows, find tokens and move them."""
     kernels = [FindTokens(), *(kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)]
-    native = emulate(kernels, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
+    with running(kernels, folder) as driver:
         yield driver

@@ -1,0 +1,41 @@
+"""What the tests of folding share: a product that has a state, what it recorded, a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization.folding import fold
+from te_fuser.quantization.state import ROLES, State, amax_of, ensure, state_of
+from te_fuser.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:
+    made = ops.MatMul(16, 32, device="cpu")
+    with te.autocast(recipe=recipe):
+        ensure(made, recipe)
+    return made
+
+
+def recorded(op: ops.MatMul, *amaxes: float) -> State:
+    """The state after a call that saw these, by role."""
+    for role, amax in zip(ROLES, amaxes, strict=False):
+        amax_of(op, role).fill_(amax)
+    fold()
+    return state_of(op)
+
+
+def mean_of(history: torch.Tensor) -> torch.Tensor:
+    return history.sum(0) / (history > 0).sum(0).clamp(min=1)
+
+
+def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, **how: Any) -> None:
+    with te.autocast(recipe=recipe, **how):
+        y = model(x)
+    if y.requires_grad:
+        y.square().sum().backward()
