@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from te_fuser.dtypes import text_of
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.collective import Exchange
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.quantization.checkpointing import Anew, checkpoint_contexts
 
 States = dict[str, torch.Tensor]
+# ProcessGroup -> of what its ranks were found to keep parts together.
+_compared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +43,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         TypeError: when `function` is no function, and where ranks are to share what is no plain tensor.
         ValueError: where ranks are to share what they do not have alike, by `sequence_parallel` of the function.
+        Disagreement: on all ranks that are to share x where they have others or call something else; in backward, where
+            one is elsewhere.
     """
     if not callable(function):
         raise TypeError(f"checkpoint takes a function first, got {function!r}")
@@ -88,15 +95,34 @@ def _keeping_a_part(
             "checkpoint: distribute_saved_activations=True takes what all ranks have alike, and by sequence_parallel "
             "each has its own part already: leave it out"
         )
+    _compare(x, group)
     shape, needs_grad, given = x.shape, x.requires_grad, [x]
 
     def run(part: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         if given:
             return function(given.pop(), *others, **kwargs)
-        whole = Exchange(join=0).run(part, group)[: shape.numel()].view(shape)
+        whole = _gathered(part, group, shape)[: shape.numel()].view(shape)
         return function(whole.requires_grad_(needs_grad), *others, **kwargs)
 
     return run, (_part(x, group), *others)
+
+
+def _compare(x: torch.Tensor, group: Group) -> None:
+    """Ask whether all ranks keep parts of such an x, once for each shape and dtype: backward would gather others."""
+    known, line = _compared.setdefault(group.process_group(), set()), f"x {list(x.shape)} {text_of(x.dtype)}"
+    if line not in known:
+        telling.compare([group], [("x", f"checkpoint with distribute_saved_activations of {line}")])
+        stuck.watch([group])
+        known.add(line)
+
+
+def _gathered(part: torch.Tensor, group: Group, shape: torch.Size) -> torch.Tensor:
+    try:
+        with telling.alone([group]):
+            return Exchange(join=0).run(part, group)
+    except RuntimeError as error:
+        stuck.explain(error, [group], f"the backward pass of a checkpoint, which gathers x {list(shape)}")
+        raise
 
 
 def _part(x: torch.Tensor, group: Group) -> torch.Tensor:

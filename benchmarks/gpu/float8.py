@@ -154,15 +154,17 @@ def entry(
     found: dict[str, dict[str, Any]] = {}
     for way, result in results.items():
         found[way] = {**result.as_data(), "over_bfloat16": result.over(results[PLAIN]), **_beyond(steps[way], card)}
-    for data in found.values():
+    busy = host_ms(steps, card)
+    for way, data in found.items():
+        data["host_ms"] = busy[way]
         data["host_over_bfloat16"] = data["host_ms"] / found[PLAIN]["host_ms"]
     made = {"case": name, "tokens": tokens, "hidden": hidden, "contenders": found}
     return {**made, "goals": judged(goals_of(name), made)}
 
 
 def _beyond(step: Step, card: Card) -> dict[str, Any]:
-    """Host, memory and kernels; of a CPU nothing is known of kernels."""
-    found: dict[str, Any] = {"host_ms": host_ms(step, card), "kept_mib": kept_bytes(step.forward, step.apart()) / _MIB}
+    """Memory and kernels; of a CPU nothing is known of kernels."""
+    found: dict[str, Any] = {"kept_mib": kept_bytes(step.forward, step.apart()) / _MIB}
     trace, peak = traced(step, card), peak_bytes(step, card)
     if peak is not None:
         found["peak_mib"] = peak / _MIB
@@ -175,17 +177,19 @@ def _as_copies(step: Step, trace: Trace) -> dict[str, float]:
     return {"copies_ms": 1e3 * seconds, "as_copies": 1 + seconds / (trace.products + trace.attention)}
 
 
-def host_ms(step: Step, card: Card) -> float:
-    """Milliseconds that the host is busy with one call, whatever the GPU has still to do."""
-    times = []
+def host_ms(steps: Mapping[str, Step], card: Card) -> dict[str, float]:
+    """Milliseconds that the host is busy with one call of each way, whatever the GPU has still to do; in turns."""
+    times: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(_HOST_ROUNDS):
-        card.synchronize()
-        start = time.perf_counter()
-        for _ in range(_HOST_CALLS):
+        for way, step in steps.items():
             step()
-        times.append((time.perf_counter() - start) / _HOST_CALLS)
-    card.synchronize()
-    return 1e3 * statistics.median(times)
+            card.synchronize()
+            start = time.perf_counter()
+            for _ in range(_HOST_CALLS):
+                step()
+            times[way].append((time.perf_counter() - start) / _HOST_CALLS)
+            card.synchronize()
+    return {way: 1e3 * statistics.median(found) for way, found in times.items()}
 
 
 def beside(data: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:

@@ -16,7 +16,7 @@ from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, 
 from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
-from te_fuser.formula.magnitude import bound_of
+from te_fuser.formula.magnitude import Slope, bound_of, slope_of
 
 
 @dataclass(frozen=True)
@@ -260,16 +260,40 @@ class CudaKernelText:
     ) -> None:
         """The loop of a kernel that only looks for a maximum, over vectors that may have a larger one."""
         (name,) = self.largest.values()
-
-        def bound(inner: dict[int, str]) -> None:
-            for b in self.bounds:
-                self.text(f"{self.bound} = te::larger({self.bound}, {bare(number(b, inner))});")
-
+        slope = slope_of(targets[0]) if len(targets) == 1 else None
         self.text(f"unsigned {self.bound} = 0u;")
-        self.elements(self.bounds, known, vectors, bound)
+        if slope is None:
+            self._bound_of_each(known, vectors)
+        else:
+            self._bound_of_all(slope, targets[0], known, vectors)
         with self.text.block(f"if (te::may_be_larger({self.bound}, {name}, &{self.met}))"):
             self.elements(targets, known, vectors, then)
             self.text(f"te::meet({name}, &{self.met});")
+
+    def _bound_of_each(self, known: Mapping[int, str], vectors: Mapping[int, str]) -> None:
+        def then(inner: dict[int, str]) -> None:
+            for b in self.bounds:
+                self.text(f"{self.bound} = te::larger({self.bound}, {bare(number(b, inner))});")
+
+        self.elements(self.bounds, known, vectors, then)
+
+    def _bound_of_all(self, slope: Slope, e: Expr, known: Mapping[int, str], vectors: Mapping[int, str]) -> None:
+        """That of what lies between the smallest and the largest of a vector."""
+        high, low = self.names.fresh("high"), self.names.fresh("low")
+        self.text(f"float {high} = 0.0f, {low} = 0.0f;")
+
+        def then(inner: dict[int, str]) -> None:
+            x = number(slope.leaf, inner)
+            self.text(f"{high} = te::maximum({high}, {x});")
+            self.text(f"{low} = te::minimum({low}, {x});")
+
+        self.elements([slope.leaf], known, vectors, then)
+        with self.names.scope():
+            there = dict(known)
+            self.formulas.write(self.text, [e], there, lambda leaf: high)
+            self.text(
+                f"{self.bound} = te::larger(te::larger(0u, {bare(there[id(e)])}), {literal(slope.at_zero)} * {low});"
+            )
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:

@@ -40,7 +40,7 @@ class Function:
         picks: whether backward takes it anew from the features that it reads, which may be rounded: its gradient asks
             which of them was taken, or is right only where it and they are of one row.
         tells_sign: whether it is zero or less where its argument is and nowhere else.
-        at_most: the largest magnitude of its values, that of infinite arguments too.
+        rises: of one that nowhere falls its least value, that of 0 and its largest, those of infinite arguments too.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Function:
     start: float = 0.0
     picks: bool = False
     tells_sign: bool = False
-    at_most: float = math.inf
+    rises: tuple[float, float, float] | None = None
 
 
 # ------------------------------------------------------------------------------------------------ adjoints
@@ -191,15 +191,15 @@ _ROWS = (
         torch.tanh,
         lambda e, g: (mul(g, sub(ONE, mul(e, e))),),
         math.tanh,
-        operations=14, gpu=12, cpu=28, at_most=1.0,
+        operations=14, gpu=12, cpu=28, rises=(-1.0, 0.0, 1.0),
     ),
-    Function("erf", torch.erf, _erf, math.erf, operations=18, gpu=24, cpu=28, at_most=1.0),
+    Function("erf", torch.erf, _erf, math.erf, operations=18, gpu=24, cpu=28, rises=(-1.0, 0.0, 1.0)),
     Function(
         "sigmoid",
         torch.sigmoid,
         lambda e, g: (mul(g, mul(e, sub(ONE, e))),),
         lambda x: 1.0 / (1.0 + math.exp(-x)),
-        operations=12, gpu=5, cpu=26, at_most=1.0,
+        operations=12, gpu=5, cpu=26, rises=(0.0, 0.5, 1.0),
     ),
     Function("sqrt", torch.sqrt, lambda e, g: (mul(_HALF, div(g, e)),), math.sqrt, operations=4, gpu=3, cpu=10),
     Function(
@@ -250,7 +250,7 @@ _ROWS = (
     ),
     # What only the text of CUDA kernels has, where a formula is written in base two.
     Function("exp2", torch.exp2),
-    Function("sigmoid2", lambda x: torch.sigmoid(math.log(2) * x), gpu=4, at_most=1.0),
+    Function("sigmoid2", lambda x: torch.sigmoid(math.log(2) * x), gpu=4, rises=(0.0, 0.5, 1.0)),
     Function("masked"),
     # Leaves and marks.
     *map(Function, ("input", "value", "broadcast", "concat")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
@@ -44,8 +43,8 @@ def bound_of(e: Expr) -> Expr | None:
 
 def _bound_alone(n: Expr) -> float | None:
     """The largest magnitude that a function has anywhere, where what it is of is no NaN while leaves are finite."""
-    most = FUNCTIONS[n.op].at_most
-    return most if most < math.inf and len(n.args) == 1 and _keeps_sign(n.args[0]) else None
+    rises = FUNCTIONS[n.op].rises
+    return max(map(abs, rises)) if rises is not None and _sign_of(n.args[0]) is not None else None
 
 
 def _largest(n: Expr, of: Mapping[int, _Monomial | None]) -> _Monomial | None:
@@ -78,12 +77,12 @@ class _Sign(NamedTuple):
     leaf: Expr | None
 
 
-def _keeps_sign(e: Expr) -> bool:
-    """Whether an expression is a polynomial in one leaf whose terms have one sign: no difference of infinities."""
+def _sign_of(e: Expr) -> _Sign | None:
+    """That of a polynomial in one leaf whose terms have one sign, so that it is no difference of infinities."""
     found: dict[int, _Sign | None] = {}
     for n in topological([e]):
         found[id(n)] = _sign(n, found)
-    return found[id(e)] is not None
+    return found[id(e)]
 
 
 def _sign(n: Expr, of: Mapping[int, _Sign | None]) -> _Sign | None:
@@ -101,3 +100,69 @@ def _sign(n: Expr, of: Mapping[int, _Sign | None]) -> _Sign | None:
         return _Sign(a.negative != b.negative, a.odd != b.odd, leaf)
     b = b._replace(negative=b.negative != (n.op == "sub"))
     return a._replace(leaf=leaf) if (a.negative, a.odd) == (b.negative, b.odd) else None
+
+
+# ----------------------------------------------------------------------------------------- of many numbers at once
+
+
+class Slope(NamedTuple):
+    """e = x g(x) for a leaf x, where g is nowhere negative and nowhere falls; and g(0).
+
+    So of numbers between low <= 0 and high >= 0, |e| is at most e(high) and g(0) |low|, whichever is larger.
+    """
+
+    leaf: Expr
+    at_zero: float
+
+
+def slope_of(e: Expr) -> Slope | None:
+    """The slope of such an expression; None where it is none."""
+    factors, waiting = list[Expr](), [e]
+    while waiting:
+        n = waiting.pop()
+        if n.op == "mul":
+            waiting += n.args
+        else:
+            factors.append(n)
+    leaves = [f for f in factors if f.op == "input"]
+    at_zero = 1.0
+    for f in factors:
+        if f.op != "input":
+            found = _rising_of(f)
+            if found is None or found.least < 0 or found.leaf is not None and found.leaf not in leaves:
+                return None
+            at_zero *= found.at_zero
+    return Slope(leaves[0], at_zero) if len(leaves) == 1 and len(factors) > 1 else None
+
+
+class _Rising(NamedTuple):
+    """The least value of what nowhere falls as a leaf grows, and that where it is 0."""
+
+    least: float
+    at_zero: float
+    leaf: Expr | None = None
+
+
+def _rising_of(e: Expr) -> _Rising | None:
+    found: dict[int, _Rising | None] = {}
+    for n in topological([e]):
+        found[id(n)] = _rising(n, found)
+    return found[id(e)]
+
+
+def _rising(n: Expr, of: Mapping[int, _Rising | None]) -> _Rising | None:
+    if n.op == "const":
+        value = float(n.attrs[0])
+        return _Rising(value, value) if may_move(n.attrs[0]) else None
+    rises = FUNCTIONS[n.op].rises
+    if rises is not None:
+        sign = _sign_of(n.args[0])
+        rising = sign is not None and sign.odd and not sign.negative
+        return _Rising(rises[0], rises[1], sign.leaf) if sign is not None and rising else None
+    a, b = _operands(n, of)
+    if n.op == "sub" or a is None or b is None or (a.leaf is not None and b.leaf is not None):
+        return None
+    if n.op == "add":
+        return _Rising(a.least + b.least, a.at_zero + b.at_zero, b.leaf if a.leaf is None else a.leaf)
+    number, other = (a, b) if a.leaf is None else (b, a)
+    return _Rising(number.least * other.least, number.at_zero * other.at_zero, other.leaf) if number.least > 0 else None

@@ -36,7 +36,15 @@ from te_fuser.quantization.state import (
 )
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
-from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry, settings_changed
+from te_fuser.recipe.region import (
+    Region,
+    entered,
+    in_backward,
+    is_capturing,
+    on_entry,
+    open_elsewhere,
+    settings_changed,
+)
 
 LARGEST = torch.finfo(torch.float32).max
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -140,7 +148,7 @@ def fold(looks: bool = False) -> None:
             agreement.reduce(seen, last.recipe)
         _recorded.is_new = False
         waiting = [] if agreement is None else agreement.waiting()
-        held = _taken_out(waiting, seen)
+        held = _taken_out(waiting if agreement is not None else _in_use_elsewhere(), seen, parts)
         for block, amaxes in seen.items():
             before = _scales_before(block) if looks else None
             _fold_block(block, parts[block], amaxes)
@@ -152,13 +160,22 @@ def fold(looks: bool = False) -> None:
             _note_alike(agreement, waiting)
 
 
-def _taken_out(states: Sequence[State], seen: dict[Block, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take what products recorded out of what is folded: their slots, and what these hold on."""
+def _in_use_elsewhere() -> list[State]:
+    """Products that were called in regions that other threads or contexts are in still: their scales stay for these."""
+    entries = open_elsewhere()
+    return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
+
+
+def _taken_out(
+    states: Sequence[State], seen: dict[Block, torch.Tensor], parts: dict[Block, _Parts]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take what products recorded out of what is folded: slots that a kernel would clear, and what these hold on."""
     found = []
     for state in states:
         if state.block is not None:
             row = seen[state.block][state.row]
-            found.append((state.block.amaxes[state.row], row.clone()))
+            if parts[state.block].kernel is not None:
+                found.append((state.block.amaxes[state.row], row.clone()))
             row.zero_()
     return found
 
@@ -220,7 +237,7 @@ def _agreement(region: Region | None) -> Agreement | None:
 
 def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
     if parts.kernel is None:
-        block.amaxes.zero_()
+        block.amaxes.masked_fill_(amaxes != 0, 0.0)  # other threads may have recorded since
         block.not_finite += ~amaxes.isfinite()
     else:
         parts.kernel.fold(block, amaxes)

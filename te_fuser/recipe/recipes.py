@@ -196,6 +196,11 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         _check_format(self, Format.HYBRID, Format.E4M3)
         _check_whole(self, "margin", -126, 126)
+        if isinstance(self.interval, Format):
+            raise TypeError(
+                f"{_said(self, 'interval')}: the second argument is interval, as in older releases of Transformer "
+                "Engine, and fp8_format in newer ones: give what stands behind margin by name"
+            )
         _check_whole(self, "interval", 1)
         _check_whole(self, "amax_history_len", 1)
         _check_flag(self, "reduce_amax")

@@ -64,6 +64,7 @@ _used: ContextVar[list[Any] | None] = ContextVar("te_fuser_used", default=None)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
 _here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
 _count = itertools.count(1)
+_open: dict[int, threading.Thread] = {}  # the number of each entry whose region is on, and who entered it
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
 
@@ -152,6 +153,14 @@ def refuse_tracing() -> None:
 def entries() -> int:
     """The number of the region from outside of all that was entered last here; each entry has its own."""
     return _entry.get()
+
+
+def open_elsewhere() -> set[int]:
+    """The numbers of entries whose regions other threads or contexts are in now."""
+    for number, thread in tuple(_open.items()):
+        if not thread.is_alive():
+            _open.pop(number, None)
+    return set(_open) - {_entry.get()}
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
@@ -247,7 +256,10 @@ class Entered(contextlib.ContextDecorator):
         _be_within((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
-        _be_within(_stack.get()[:-1])
+        *around, left = _stack.get() or (None,)
+        _be_within(tuple(around))
+        if left is not None and not any(around):
+            _open.pop(_entry.get(), None)
 
     def __call__(self, func: Any) -> Any:
         """The function in this region.
@@ -272,7 +284,9 @@ def _enter_from_outside(region: Region) -> None:
         )
     for callback in _callbacks:
         callback(region)
-    _entry.set(next(_count))
+    number = next(_count)
+    _entry.set(number)
+    _open[number] = threading.current_thread()
 
 
 def _check_group(region: Region, outer: Region | None) -> None:

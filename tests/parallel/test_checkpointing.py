@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.ops.telling import Disagreement
 from te_fuser.parallel import parallelize
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_parallelize import F, mesh_of, mlp
@@ -50,3 +52,22 @@ def test_what_ranks_have_apart_is_refused() -> None:
         te_fuser.checkpoint(lambda x: x, None, distribute_saved_activations=True)
     with torch.no_grad():
         te_fuser.checkpoint(lambda x: x, None, distribute_saved_activations=True)
+
+
+@on_ranks
+def test_ranks_that_keep_parts_of_others_or_do_not_come() -> None:
+    """Said in words on both: what is kept is compared, and who waits for parts in backward says it."""
+    rank, x = dist.get_rank(), tensor(4, 1, F)
+    given = {"distribute_saved_activations": True, "tp_group": dist.new_group(range(2), timedelta(seconds=1.0))}
+    with pytest.raises(Disagreement, match=r"rank 0 has checkpoint .* x \[4, 1, \d+\] .* rank 1 has .* x \[5, 1, "):
+        te_fuser.checkpoint(torch.sin, tensor(4 + rank, 1, F), **given)
+    y = te_fuser.checkpoint(torch.sin, x, **given)
+    if rank:
+        with pytest.raises(Disagreement):
+            te_fuser.checkpoint(torch.sin, tensor(6, 1, F), **given)
+    else:
+        words = (
+            r"in the backward pass of a checkpoint, which gathers x \[4, 1, \d+\]: .* while rank 1 .* is ready with ch"
+        )
+        with pytest.raises(Disagreement, match=words):
+            y.sum().backward()

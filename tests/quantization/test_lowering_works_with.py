@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import threading
@@ -244,6 +245,64 @@ def test_another_thread_is_in_no_region() -> None:
         thread.start()
         thread.join()
     assert torch.equal(found[0], plain)
+
+
+def test_scales_stay_while_another_thread_is_in_its_region() -> None:
+    model, twin, other, found = trained(mlp()), trained(mlp()), mlp(), []
+    called, trained_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with on():
+            first = model(data(1))
+            called.set()
+            trained_on.wait(60)
+            found.append((model(data(1)), first))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert called.wait(60)
+    trained(other)
+    assert amaxes(model) == amaxes(twin) and amaxes(other) == amaxes(trained(mlp()))
+    trained_on.set()
+    thread.join()
+    assert torch.equal(*found[0])
+    with on():
+        wanted = twin(data(1))
+    assert torch.equal(found[0][0], wanted)
+    assert amaxes(model) == amaxes(twin)  # now that the region has ended
+
+
+def test_a_thread_that_ended_inside_of_a_region_is_waited_for_no_more() -> None:
+    model, twin = trained(mlp()), trained(mlp())
+
+    def run() -> None:
+        on().__enter__()
+        model(data(1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with on():
+        twin(data(1))
+    assert amaxes(model) == amaxes(twin)
+
+
+def test_tasks_that_wait_inside_of_their_regions() -> None:
+    model, twin, others = trained(mlp()), trained(mlp()), mlp()
+
+    def calls() -> Any:
+        with on():
+            yield model(data(1))
+            yield model(data(1))
+
+    context, generator = contextvars.copy_context(), calls()
+    first = context.run(next, generator)
+    trained(others)
+    assert torch.equal(context.run(next, generator), first)
+    context.run(generator.close)
+    with on():
+        twin(data(1))
+    assert amaxes(model) == amaxes(twin)
 
 
 def test_compiled_around() -> None:

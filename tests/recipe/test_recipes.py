@@ -74,6 +74,7 @@ def test_recipes_cannot_be_changed(kind: Any) -> None:
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "e5m2": (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "Format.E5M2.*it takes Format.HYBRID or"),
+    "by newer positions": (lambda: DelayedScaling(0, Format.HYBRID), TypeError, "behind margin by name"),
     "no format": (lambda: DelayedScaling(fp8_format="HYBRID"), TypeError, "te_fuser.recipe.Format"),
     "algorithm": (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, 'mean.*"max", "most_recent"'),
     "no algorithm": (lambda: DelayedScaling(amax_compute_algo=None), ValueError, "amax_compute_algo=None"),

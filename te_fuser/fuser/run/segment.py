@@ -115,19 +115,19 @@ class Segment:
         """All slots after the forward program."""
         slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
         try:
-            self.run(self.forward, slots, True, False, self.promised)
+            self.run(self.forward, slots, promised=self.promised)
         except RuntimeError as error:
             stuck.explain(error, self.groups, f"a call with {list(tensors[0].shape)}")
             raise
         return slots
 
-    def run(self, program: Program, slots: list[Any], *how: Any) -> None:
+    def run(self, program: Program, slots: list[Any], *given: Any, **how: Any) -> None:
         """Run a program of its own, as `watched.run` does; alone among those of its ranks' groups."""
         if not self.groups:
-            watched.run(program, slots, *how)
+            watched.run(program, slots, *given, **how)
             return
         with telling.alone(self.groups):
-            watched.run(program, slots, *how)
+            watched.run(program, slots, *given, **how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
