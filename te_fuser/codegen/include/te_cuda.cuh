@@ -303,8 +303,8 @@ TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount
 
 // The larger magnitude, as bits, of which NaN's are the largest.
 TE_DEVICE unsigned larger(unsigned bits, float value) {
-#if TE_PTX
-  float found;  // one instruction, where comparing bits takes two
+#if TE_PTX && __CUDA_ARCH__ >= 890
+  float found;  // one instruction, where comparing bits takes two, but fewer registers
   asm("{.reg .f32 size; abs.f32 size, %2; max.NaN.f32 %0, %1, size;}" : "=f"(found) : "f"(as_float(bits)), "f"(value));
   return as_bits(found);
 #else
