@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from te_fuser.dtypes import text_of
 from te_fuser.ops import stuck, telling
 from te_fuser.ops.collective import Exchange
 from te_fuser.ops.dtensor import is_dtensor
@@ -109,7 +108,7 @@ def _keeping_a_part(
 
 def _compare(x: torch.Tensor, group: Group) -> None:
     """Ask whether all ranks keep parts of such an x, once for each shape and dtype: backward would gather others."""
-    known, line = _compared.setdefault(group.process_group(), set()), f"x {list(x.shape)} {text_of(x.dtype)}"
+    known, line = _compared.setdefault(group.process_group(), set()), f"x {list(x.shape)} {x.dtype}"
     if line not in known:
         telling.compare([group], [("x", f"checkpoint with distribute_saved_activations of {line}")])
         stuck.watch([group])

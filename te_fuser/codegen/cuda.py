@@ -16,7 +16,7 @@ from te_fuser.codegen.cuda_body import SUFFIX, Parameter
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
-from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS, CudaNames, Text
+from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS, CudaNames, Text
 from te_fuser.codegen.cuda_tile import TileText
 from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
@@ -165,7 +165,7 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
         grid = RowGrid(
             s.tiles(d.width),
             s.rows,
-            s.blocks_per_multiprocessor * (s.rounds or _EVERY_ROW),
+            s.blocks_per_multiprocessor * (s.rounds or EVERY_ROW),
             writer.per_sample,
             bool(d.sums),
         )
@@ -187,8 +187,6 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
 
 
 _WRITERS: dict[Kind, type[ColumnText]] = {Kind.COLUMNS: ColumnText, Kind.TILE: TileText}
-# Rounds of blocks that are more than any rows need, and less than a grid may have.
-_EVERY_ROW = 1 << 18
 
 
 def _symbol(name: str) -> str:

@@ -18,6 +18,8 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 
 CTYPES = {name: row.cuda for name, row in TABLE.items() if row.cuda}
+# Rounds of blocks that are more than any rows need, and less than a grid may have.
+EVERY_ROW = 1 << 18
 FINISH_THREADS = 256  # of a block that adds up partial sums: kFinishThreads in te_cuda.cuh
 
 

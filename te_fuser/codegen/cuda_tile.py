@@ -5,7 +5,8 @@ tile is there, each thread stores 16 rows of a column at once. The rows of the t
 kernels store them, and column sums and maxima are theirs, too.
 
 What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is there:
-then its scales are known. Each thread reads there what it has put there itself.
+then its scales are known. Each thread reads there what it has put there itself. Where tiles have all their columns, the
+largest magnitudes are found on the way, and the loop is there twice: a tile that has all its rows asks for none.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TileText(ColumnText):
         }
         self.shelf = {key: self.names.fresh(name.replace("_rows", "_tile")) for key, name in self.turned.items()}
         if description.in_blocks:
-            self.is_there = "four + ahead < left"
+            self.is_there = f"{'' if self._ragged else 'whole || '}four + ahead < left"
         self.pairs: dict[tuple[object, ...], dict[str, Store]] = {}
         for s in description.in_blocks:
             self.pairs.setdefault(_value(s), {})[s.layout] = s
@@ -48,6 +49,7 @@ class TileText(ColumnText):
             for s in [next(iter(stores.values()))]
             for k in range(len(s.parts))
         }
+        self.found = {key: self.names.fresh(f"{name}_sizes") for key, name in self.waiting.items() if not self._ragged}
 
     def write(self) -> str:
         """The function."""
@@ -56,13 +58,12 @@ class TileText(ColumnText):
             self.begin()
             self._prologue()
             text("extern __shared__ uint4 shelves[];")
-            text("int phase = 0;" if self.shelf else "__shared__ te::BlockScales block_scales;")
-            self._declare_waiting()
+            text("int phase = 0;") if self.shelf else self._declare_waiting()
             self._load_what_stays()
             with text.block("for (long long start = first; start < count; start += step)"):
                 text("const int left = static_cast<int>(rows - start < kRows ? rows - start : kRows);")
                 self._declare_tiles()
-                with self._inside(), self._turns():
+                with self._inside(), self._by_rows_there(), self._turns():
                     self._four_rows()
                 if self.shelf:
                     text("__syncthreads();")
@@ -96,17 +97,41 @@ class TileText(ColumnText):
         for number, name in enumerate(self.shelf.values()):
             at = f"({number} + phase * {len(self.shelf)}) * (kColumns * kRows / 4)"
             self.text(f"unsigned* const {name} = reinterpret_cast<unsigned*>(shelves) + {at};")
-        for name in self.waiting.values():
-            self.text(f"{'if (left < kRows) ' if not self._ragged else ''}{name}.clear();")
+        for key, name in self.waiting.items():
+            self.text(f"{'if (left < kRows) ' if key in self.found else ''}{name}.clear();")
+        for (value, _), name in self.found.items():
+            made_in = CTYPES[next(iter(self.pairs[value].values())).made_in]
+            self.text(f"te::Magnitudes<{made_in}, kVector, kAhead, {self._sides(value)}> {name};")
+
+    def _sides(self, value: tuple[object, ...]) -> str:
+        """Whether a value is stored by rows, and whether transposed."""
+        return ", ".join([str(layout in self.pairs[value]).lower() for layout in ("blocks", "transposed_blocks")])
 
     def _declare_waiting(self) -> None:
         """Where values of a tile wait for its scales, before the tile that is transposed."""
         at = 0
+        self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
+        self.text("for (te::BlockScales& scales : block_scales) scales.begin();")
         for (value, _), name in self.waiting.items():
             made_in = next(iter(self.pairs[value].values())).made_in
             self.text(f"const te::Waiting<{CTYPES[made_in]}, kVector> {name}(shelves{f' + {at}' if at else ''});")
             at += self.s.covered * self.s.rows * item_size(made_in) // 16
         self._words = f"reinterpret_cast<unsigned*>(shelves + {at})"
+
+    @contextlib.contextmanager
+    def _by_rows_there(self) -> Iterator[None]:
+        """Once for tiles that have all rows, and once for others."""
+        if not self.found:
+            yield
+            return
+        with self.text.block("if (left == kRows)"):
+            self.text("constexpr bool whole = true;")
+            before = len(self.text.lines)
+            yield
+            loop = self.text.lines[before:]
+        with self.text.block("else"):
+            self.text("constexpr bool whole = false;")
+            self.text.lines += loop
 
     @contextlib.contextmanager
     def _turns(self) -> Iterator[None]:
@@ -131,6 +156,8 @@ class TileText(ColumnText):
         self._rows_ahead()
         for key, name in self.turned.items():
             self.text(f"te::put_columns({self.shelf[key]}, lane, four, {name});")
+        for number, name in enumerate(self.found.values()):
+            self.text(f"{name}.raise_rows(block_scales[{number}], four);")
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:
@@ -140,7 +167,9 @@ class TileText(ColumnText):
 
     def store_line(self, s: Store, k: int, name: str) -> str:
         if is_in_blocks(s):
-            return f"{self.waiting[_value(s), k]}.keep(turn / kPart, early + ahead, {name});"
+            key = _value(s), k
+            kept = f"{self.waiting[key]}.keep(turn / kPart, early + ahead, {name})"
+            return f"{self.found[key]}.take(ahead, {kept});" if key in self.found else f"{kept};"
         if not is_transposed(s):
             return super().store_line(s, k, name)
         return f"te::put_row<{CTYPES[s.dtype]}>({self.turned[s.name, k]}, ahead, {name});"
@@ -160,17 +189,17 @@ class TileText(ColumnText):
         self.text(f"te::store_tile_sums<kThreads, kLanes>({places}, shared_sums, lane, {columns}, {name});")
 
     def _store_blocks(self) -> None:
-        for (value, k), name in self.waiting.items():
+        for number, ((value, k), name) in enumerate(self.waiting.items()):
             stores = self.pairs[value]
             first = next(iter(stores.values()))
             made, turned = stores.get("blocks"), stores.get("transposed_blocks")
-            sides = ", ".join([str(side is not None).lower() for side in (made, turned)])
+            given = ", ".join([name, *[found for key, found in self.found.items() if key == (value, k)]])
             where = ", ".join(["nullptr" if s is None else self.pointer["store", s.name] for s in (made, turned)])
             words = self._words if turned else "nullptr"
             left = f"{k * self.d.width} + column - lane * kVector" if k else "column - lane * kVector"
             self.text(
-                f"te::store_blocks<{sides}, {CTYPES[first.dtype]}>({name}, block_scales, {words}, lane, slot, {where}, "
-                f"{left}, {first.width}, start, rows);"
+                f"te::store_blocks<{self._sides(value)}, {CTYPES[first.dtype]}>({given}, block_scales[{number}], "
+                f"{words}, lane, slot, {where}, {left}, {first.width}, start, rows);"
             )
 
 

@@ -87,8 +87,9 @@ class Schedule:
     whose reductions meet at the same barriers.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
-    them in registers for all its rows.
+    rows need, and none walks; with column sums, by tiles, a block does four all the same, lest its sums cost more
+    than they gain. With `keeps` a thread loads its share of the parameters before a row needs them, and has them in
+    registers for all its rows.
     """
 
     kind: Kind
@@ -148,7 +149,8 @@ class Schedule:
             text += f", {self.rows} rows at once" if self.rows > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
-        walk = "; each block walks over its rows" if self.rounds else ""
+        few = "; each block does four of them" if self.kind == Kind.TILE and self.sums != Sums.NONE else ""
+        walk = "; each block walks over its rows" if self.rounds else few
         return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor{walk}"
 
 
@@ -329,9 +331,14 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
     stages = {len(stage) * s.held for stage in description.reductions}
     exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
-    exchanges += 32 * 4 * len(description.maxima) + (2 * 4 * BLOCK if description.in_blocks else 0)
+    exchanges += 32 * 4 * len(description.maxima) + 4 * 4 * BLOCK * sum(_waiting_in_blocks(description).values())
     share = max(1, s.vector // 4) if s.kind == Kind.TILE else s.vector  # a warp of a tile adds up its own sums
     return exchanges + (4 * s.threads * share if s.slots > 1 and description.sums else 0)
+
+
+def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
+    """In how many parts each value is that is stored by blocks, by what it is, with what it is made in behind."""
+    return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
@@ -344,7 +351,7 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     if s.kind == Kind.TILE:  # one is written while another one is read
         parts = sum(len(t.parts) for t in description.transposed)
         turned = any(t.layout == "transposed_blocks" for t in description.in_blocks)
-        waiting = {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
+        waiting = _waiting_in_blocks(description)
         bytes_waiting = sum(count * item_size(str(made_in)) for (*_, made_in), count in waiting.items())
         return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + turned)
     if s.kind == Kind.SHARED:

@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_tiles(
   const Element* const from = source.from + column % kHeadDim;
   const unsigned inner = kSamplesFirst ? static_cast<unsigned>(rows / samples) : static_cast<unsigned>(samples);
   const te::Waiting<Element, kVector> waiting(shelves);
+  if (kInBlocks) block_scales.begin();
   const float factor = kInBlocks ? 1.0f : scale[0];
   float total[kVector] = {};
   unsigned largest = 0u;

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
+from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
 from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import name_of
@@ -109,7 +109,9 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
         tensors += [(stored, self.vector), (stored, 16)]
         read, made = 3 + scaled, 5 + scaled  # how many tensors; what is not there is never read
         sums = [("tensor", made), ("partial", 0)] if self.sums else [("tensor", read)] * 2
-        grid = (self.tiles, _TILE_ROWS, self.blocks, False, self.sums is not None)
+        # By blocks of numbers they walk over all rows; else none does, or with sums over four tiles.
+        places = self.blocks * (1 if self.in_blocks else EVERY_ROW)
+        grid = (self.tiles, _TILE_ROWS, places, False, self.sums is not None)
         counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
         given = [*[("tensor", k) for k in range(read)], *[("tensor", read)] * (2 - scaled), ("tensor", read)]
         arguments = (*given, ("tensor", read + 1), *sums, *counts, *[("integer", k) for k in range(10)])

@@ -16,7 +16,22 @@ struct Scale {
   __device__ __forceinline__ float operator()(unsigned amax) const {
     return te::own_scale<kPowerOfTwo>(te::as_float(amax), kMost, kEpsilon);
   }
+  static __device__ __forceinline__ float inverse(float scale) { return te::inverse_of<kPowerOfTwo>(scale); }
 };
+
+// Starts the copies of a thread's share of a tile, of which so many rows and columns are there.
+template <bool kWhole>
+TE_DEVICE void fetch_tile(const te::Waiting<Element, kVector>& waiting, const Element* from, int width, int rows,
+                          bool works) {
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int row = 4 * turn * kSlots + r;
+      if (kWhole || (row < rows && works))
+        te::fetch<kVector>(&waiting.at(turn, r), from + static_cast<long long>(row) * width);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
     quantize_blocks(const Element* elements, Narrow* by_rows, Narrow* by_columns, float* row_inverses,
@@ -30,24 +45,23 @@ extern "C" __global__ void __launch_bounds__(te::kTileThreads, kBlocks)
   // As TileText has it: a warp is 8 lanes by four fours.
   const int lane = threadIdx.x % 8 + threadIdx.x / 32 * 8 % kLanes;
   const int slot = threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4;
-  const int across = (width + kSide - 1) / kSide;
+  const unsigned across = (width + kSide - 1) / kSide;
+  scales.begin();
   for (long long tile = blockIdx.x; tile < tiles; tile += groups) {
-    const int top = static_cast<int>(tile / across) * kSide, left = static_cast<int>(tile % across) * kSide;
+    const int top = static_cast<unsigned>(tile) / across * kSide, left = static_cast<unsigned>(tile) % across * kSide;
     const int column = left + kVector * lane;
-    if (top + kSide > height || left + kSide > width) waiting.clear();
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = top + 4 * (turn * kSlots + slot) + r;
-        if (row < height && column < width)
-          te::fetch<kVector>(&waiting.at(turn, r), elements + static_cast<long long>(row) * width + column);
-      }
+    const Element* const from = elements + static_cast<long long>(top + 4 * slot) * width + column;
+    if (top + kSide <= height && left + kSide <= width) {
+      fetch_tile<true>(waiting, from, width, kSide, true);
+    } else {
+      waiting.clear();
+      fetch_tile<false>(waiting, from, width, height - top - 4 * slot, column < width);
+    }
     te::depart();
     te::arrived<0>();
     const te::BlockTile<Element, Narrow, kByRows, kTurned, kSquare, kVector, Scale> tile_of{
         waiting.own, scales, words, lane, slot, Scale{}};
+    tile_of.find();
     tile_of.store({by_rows, row_inverses, lead}, {by_columns, column_inverses, turned_lead}, left, width, top, height);
-    __syncthreads();
   }
 }

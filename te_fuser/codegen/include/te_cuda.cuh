@@ -370,14 +370,29 @@ TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
   if (largest > raised_so_far(number) && threadIdx.x == 0) atomicMax(reinterpret_cast<unsigned*>(number), largest);
 }
 
-// The scale of what has this largest magnitude, as ops/own_scales.py has it.
+// The scale of what has this largest magnitude, as ops/own_scales.py has it. A power of two is found without dividing:
+// a quotient that is below one by its numbers is so when it is rounded.
 template <bool kPowerOfTwo>
 TE_DEVICE float own_scale(float amax, float most, float epsilon) {
   const float least = amax < epsilon ? epsilon : amax;
   if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
-  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
-  const unsigned finite = bits < largest ? bits : largest;
-  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
+  const unsigned largest = 0x7f7fffffu;
+  if constexpr (kPowerOfTwo) {
+    const unsigned below = (as_bits(least) & 0x7fffffu) > (as_bits(most) & 0x7fffffu);
+    const unsigned exponent = 127 + (as_bits(most) >> 23) - (as_bits(least) >> 23) - below;
+    return as_float((exponent < 254 ? exponent : 254) << 23);
+  } else {
+    const unsigned bits = as_bits(most / least);
+    return as_float(bits < largest ? bits : largest);
+  }
+}
+
+// 1 / scale; of a power of two without dividing.
+template <bool kPowerOfTwo>
+TE_DEVICE float inverse_of(float scale) {
+  if constexpr (!kPowerOfTwo) return 1.0f / scale;
+  const unsigned bits = as_bits(scale), largest = 254u << 23;
+  return as_float(bits == largest ? 1u << 22 : largest - bits);
 }
 
 // Makes the scale of what so many blocks raise the third of these numbers to, by the last of them: its reciprocal and
@@ -392,7 +407,7 @@ TE_DEVICE void scale_of_all(float* numbers, unsigned blocks, float most, float e
   const float scale = own_scale<kPowerOfTwo>(as_float(atomicExch(bits + 2, 0u)), most, epsilon);
   bits[3] = 0u;
   numbers[1] = scale;
-  numbers[0] = 1.0f / scale;
+  numbers[0] = inverse_of<kPowerOfTwo>(scale);
 }
 
 // Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.

@@ -6,9 +6,16 @@
 
 namespace te {
 
-// Scales of a tile, by row and by column; while they are looked for, bits of the largest magnitudes.
+// Of each row and of each column of a tile: the largest magnitude while it is looked for, and the scale that follows.
 struct alignas(16) BlockScales {
-  unsigned rows[kTileRows], columns[kTileColumns];
+  unsigned largest[2][kTileRows];
+  float scales[2][kTileRows];
+
+  // Before the first tile; whoever takes a magnitude clears it.
+  __device__ __forceinline__ void begin() {
+    largest[threadIdx.x / kTileRows][threadIdx.x % kTileRows] = 0;
+    __syncthreads();
+  }
 };
 
 // Where a matrix in 8 bits goes, and the numbers that it is multiplied by to be itself again: [blocks, rows] of what is
@@ -20,20 +27,139 @@ struct InBlocks {
   long long lead;
 };
 
-// The larger of two pairs of whole numbers of 16 bits.
-TE_DEVICE unsigned larger_pair(unsigned a, unsigned b) {
+template <class Element>
+inline constexpr bool kIsBf16 = false;
+template <>
+inline constexpr bool kIsBf16<bf16> = true;
+
+// Bits of a word of elements that are not signs.
+template <class Element>
+inline constexpr unsigned kSizes = sizeof(Element) == 2 ? 0x7fff7fffu : 0x7fffffffu;
+
+// The larger magnitudes of a word of one element of 32 bits or two of 16, NaN above infinity; signs mean nothing.
+template <class Element>
+TE_DEVICE unsigned larger_sizes(unsigned a, unsigned b) {
+  const unsigned mine = a & kSizes<Element>, other = b & kSizes<Element>;
+  if constexpr (sizeof(Element) == 4) {
+    return mine > other ? mine : other;
+  } else {
 #if TE_PTX && __CUDA_ARCH__ >= 900
-  unsigned larger;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
+    unsigned larger;
+    if constexpr (kIsBf16<Element>)
+      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    else
+      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
 #else
-  const unsigned low = a << 16 > b << 16 ? a : b, high = a >> 16 > b >> 16 ? a : b;
-  return (high & 0xffff0000u) | (low & 0xffffu);
+    const unsigned low = mine << 16 > other << 16 ? mine : other, high = mine >> 16 > other >> 16 ? mine : other;
+    return (high & 0xffff0000u) | (low & 0xffffu);
 #endif
+  }
 }
 
-// Quantizes tiles whose numbers wait in shared memory: each thread has those of four rows of kVector columns for itself,
-// in several turns; zeros where there are none.
+// Largest magnitudes of what a thread has of a tile: of its columns, and of the kRows rows that it has at a time.
+template <class Element, int kVector, int kRows, bool kByRows, bool kTurned>
+struct Magnitudes {
+  static constexpr int kWords = Vector<Element, kVector>::kWords;
+  static constexpr bool kPairs = sizeof(Element) == 2;
+  unsigned rows[kRows] = {}, columns[kWords] = {};
+
+  __device__ __forceinline__ void take(int row, const Vector<Element, kVector>& read) {
+    unsigned all = read.words[0];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (kByRows && i > 0) all = larger_sizes<Element>(all, read.words[i]);
+      if constexpr (kTurned) columns[i] = larger_sizes<Element>(columns[i], read.words[i]);
+    }
+    rows[row] = all;
+  }
+
+  // Raises the rows from `first` on, of which eight neighbours have parts.
+  __device__ __forceinline__ void raise_rows(BlockScales& scales, int first) {
+    if constexpr (kByRows) {
+      constexpr int kEach = kPairs && kRows > 1 ? 2 : 1;
+      const int mine = threadIdx.x % 8;
+      unsigned own = 0;
+#pragma unroll
+      for (int row = 0; row < kRows; row += kEach) {
+        unsigned found = rows[row];
+        if constexpr (kEach == 2) {
+          const unsigned next = rows[row + 1];
+          found = larger_sizes<Element>(__byte_perm(found, next, 0x5410), __byte_perm(found, next, 0x7632));
+        } else if constexpr (kPairs) {
+          found = larger_sizes<Element>(found, found >> 16);
+        }
+#pragma unroll
+        for (int distance = 4; distance > 0; distance /= 2) found = of_both(found, distance);
+        if (mine / kEach == row / kEach) own = found;
+      }
+      if constexpr (kEach == 2) own >>= 16 * (mine % 2);
+      if (mine < kRows) atomicMax(&scales.largest[0][first + mine], own & (kPairs ? 0x7fffu : 0x7fffffffu));
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) rows[row] = 0;
+    }
+  }
+
+  // Raises the columns of a lane, of which four eights of a warp have parts: each of them raises a share.
+  __device__ __forceinline__ void raise_columns(BlockScales& scales, int lane) {
+    if constexpr (kTurned) {
+      int kept = kWords, first = 0;
+#pragma unroll
+      for (int distance = 16; distance >= 8; distance /= 2) {
+        const bool upper = threadIdx.x & distance;
+        if (kept == 1) {
+          columns[0] = of_both(columns[0], distance);
+          continue;
+        }
+        kept /= 2;
+        first += upper ? kept : 0;
+#pragma unroll
+        for (int i = 0; i < kept; ++i) {
+          const unsigned mine = upper ? columns[i + kept] : columns[i], other = upper ? columns[i] : columns[i + kept];
+          columns[i] = larger_sizes<Element>(mine, exchanged(other, distance));
+        }
+      }
+      unsigned* const to = &scales.largest[1][lane * kVector + (kPairs ? 2 : 1) * first];
+#pragma unroll
+      for (int i = 0; i < kept; ++i) {
+        if constexpr (kPairs) {
+          atomicMax(to + 2 * i, columns[i] & 0x7fffu);
+          atomicMax(to + 2 * i + 1, columns[i] >> 16 & 0x7fffu);
+        } else {
+          atomicMax(to + i, columns[i] & 0x7fffffffu);
+        }
+      }
+    }
+  }
+
+  // Raises one number to all that there is.
+  __device__ __forceinline__ void raise_all(unsigned& largest) const {
+    unsigned all = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) all = larger_sizes<Element>(all, columns[i]);
+    if constexpr (kPairs) all = larger_sizes<Element>(all, all >> 16);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) all = of_both(all, distance);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, all & (kPairs ? 0x7fffu : 0x7fffffffu));
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned exchanged(unsigned word, int distance) {
+    return as_bits(__shfl_xor_sync(kWarp, as_float(word), distance));
+  }
+  static __device__ __forceinline__ unsigned of_both(unsigned word, int distance) {
+    return larger_sizes<Element>(word, exchanged(word, distance));
+  }
+};
+
+// Whether a tile is there as a whole, as an argument.
+template <bool kIs>
+struct Whole {
+  static constexpr bool value = kIs;
+};
+
+// Quantizes tiles whose numbers wait in shared memory: each thread has those of four rows of kVector columns for
+// itself, in several turns; zeros where there are none.
 template <class Element, class Narrow, bool kByRows, bool kTurned, bool kSquare, int kVector, class Scale>
 struct BlockTile {
   static constexpr int kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
@@ -46,118 +172,43 @@ struct BlockTile {
   int lane, slot;
   Scale scale_of;
 
-  // The whole; `left` and `top` are its first column and row, within `width` columns and `height` rows.
-  __device__ __forceinline__ void store(InBlocks<Narrow> by_rows, InBlocks<Narrow> turned, int left, int width, long long top,
-                       long long height) const {
-    if (threadIdx.x < kTileRows) scales.rows[threadIdx.x] = scales.columns[threadIdx.x] = 0;
-    __syncthreads();
-    find();
-    __syncthreads();
-    const float whole = kSquare ? scale_of(bits_of(scales.rows[0])) : 1.0f;
-    settle(by_rows, turned, left, width, top, height);
-    __syncthreads();
-    put(by_rows, whole, left, width, top, height);
-    __syncthreads();
-    if constexpr (kTurned) store_columns<kTileThreads, kTileColumns, kVector>(turned.data, words, left, width, top, height);
+  // Raises the magnitudes of the tile to those of what the thread holds.
+  __device__ __forceinline__ void find() const {
+    Magnitudes<Element, kVector, 4, kByRows && !kSquare, kTurned || kSquare> found;
+#pragma unroll 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) found.take(r, at(turn, r));
+      found.raise_rows(scales, 4 * (turn * kSlots + slot));
+    }
+    if constexpr (kSquare) found.raise_all(scales.largest[0][0]);
+    else found.raise_columns(scales, lane);
+  }
+
+  // What is left to do when the block has raised the magnitudes; `left` and `top` are the tile's first column and row,
+  // within `width` columns and `height` rows.
+  __device__ __forceinline__ void store(InBlocks<Narrow> by_rows, InBlocks<Narrow> turned, int left, int width,
+                                        long long top, long long height) const {
+    if (left + kTileColumns <= width && top + kTileRows <= height)
+      store(by_rows, turned, left, width, top, height, Whole<true>{});
+    else
+      store(by_rows, turned, left, width, top, height, Whole<false>{});
   }
 
  private:
+  template <class IsWhole>
+  __device__ __forceinline__ void store(InBlocks<Narrow> by_rows, InBlocks<Narrow> turned, int left, int width,
+                                        long long top, long long height, IsWhole whole) const {
+    __syncthreads();
+    const float scale = settle(by_rows, turned, left, width, top, height, whole);
+    __syncthreads();
+    put(by_rows, scale, left, width, top, height, whole);
+    if constexpr (kTurned || kSquare) __syncthreads();
+    if constexpr (kTurned) store_turned(turned.data, left, width, top, height, whole);
+  }
+
   __device__ __forceinline__ Vector<Element, kVector> at(int turn, int r) const {
     return held[(turn * 4 + r) * kTileThreads];
-  }
-
-  // Raises the magnitudes of the tile to those of what the thread holds.
-  __device__ __forceinline__ void find() const {
-    if constexpr (sizeof(Element) == 2) find_pairs();
-    else find_each();
-  }
-
-  // By pairs, whose magnitudes are ordered as whole numbers of 16 bits, NaN above infinity.
-  __device__ __forceinline__ void find_pairs() const {
-    unsigned columns[kVector / 2] = {}, all = 0;
-#pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-      unsigned rows[2] = {};
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const Vector<Element, kVector> read = at(turn, r);
-        unsigned row = 0;
-#pragma unroll
-        for (int i = 0; i < kVector / 2; ++i) {
-          const unsigned sizes = read.words[i] & 0x7fff7fffu;
-          row = larger_pair(row, sizes);
-          if constexpr (!kSquare && kTurned) columns[i] = larger_pair(columns[i], sizes);
-        }
-        if constexpr (kSquare) all = larger_pair(all, row);
-        else rows[r / 2] |= (larger_pair(row, row >> 16) & 0xffffu) << (16 * (r % 2));
-      }
-      if constexpr (kByRows && !kSquare) {
-#pragma unroll
-        for (int two = 0; two < 2; ++two) {
-          const unsigned found = among<4, 1>(rows[two]);  // eight neighbours have the same rows
-          unsigned* const to = &scales.rows[4 * (turn * kSlots + slot) + 2 * two];
-          if (threadIdx.x % 8 == 0) atomicMax(to, found & 0xffffu), atomicMax(to + 1, found >> 16);
-        }
-      }
-    }
-    if constexpr (kSquare) {
-      all = among<16, 1>(all);
-      if (threadIdx.x % 32 == 0) atomicMax(&scales.rows[0], larger_pair(all, all >> 16) & 0xffffu);
-    } else if constexpr (kTurned) {  // four eights of a warp have the same columns
-#pragma unroll
-      for (int i = 0; i < kVector / 2; ++i) {
-        const unsigned found = among<16, 8>(columns[i]);
-        unsigned* const to = &scales.columns[lane * kVector + 2 * i];
-        if (threadIdx.x % 32 < 8) atomicMax(to, found & 0xffffu), atomicMax(to + 1, found >> 16);
-      }
-    }
-  }
-
-  // Of the lanes whose numbers differ by these distances.
-  template <int kFirst, int kLast>
-  static __device__ __forceinline__ unsigned among(unsigned pair) {
-#pragma unroll
-    for (int distance = kFirst; distance >= kLast; distance /= 2)
-      pair = larger_pair(pair, as_bits(__shfl_xor_sync(kWarp, as_float(pair), distance)));
-    return pair;
-  }
-
-  __device__ __forceinline__ void find_each() const {
-    unsigned columns[kVector] = {}, all = 0;
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const Vector<Element, kVector> read = at(turn, r);
-        unsigned row = 0;
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) {
-          row = larger(row, get(read, k));
-          if constexpr (!kSquare && kTurned) columns[k] = larger(columns[k], get(read, k));
-        }
-        if constexpr (kSquare) {
-          all = row > all ? row : all;
-        } else if constexpr (kByRows) {
-#pragma unroll
-          for (int distance = 4; distance > 0; distance /= 2)
-            row = larger(row, __shfl_xor_sync(kWarp, as_float(row), distance));
-          if (threadIdx.x % 8 == 0) atomicMax(&scales.rows[4 * (turn * kSlots + slot) + r], row);
-        }
-      }
-    if constexpr (kSquare) {
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2)
-        all = larger(all, __shfl_xor_sync(kWarp, as_float(all), distance));
-      if (threadIdx.x % 32 == 0) atomicMax(&scales.rows[0], all);
-    } else if constexpr (kTurned) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-#pragma unroll
-        for (int distance = 16; distance >= 8; distance /= 2)
-          columns[k] = larger(columns[k], __shfl_xor_sync(kWarp, as_float(columns[k]), distance));
-        if (threadIdx.x % 32 < 8) atomicMax(&scales.columns[lane * kVector + k], columns[k]);
-      }
-    }
   }
 
   // What a magnitude is, as the bits of a float.
@@ -166,57 +217,86 @@ struct BlockTile {
     else return magnitude;
   }
 
-  // Turns magnitudes into scales, and stores what numbers of 8 bits are multiplied by.
-  __device__ __forceinline__ void settle(InBlocks<Narrow> by_rows, InBlocks<Narrow> turned, int left, int width, long long top,
-                        long long height) const {
-    const int mine = threadIdx.x % kTileRows, across = left / kTileColumns;
+  // Makes scales of magnitudes, and stores what numbers of 8 bits are multiplied by; gives that of a whole tile.
+  template <class IsWhole>
+  __device__ __forceinline__ float settle(InBlocks<Narrow> by_rows, InBlocks<Narrow> turned, int left, int width,
+                                          long long top, long long height, IsWhole) const {
+    const int across = left / kTileColumns, mine = threadIdx.x % kTileRows;
     const long long down = top / kTileRows;
-    const bool second = threadIdx.x >= kTileRows;
     if constexpr (kSquare) {
-      const float scale = scale_of(bits_of(scales.rows[0]));
-      if (kByRows && threadIdx.x == 0) by_rows.inverses[down * by_rows.lead + across] = 1.0f / scale;
-      if (kTurned && threadIdx.x == 0) turned.inverses[across * turned.lead + down] = 1.0f / scale;
-    } else {
-      unsigned& bits = second ? scales.columns[mine] : scales.rows[mine];
-      const float scale = scale_of(bits_of(bits));
-      bits = as_bits(scale);
-      if (kByRows && !second && top + mine < height) by_rows.inverses[across * by_rows.lead + top + mine] = 1.0f / scale;
-      if (kTurned && second && left + mine < width) turned.inverses[down * turned.lead + left + mine] = 1.0f / scale;
+      const float scale = scale_of(bits_of(scales.largest[0][0]));
+      if (kByRows && threadIdx.x == 0) by_rows.inverses[down * by_rows.lead + across] = Scale::inverse(scale);
+      if (kTurned && threadIdx.x == 0) turned.inverses[across * turned.lead + down] = Scale::inverse(scale);
+      return scale;
     }
+    const bool second = threadIdx.x >= kTileRows;
+    if (second ? kTurned : kByRows) {
+      const float scale = scale_of(bits_of(scales.largest[second][mine]));
+      scales.largest[second][mine] = 0;
+      scales.scales[second][mine] = scale;
+      const long long place = (second ? left : top) + mine;
+      const long long numbers = second ? down * turned.lead : across * by_rows.lead;
+      if (IsWhole::value || place < (second ? width : height))
+        (second ? turned : by_rows).inverses[numbers + place] = Scale::inverse(scale);
+    }
+    return 1.0f;
   }
 
   // Stores the rows, and puts what is transposed into shared memory.
-  __device__ __forceinline__ void put(InBlocks<Narrow> by_rows, float whole, int left, int width, long long top,
-                                      long long height) const {
+  template <class IsWhole>
+  __device__ __forceinline__ void put(InBlocks<Narrow> by_rows, float scale, int left, int width, long long top,
+                                      long long height, IsWhole) const {
+    if (kSquare && threadIdx.x == 0) scales.largest[0][0] = 0;
     const int column = left + kVector * lane;
-    float by_column[kVector];
-#pragma unroll
-    for (int k = 0; k < kVector; ++k)
-      by_column[k] = kTurned && !kSquare ? as_float(scales.columns[lane * kVector + k]) : whole;
+    unsigned by_row[4], by_column[kVector];
+    if constexpr (kTurned && !kSquare)
+      access::read<kVector>(by_column, reinterpret_cast<const unsigned*>(&scales.scales[1][lane * kVector]));
+    Narrow* to = kByRows ? by_rows.data + (top + 4 * slot) * width + column : nullptr;
 #pragma unroll 1
     for (int turn = 0; turn < kTurns; ++turn) {
       const int four = turn * kSlots + slot;
       FourRows<kVector> rows, columns;
+      if constexpr (kByRows && !kSquare)
+        access::read<4>(by_row, reinterpret_cast<const unsigned*>(&scales.scales[0][4 * four]));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const Vector<Element, kVector> read = at(turn, r);
         float scaled[kVector];
         if constexpr (kByRows || kSquare) {
-          const float scale = kSquare ? whole : as_float(scales.rows[4 * four + r]);
 #pragma unroll
-          for (int k = 0; k < kVector; ++k) scaled[k] = get(read, k) * scale;
+          for (int k = 0; k < kVector; ++k) scaled[k] = get(read, k) * (kSquare ? scale : as_float(by_row[r]));
           put_row<Narrow>(rows, r, scaled);
         }
-        const long long row = top + 4 * four + r;
-        if (kByRows && row < height && column < width)
-          access::write<kVector / 4>(reinterpret_cast<unsigned*>(by_rows.data + row * width + column), rows.words[r]);
+        if (kByRows && (IsWhole::value || (top + 4 * four + r < height && column < width)))
+          access::write<kVector / 4>(reinterpret_cast<unsigned*>(to + static_cast<long long>(r) * width),
+                                     rows.words[r]);
         if constexpr (kTurned && !kSquare) {
 #pragma unroll
-          for (int k = 0; k < kVector; ++k) scaled[k] = get(read, k) * by_column[k];
+          for (int k = 0; k < kVector; ++k) scaled[k] = get(read, k) * as_float(by_column[k]);
           put_row<Narrow>(columns, r, scaled);
         }
       }
       if constexpr (kTurned) put_columns(words, lane, four, kSquare ? rows : columns);
+      if constexpr (kByRows) to += 4 * kSlots * static_cast<long long>(width);
+    }
+  }
+
+  template <class IsWhole>
+  __device__ __forceinline__ void store_turned(Narrow* to, int left, int width, long long top, long long height,
+                                               IsWhole) const {
+    if constexpr (IsWhole::value) {
+      constexpr int kStep = kTileThreads / kPieces;
+      const int piece = threadIdx.x % kPieces, mine = threadIdx.x / kPieces;
+      const long long tokens = padded(height);
+      to += (left + mine) * tokens + top + piece * kPieceRows;
+#pragma unroll
+      for (int ahead = 0; ahead < kTileColumns; ahead += kStep, to += kStep * tokens) {
+        unsigned found[4];
+        access::read<4>(found, words + place<kVector>(mine + ahead, piece));
+        access::write<4>(reinterpret_cast<unsigned*>(to), found);
+      }
+    } else {
+      store_columns<kTileThreads, kTileColumns, kVector>(to, words, left, width, top, height);
     }
   }
 };
@@ -238,15 +318,15 @@ struct Waiting {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) own[piece * kTileThreads] = Vector<Element, kVector>{};
   }
-  // Keeps a vector as it would be stored.
-  __device__ __forceinline__ void keep(int turn, int r, const float (&values)[kVector]) const {
+  // Keeps a vector as it would be stored, and gives that.
+  __device__ __forceinline__ Vector<Element, kVector> keep(int turn, int r, const float (&values)[kVector]) const {
     Vector<Element, kVector> made;
 #pragma unroll
     for (int i = 0; i < made.kWords; ++i) {
       if constexpr (sizeof(Element) == 4) made.words[i] = as_bits(values[i]);
       else made.words[i] = packed(Element{}, values[2 * i], values[2 * i + 1]);
     }
-    at(turn, r) = made;
+    return at(turn, r) = made;
   }
 };
 
@@ -262,18 +342,39 @@ struct PowerOfTwo {
   __device__ __forceinline__ float operator()(unsigned amax) const {
     return own_scale<true>(as_float(amax), kLargest<Narrow>, 0.0f);
   }
+  static __device__ __forceinline__ float inverse(float scale) { return inverse_of<true>(scale); }
 };
 
 // Tiles of a generated kernel: what is not made has no address. Data and numbers of a tensor lie behind one another.
 template <bool kByRows, bool kTurned, class Narrow, class Element, int kVector>
+struct MadeTile : BlockTile<Element, Narrow, kByRows, kTurned, false, kVector, PowerOfTwo<Narrow>> {
+  __device__ __forceinline__ void store(Narrow* by_rows, Narrow* turned, int left, int width, long long top,
+                                        long long height) const {
+    BlockTile<Element, Narrow, kByRows, kTurned, false, kVector, PowerOfTwo<Narrow>>::store(
+        {by_rows, reinterpret_cast<float*>(by_rows + height * width), height},
+        {turned, reinterpret_cast<float*>(turned + padded(height) * width), width}, left, width, top, height);
+  }
+};
+
+// Those whose magnitudes were not looked for while they were made.
+template <bool kByRows, bool kTurned, class Narrow, class Element, int kVector>
 TE_DEVICE void store_blocks(const Waiting<Element, kVector>& waiting, BlockScales& scales, unsigned* words, int lane,
                             int slot, Narrow* by_rows, Narrow* turned, int left, int width, long long top,
                             long long height) {
-  const BlockTile<Element, Narrow, kByRows, kTurned, false, kVector, PowerOfTwo<Narrow>> tile{
-      waiting.own, scales, words, lane, slot, {}};
-  tile.store({by_rows, reinterpret_cast<float*>(by_rows + height * width), height},
-             {turned, reinterpret_cast<float*>(turned + padded(height) * width), width}, left, width, top, height);
-  if constexpr (!kTurned) __syncthreads();
+  const MadeTile<kByRows, kTurned, Narrow, Element, kVector> tile{{waiting.own, scales, words, lane, slot, {}}};
+  tile.find();
+  tile.store(by_rows, turned, left, width, top, height);
+}
+
+// Those whose magnitudes the thread has found.
+template <bool kByRows, bool kTurned, class Narrow, class Element, int kVector, int kRows>
+TE_DEVICE void store_blocks(const Waiting<Element, kVector>& waiting,
+                            Magnitudes<Element, kVector, kRows, kByRows, kTurned>& found, BlockScales& scales,
+                            unsigned* words, int lane, int slot, Narrow* by_rows, Narrow* turned, int left, int width,
+                            long long top, long long height) {
+  const MadeTile<kByRows, kTurned, Narrow, Element, kVector> tile{{waiting.own, scales, words, lane, slot, {}}};
+  found.raise_columns(scales, lane);
+  tile.store(by_rows, turned, left, width, top, height);
 }
 
 }  // namespace te

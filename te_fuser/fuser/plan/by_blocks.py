@@ -145,20 +145,33 @@ def _fusion_making(task: FusionTask, step: Step, ref: Ref, blocks: ByBlocks) -> 
 
 
 def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits) -> KernelTask | None:
-    d, dtype = task.description, name_of(blocks.dtype)
+    d = task.description
+    aliases = tuple([pair for pair in task.aliases if pair[0] != ref])
     at = next((k for k, o in enumerate(task.outputs[: len(d.stores)]) if o.ref == ref), None)
-    if at is None or ref in {r for pair in task.aliases for r in pair} or d.stores[at].axes != Axes.FULL:
+    store = d.stores[at] if at is not None else _store_of_alias(task, ref)
+    if store is None or store.axes != Axes.FULL or ref in {old for _, old in aliases}:
         return None
-    store, output = d.stores[at], task.outputs[at]
-    stores = [
+    dtype, place = name_of(blocks.dtype), slice(0, 0) if at is None else slice(at, at + 1)
+    stores, outputs = list(d.stores), list(task.outputs)
+    stores[place] = [
         Store(f"{store.name}_{layout}", store.parts, Axes.FULL, store.width, dtype, layout, store.dtype)
         for layout in blocks.layouts
     ]
-    outputs = [KernelOutput(r, Axes.FULL, output.width, dtype) for r in _forms(ref, blocks)]
-    description = replace(d, stores=(*d.stores[:at], *stores, *d.stores[at + 1 :]), overwrites=())
+    outputs[place] = [KernelOutput(r, Axes.FULL, store.width, dtype) for r in _forms(ref, blocks)]
+    description = replace(d, stores=tuple(stores), overwrites=())
     if tile_refusal(rewrite(description), limits):
         return None
-    return replace(task, description=description, outputs=(*task.outputs[:at], *outputs, *task.outputs[at + 1 :]))
+    return replace(task, description=description, outputs=tuple(outputs), aliases=aliases)
+
+
+def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
+    """The store of a tensor that is another name of one that the kernel reads."""
+    source = dict(task.aliases).get(ref)
+    for given, load in zip(task.inputs, task.description.loads, strict=True):
+        if given == source and load.axes == Axes.FULL and load.width == task.description.width:
+            read = tuple([n for n in task.description.nodes if n.op == "input" and n.attrs[0] == load.name])
+            return Store(load.name, read, load.axes, load.width, load.dtype)
+    return None
 
 
 def _made_by(task: KernelTask | FusionTask, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:

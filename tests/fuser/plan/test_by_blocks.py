@@ -23,11 +23,12 @@ BLOCKS = Float8BlockScaling()
 BOTH = ("blocks", "transposed_blocks")
 
 
-def mlp(act: type[Any] = ops.GELU, **options: Any) -> te_fuser.Sequential:
-    """A norm, two products with their biases, and what is between them."""
+def mlp(act: type[Any] = ops.GELU, residual: bool = False, **options: Any) -> te_fuser.Sequential:
+    """A norm, two products with their biases, and what is between them; what comes in may be added."""
     width = 2 * WIDE if act is ops.SwiGLU else WIDE
     first = [te_fuser.ops.LayerNorm(IN), ops.MatMul(IN, width), ops.Bias(width), act()]
-    return te_fuser.Sequential(*first, ops.MatMul(WIDE, IN), ops.Bias(IN), **options)
+    parts = *first, ops.MatMul(WIDE, IN), ops.Bias(IN)
+    return te_fuser.Sequential(*([te_fuser.Residual(*parts)] if residual else parts), **options)
 
 
 def planned(
@@ -53,12 +54,15 @@ def forms(steps: tuple[Step, ...]) -> list[tuple[str, str]]:
 
 
 def test_taken() -> None:
-    """GELU forward, its slope backward: kernels store 8 bits twice, and nobody launches `quantize_blocks` for them."""
+    """GELU, its slope, what a bias sums: kernels store 8 bits twice, nobody launches `quantize_blocks` for them."""
     p = planned()
     assert forms(p.forward) == [("own_scales_matmul_bias", f"input.{layout}") for layout in BOTH]
-    assert forms(p.backward) == [("own_scales_matmul", f"dy.{layout}") for layout in BOTH]
-    forward, backward = (next(s for s in steps if forms((s,))) for steps in (p.forward, p.backward))
-    assert [k.name for k in forward.task.written] == ["quantize_blocks"] and not backward.task.written  # of the weight
+    assert forms(p.backward) == [
+        (name, f"dy.{layout}") for name in ("own_scales_matmul_bias", "own_scales_matmul") for layout in BOTH
+    ]
+    forward, *backward = [next(s for s in steps if forms((s,))) for steps in (p.forward, p.backward, p.backward[::-1])]
+    assert [k.name for k in forward.task.written] == ["quantize_blocks"]  # of the weight
+    assert not any(s.task.written for s in backward)
     gelu, slope = (next(s for s in steps if "gelu" in s.name) for steps in (p.forward, p.backward))
     rows, turned = ROWS * WIDE + 4 * 2 * ROWS, WIDE * 144 + 4 * 2 * WIDE
     assert gelu.cost.written == rows + turned
@@ -71,7 +75,20 @@ def test_taken() -> None:
 
 def test_gated_units_have_blocks_of_both_halves() -> None:
     p = planned(act=ops.SwiGLU)
-    assert len(forms(p.forward)) == len(forms(p.backward)) == 2
+    assert (len(forms(p.forward)), len(forms(p.backward))) == (2, 4)
+
+
+def test_what_a_bias_passes_on_is_read_once() -> None:
+    """Its gradient is the same tensor by another name: one kernel adds it up and quantizes it."""
+    p = planned()
+    bias = next(s for s in p.backward if s.name == "bias_bwd")
+    assert [o.layout for o in bias.task.outputs] == [*BOTH, "rows"] and not bias.task.aliases
+    assert bias.cost.read == ROWS * IN * 2
+    none_summed = planned(frozen=("5.bias",))
+    assert len(forms(none_summed.backward)) == 2
+    added = planned(residual=True)
+    bias = next(s for s in added.backward if s.name == "bias_add_bwd")
+    assert len(bias.task.outputs) == 3 and len(bias.task.aliases) == 1  # what is added has its gradient by rows
 
 
 def test_backward_computes_nothing_again_that_a_product_has_saved() -> None:
@@ -99,16 +116,17 @@ def test_without_gradients_only_rows() -> None:
     assert forms(p.forward) == [("own_scales_matmul_bias_alone", "input.blocks")]
 
 
-def test_a_gradient_is_handed_over_where_both_products_read_it() -> None:
-    p = planned(frozen=("1.weight",))
-    assert forms(p.forward) and not forms(p.backward)
+@pytest.mark.parametrize("weight", ["1.weight", "4.weight"])
+def test_a_gradient_is_handed_over_where_both_products_read_it(weight: str) -> None:
+    p = planned(frozen=(weight,))
+    assert forms(p.forward) and len(forms(p.backward)) == 2
 
 
 def test_no_segment_ends_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
     p = planned()
-    assert len(forms(p.forward)) == len(forms(p.backward)) == 2
+    assert (len(forms(p.forward)), len(forms(p.backward))) == (2, 4)
     with fusions.disabled(fusions.BY_BLOCKS):
         assert len(planned().segments) > len(p.segments)
 
@@ -147,11 +165,14 @@ def test_attention_packs_its_gradients_by_blocks(on_an_emulated_gpu: None, monke
 
 
 @needs_compiler
-@pytest.mark.parametrize(("act", "shape"), [(ops.GELU, (2, 3, 22)), (ops.SwiGLU, (132,))])
-def test_nothing_changes(on_an_emulated_gpu: None, act: type[Any], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("act", "shape", "residual"),
+    [(ops.GELU, (2, 3, 22), False), (ops.GELU, (132,), True), (ops.SwiGLU, (132,), False)],
+)
+def test_nothing_changes(on_an_emulated_gpu: None, act: type[Any], shape: tuple[int, ...], residual: bool) -> None:
     """Outputs and gradients, bit for bit, with and without gradients."""
     torch.manual_seed(1)
-    model = mlp(act).to(torch.bfloat16)
+    model = mlp(act, residual).to(torch.bfloat16)
     x, dy = torch.randn(*shape, IN).bfloat16(), torch.randn(*shape, IN).bfloat16()
 
     def run(grad: bool) -> list[torch.Tensor]:
