@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, literal, number, part_role
-from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Store, Sum
+from te_fuser.codegen.description import NUMBERS, PLACES, KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.magnitude import Slope, bound_of, slope_of
@@ -56,6 +56,7 @@ class CudaKernelText:
             for k in range(len(t.parts))
         }
         self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
+        self.so_far = {m.name: self.names.fresh(f"{m.name}_so_far") for m in description.maxima}
         self.bounds = _bounds(description)
         self.met, self.bound = self.names.fresh("met"), self.names.fresh("bound")
         users: dict[int, list[Expr]] = {}
@@ -191,12 +192,16 @@ class CudaKernelText:
                 self.text(f"const te::Draws<kVector> {draws[id(n)]} = {self._draw(n)};")
 
         def leaf(e: Expr) -> str:
-            return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else f"te::get({vectors[id(e)]}, i)"
+            return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else self.element(e, vectors[id(e)])
 
         inner = dict(known)
         with self.text.loop("i", "kVector"), self.names.scope():
             self.formulas.write(self.text, targets, inner, leaf)
             then(inner)
+
+    def element(self, e: Expr, vector: str) -> str:
+        """Element `i` of the vector of a leaf."""
+        return f"te::get({vector}, i)"
 
     def _draw(self, e: Expr) -> str:
         """The draws for a vector of the kept elements of a stream."""
@@ -317,20 +322,28 @@ class CudaKernelText:
             self.text(f"__shared__ float raised[{len(self.largest)}][32];")
         for name in self.largest.values():
             self.text(f"unsigned {name} = 0u;")
+        if self.s.ends_soon:
+            for m in self.d.maxima:
+                self.text(f"const unsigned {self.so_far[m.name]} = te::raised_so_far({self._raised(m)});")
         if self.bounds:
             self.text(f"__shared__ unsigned {self.met};")
             self.text(f"if (threadIdx.x == 0) {self.met} = 0u;")
             self.text("__syncthreads();")
 
+    def _raised(self, m: Maximum) -> str:
+        """Where the number is that blocks raise."""
+        number = self.pointer["maximum", m.name]
+        return number if m.scale is None else f"{number} + {NUMBERS.index('largest')}"
+
     def raise_largest(self) -> None:
         """Raise the numbers of the call to them."""
         for k, m in enumerate(self.d.maxima):
             number, largest, scale = self.pointer["maximum", m.name], self.largest[m.name], m.scale
-            at = number if scale is None else f"{number} + {NUMBERS.index('largest')}"
             if m.made_in:  # the largest of what is rounded
                 rounded = f"te::rounded<{CTYPES[m.made_in]}>(te::as_float({largest}))"
                 largest = f"te::larger(0u, te::number({rounded}))"
-            self.text(f"te::raise<kThreads>(raised[{k}], {at}, {largest});")
+            given = [f"raised[{k}]", self._raised(m), largest, *([self.so_far[m.name]] if self.s.ends_soon else [])]
+            self.text(f"te::raise<kThreads>({', '.join(given)});")
             if scale is not None:
                 power_of_two, limits = (
                     str(scale.power_of_two).lower(),
@@ -396,7 +409,7 @@ class CudaKernelText:
 
     def declare_range(self, group: str, groups: str) -> None:
         """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""
-        slots, all_groups = self.slots if self.s.slots > 1 else "", groups
+        slots, all_groups = self.slots if self.s.slots > 1 or self.s.held > 1 else "", groups
         if self.per_sample:
             self.text("// Blocks own samples: the index counts the rows of one sample.")
             self.text(f"const int splits = {groups} / batch_size;")
@@ -418,7 +431,7 @@ class CudaKernelText:
     @property
     def plain_rows(self) -> bool:
         """Whether a block simply takes every so many rows, one at a time."""
-        return self.s.slots == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
+        return self.s.slots == self.s.held == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
 
     @property
     def backwards(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from te_fuser.codegen.cuda_body import CudaKernelText
+from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import bare, literal, number, part_role
 from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Pass, Schedule, Sums, above, kept, passes, shelves
@@ -30,7 +31,13 @@ class RowText(CudaKernelText):
         self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
         values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
         self.waiting = {i: self.names.fresh("waiting") for i in values}
+        as_loaded = schedule.ends_soon and description.maxima and schedule.kind == Kind.REGISTERS
+        waits = as_loaded and any(n.op == "input" for p in self.passes for n in p.waits)
+        self.zeros = [self.names.fresh("zero") for _ in self.passes[1:]] if waits else []
+        self.zero = ""
         self.ragged = schedule.covered != description.width
+        self.held = "[held]" if schedule.held > 1 else ""  # of what each row of a thread has its own
+        self.slots = " * kAhead" if schedule.held > 1 else " * kSlots"
         self.index = "row" if self.plain_rows else "base"
         self.first, self.count = ("blockIdx.x", "rows") if self.plain_rows else ("first", "count")
         self.step = "gridDim.x" if self.plain_rows else "step"
@@ -53,13 +60,14 @@ class RowText(CudaKernelText):
         text, s = self.text, self.s
         self.declare_threads({"kChunks": s.chunks, "kThreads": s.threads, "kAhead": s.ahead})
         self._declare_shelves()
-        stages = [len(p.reductions) for p in self.passes if p.reductions]
+        stages = [len(p.reductions) * s.held for p in self.passes if p.reductions]
         if s.lanes > 32:
             for count in sorted(set(stages)):
                 text(f"__shared__ float exchange_{count}[2][{count}][32];")
             text("int phase = 0;")
         self.declare_range("blockIdx.x", "gridDim.x")
         self.call_level()
+        self._declare_zeros()
         self._declare_sums()
         self._keep_features()
         if s.kind == Kind.SHARED:
@@ -96,6 +104,16 @@ class RowText(CudaKernelText):
                     )
         self.declare_scalar_sums()
         self.declare_largest()
+
+    def _declare_zeros(self) -> None:
+        if self.zeros:
+            self.text("// A row waits as it was loaded: that these are zeros, the assembler does not know.")
+        for k, name in enumerate(self.zeros):
+            self.text(f"const unsigned {name} = te::unknown_zero<{k}>(rows);")
+
+    def element(self, e: Expr, vector: str) -> str:
+        hidden = self.zero and e.axes & Axes.OUTER
+        return f"te::get({vector}, i, {self.zero})" if hidden else super().element(e, vector)
 
     def _keep_features(self) -> None:
         for n in self.kept:
@@ -147,30 +165,63 @@ class RowText(CudaKernelText):
     def _declare_row(self) -> None:
         """`row`; slots beyond the last row compute that one again, and `mine` keeps them from storing it."""
         if not self.plain_rows:
-            index = "base + slot" if self.s.slots > 1 else "base"
+            index = "base + slot" if self.s.slots > 1 else "base + held" if self.held else "base"
             self.text(f"const long long wanted = {self.row_at(index)};")
             self.text(f"const bool mine = {'wanted >= 0' if self.backwards else 'wanted < rows'};")
             self.text(f"const long long row = mine ? wanted : {'0' if self.backwards else 'rows - 1'};")
 
     def _row(self) -> None:
         text, known = self.text, dict(self.known)
-        self._declare_row()
+        if not self.held:
+            self._declare_row()
         if self.needs_sample and not self.per_sample:
             text("const int sample = te::sample_of(row, batch_inner, batch_size);")
         if self.s.kind == Kind.SHARED:
             self._wait_for_row(known)
         if self.s.kind == Kind.REGISTERS:
             self._load_row()
-        self.row_level(0, known)
+        self._row_levels(0, known)
         for stage, p in enumerate(self.passes):
             if p.reductions:
                 self._reducing_pass(stage, p, known)
                 self._forget(p)
-                self.row_level(stage + 1, known)
-        with contextlib.nullcontext() if self.plain_rows else text.block("if (mine)"):
+                self.zero = self.zeros[stage] if self.zeros else ""
+                self._row_levels(stage + 1, known)
+        with contextlib.nullcontext() if self.plain_rows or self.held else text.block("if (mine)"):
             self._storing_pass(known)
         if self.s.kind == Kind.SHARED and self.s.ahead > 1:
             text("turn = turn + 1 == kAhead ? 0 : turn + 1;")
+
+    @contextlib.contextmanager
+    def _each(self, stores: bool = False) -> Iterator[None]:
+        """Each row of a thread, with `stores` those that are there."""
+        if not self.held:
+            yield
+            return
+        with self.text.loop("held", "kAhead"), self.names.scope():
+            self._declare_row()
+            with self.text.block("if (mine)") if stores else contextlib.nullcontext():
+                yield
+
+    def _row_levels(self, depth: int, known: dict[int, str]) -> None:
+        """What is one number a row; of several rows in an array."""
+        if not self.held:
+            return self.row_level(depth, known)
+        before, start = set(known), len(self.text.lines)
+        kinds = {id(n): "bool" if is_boolean(n) else "float" for n in self.d.nodes if n.op != "const"}
+        declared = []
+        with self.text.loop("held", "kAhead"):
+            self._declare_row()
+            self.row_level(depth, known)
+            for i in [i for i in known if i in kinds and i not in before]:
+                name = self.names.fresh("of_row")
+                declared.append(f"{kinds[i]} {name}[kAhead];")
+                self.text(f"{name}[held] = {known[i]};")
+                known[i] = f"{name}[held]"
+        loop, self.text.lines[start:] = self.text.lines[start:], []
+        for line in declared:
+            self.text(line)
+        self.text.lines += loop if declared else []
 
     def _wait_for_row(self, known: dict[int, str]) -> None:
         text = self.text
@@ -194,12 +245,16 @@ class RowText(CudaKernelText):
 
     def _load_row(self) -> None:
         for n in self.full:
-            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks];")
-        with self._chunks():
+            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks]{self._rows_each};")
+        with self._chunks(), self._each():
             for n in self.full:
-                self.text(f"{self.row_names[id(n)]}[chunk] = {self.load(n)};")
+                self.text(f"{self.row_names[id(n)]}[chunk]{self.held} = {self.load(n)};")
         for name in self.waiting.values():
-            self.text(f"float {name}[kChunks][kVector];")
+            self.text(f"float {name}[kChunks]{self._rows_each}[kVector];")
+
+    @property
+    def _rows_each(self) -> str:
+        return "[kAhead]" if self.held else ""
 
     @contextlib.contextmanager
     def _chunks(self) -> Iterator[None]:
@@ -215,10 +270,11 @@ class RowText(CudaKernelText):
         kinds = [FUNCTIONS[r.op] for r in p.reductions]
         names = [self.names.fresh(k.name) for k in kinds]
         for name, k in zip(names, kinds, strict=True):
-            self.text(f"float {name} = {literal(k.start)};")
+            starts = ", ".join([literal(k.start)] * self.s.held)
+            self.text(f"float {name}{self._rows_each} = {f'{{{starts}}}' if self.held else starts};")
         before = self.passes[stage - 1].waits if stage else ()
         new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
-        with self._chunks():
+        with self._chunks(), self._each():
             shelved = self._shelved(new)
 
             def then(inner: dict[int, str]) -> None:
@@ -227,20 +283,26 @@ class RowText(CudaKernelText):
                     inner[id(n)] = f"{shelved[id(n)]}[i]"
                 for r, name, k in zip(p.reductions, names, kinds, strict=True):
                     value, joins = bare(number(r.args[0], inner)), FUNCTIONS[k.joins].cuda
+                    name += self.held
                     self.text(f"{name} = {joins}({name}, {value});" if joins else f"{name} += {value};")
 
             self._chunk_elements([*new, *(r.args[0] for r in p.reductions)], before, known, then)
             if self.s.kind == Kind.SHARED:
                 for n in new:
                     self.text(f"te::put<kThreads>({self.waiting[id(n)]}, chunk, threadIdx.x, {shelved[id(n)]});")
-        listed = ", ".join(names)
+        self._reduce(names, [k.cuda for k in kinds])
+        known.update({id(r): f"{name}{self.held}" for r, name in zip(p.reductions, names, strict=True)})
+
+    def _reduce(self, names: Sequence[str], kinds: Sequence[str]) -> None:
+        """Join what threads have of their rows' reductions."""
+        held = range(self.s.held)
+        values = [f"{name}[{k}]" if self.held else name for name in names for k in held]
+        joins, listed = ", ".join(kind for kind in kinds for _ in held), ", ".join(values)
         if self.s.lanes > 32:
-            exchange = f"exchange_{len(names)}[phase]"
-            self.text(f"te::reduce_block<kThreads, {', '.join(k.cuda for k in kinds)}>({exchange}, {listed});")
+            self.text(f"te::reduce_block<kThreads, {joins}>(exchange_{len(values)}[phase], {listed});")
             self.text("phase ^= 1;")
         elif self.s.lanes > 1:
-            self.text(f"te::reduce_lanes<kLanes, {', '.join(k.cuda for k in kinds)}>({listed});")
-        known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
+            self.text(f"te::reduce_lanes<kLanes, {joins}>({listed});")
 
     def _forget(self, p: Pass) -> None:
         """What waits in registers waits as it was loaded."""
@@ -250,12 +312,14 @@ class RowText(CudaKernelText):
         if narrow:
             with self.text.loop("chunk", "kChunks"):
                 for n in narrow:
-                    self.text(f"te::forget({self.row_names[id(n)]}[chunk]);")
+                    rows = range(self.s.held) if self.held and n.axes & Axes.OUTER else [None]
+                    for k in rows:
+                        self.text(f"te::forget({self.row_names[id(n)]}[chunk]{'' if k is None else f'[{k}]'});")
 
     def _shelved(self, nodes: Sequence[Expr]) -> dict[int, str]:
         """Where the elements of waiting values are while a chunk is computed."""
         if self.s.kind == Kind.REGISTERS:
-            return {id(n): f"{self.waiting[id(n)]}[chunk]" for n in nodes}
+            return {id(n): f"{self.waiting[id(n)]}[chunk]{self.held}" for n in nodes}
         found = {id(n): self.names.fresh("waiting_values") for n in nodes}
         for name in found.values():
             self.text(f"float {name}[kVector];")
@@ -293,7 +357,7 @@ class RowText(CudaKernelText):
 
     def _vector(self, n: Expr) -> str:
         if (n.axes & Axes.OUTER and self.s.kind == Kind.REGISTERS) or n in self.kept:
-            return f"{self.row_names[id(n)]}[chunk]"
+            return f"{self.row_names[id(n)]}[chunk]{'' if n in self.kept else self.held}"
         source = self._shelf(n) if n.axes & Axes.OUTER and self.s.kind == Kind.SHARED else self.load(n)
         self.text(f"const {self.vector_type(n)} {self.vector_names[id(n)]} = {source};")
         return self.vector_names[id(n)]
@@ -303,7 +367,7 @@ class RowText(CudaKernelText):
         waiting = self.passes[-2].waits
         targets = [p for p in self.d.roots if p.axes & Axes.FEATURE] + self._broadcast()
         if targets:
-            with self._chunks():
+            with self._chunks(), self._each(stores=True):
                 inner, vectors = self._chunk_inputs(targets, waiting, known)
                 chunk = "[chunk]" if self.s.sums == Sums.REGISTERS else ""
                 if self.s.sums == Sums.SHARED:
@@ -317,7 +381,8 @@ class RowText(CudaKernelText):
                     for key, shelf in kept.items():
                         text(f"te::put<kThreads>({shelf}, chunk, threadIdx.x, {self.sum_names[key]});")
                         self.sum_names[key] = shelf
-        self.row_stores(known, "lane == 0")
+        with self._each(stores=True):
+            self.row_stores(known, "lane == 0")
 
     def _broadcast(self) -> list[Expr]:
         """Numbers of a row that are stored or summed for every feature."""

@@ -83,7 +83,8 @@ class Schedule:
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
     thread has `ahead` rows in flight. Kind `tile`: so too, with `chunks` turns for the rows of a tile. Kind `shared`:
-    `ahead` rows are in shared memory at once, one of them at work.
+    `ahead` rows are in shared memory at once, one of them at work. Kind `registers`: a thread has `ahead` rows at once,
+    whose reductions meet at the same barriers.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
     rows need, and none walks; with column sums, by tiles, a block does four all the same, lest its sums cost more
@@ -113,6 +114,11 @@ class Schedule:
         return self.kind in (Kind.COLUMNS, Kind.TILE)
 
     @property
+    def ends_soon(self) -> bool:
+        """Whether a block does a row, or as many as its threads hold at once, and ends."""
+        return self.rounds == 0 and not self.owns_columns
+
+    @property
     def covered(self) -> int:
         """Columns that a block works on at once."""
         return self.lanes * self.vector * (1 if self.owns_columns else self.chunks)
@@ -120,7 +126,12 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Rows that a block does in one go."""
-        return self.slots * (self.ahead * self.chunks if self.owns_columns else 1)
+        return self.slots * (self.ahead * self.chunks if self.owns_columns else self.held)
+
+    @property
+    def held(self) -> int:
+        """Rows that a thread has in registers at once."""
+        return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
         """How many blocks lie side by side along the features."""
@@ -135,7 +146,7 @@ class Schedule:
         else:
             row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
-            text += f", {self.slots} rows at once" if self.slots > 1 else ""
+            text += f", {self.rows} rows at once" if self.rows > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
         few = "; each block does four of them" if self.kind == Kind.TILE and self.sums != Sums.NONE else ""
@@ -318,7 +329,8 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
-    exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
+    stages = {len(stage) * s.held for stage in description.reductions}
+    exchanges = sum(2 * 32 * 4 * n for n in stages) if s.lanes > 32 else 0
     exchanges += 32 * 4 * len(description.maxima) + 4 * 4 * BLOCK * sum(_waiting_in_blocks(description).values())
     share = max(1, s.vector // 4) if s.kind == Kind.TILE else s.vector  # a warp of a tile adds up its own sums
     return exchanges + (4 * s.threads * share if s.slots > 1 and description.sums else 0)

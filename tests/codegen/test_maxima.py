@@ -20,13 +20,13 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.codegen.schedule import limits_of
+from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.gelu import GELU_FORMS
 from te_fuser.ops.own_scales import Scaling, scale_by
-from tests.codegen.corpus import descriptions, inputs, outputs, reference
+from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.float8 import E4M3, E5M2
@@ -52,6 +52,8 @@ def raising(d: KernelDescription) -> KernelDescription:
 
 CORPUS = descriptions()
 RAISING = {name: raising(CORPUS[name]) for name in NAMES}
+TWO_ROWS = "layer_norm_fwd-2048-bf16"  # of which a thread has two
+RAISING[TWO_ROWS] = raising(layer_norm(Kit("bfloat16", "bfloat16"), 2048)[0])
 
 
 def calibrating(width: int) -> KernelDescription:
@@ -111,7 +113,7 @@ def call(
 
 @needs_compiler
 @pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RAISING)
 def test_beside_what_is_stored(
     name: str, target: str, on_cpu: dict[str, LoadedKernel], emulated: dict[str, Emulated]
 ) -> None:
@@ -267,6 +269,27 @@ def test_every_kind_of_schedule(tmp_path: Path) -> None:
             assert values == pytest.approx(wanted(d, tensors, 13, (1, 1)), rel=1e-5), kernel.kernel.schedules
 
 
+@needs_compiler
+def test_two_rows_a_thread(tmp_path: Path) -> None:
+    """With as many rows as there are, twice as many threads for a row, and none of its parameters kept."""
+    d = RAISING[TWO_ROWS]
+    (picked,) = cuda.generate(d).schedules
+    assert picked.held == 2 and picked.rows == 2
+    half = dataclasses.replace(picked, lanes=2 * picked.lanes, chunks=picked.chunks // 2)
+    schedules = [picked, half, dataclasses.replace(picked, keeps=False), dataclasses.replace(picked, ahead=3)]
+    limits = limits_of("sm_90a")
+    assert not any(schedule_model.misfit(rewrite(d), (s,), limits) for s in schedules)
+    walking = dataclasses.replace(picked, rounds=1)
+    assert "2 rows only in blocks of no others" in schedule_model.misfit(rewrite(d), (walking,), limits)
+    kernels = [cuda.generate(d, schedules=(s,)) for s in schedules]
+    for kernel in build(str(COMPILER), kernels, tmp_path):
+        for rows in (1, 2, 7):
+            tensors, given = inputs(d, rows), slots(d)
+            made = call(kernel, d, tensors, given, rows)
+            assert not complaints(d, tensors, made, rows)
+            assert [t.item() for t in given.values()] == pytest.approx(wanted(d, tensors, rows, (1, 1)), rel=1e-5)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_machine_code(arch: str, tmp_path: Path) -> None:
@@ -274,6 +297,28 @@ def test_machine_code(arch: str, tmp_path: Path) -> None:
         kernel, made = compile_kernel(RAISING[name], arch, cache=tmp_path)
         assert not [r for r in made.resources if r.spilled_bytes > 16], (name, kernel.schedules)
     assert "1 launch" in repr(native_kernel(RAISING[NAMES[0]], *compiled(RAISING[NAMES[0]], arch, tmp_path)))
+
+
+@needs_nvrtc
+def test_a_row_waits_as_it_was_loaded(tmp_path: Path) -> None:
+    """As converted numbers it takes twice the registers: then fewer blocks of two rows fit on a multiprocessor."""
+    d = raising(layer_norm(Kit("bfloat16", "bfloat16"), 4096)[0])
+    kernel, made = compile_kernel(d, "sm_90a", cache=tmp_path)
+    (schedule,) = kernel.schedules
+    assert (schedule.kind, schedule.chunks, schedule.held) == (Kind.REGISTERS, 4, 2)
+    assert schedule.blocks_per_multiprocessor >= 5 and [r.spilled_bytes for r in made.resources] == [0]
+
+
+def test_blocks_that_end_soon_read_what_they_raise_when_they_begin() -> None:
+    soon = cuda.generate(RAISING["layer_norm_fwd-40-bf16"])
+    first, last = (soon.source.index(f"te::{name}") for name in ("raised_so_far", "raise<"))
+    assert (
+        soon.schedules[0].ends_soon
+        and soon.schedules[0].held == 1
+        and first < soon.source.index("te::load<kVector>(x") < last
+    )
+    walking = cuda.generate(RAISING["layer_norm_bwd-257-f32"])
+    assert not walking.schedules[0].ends_soon and "raised_so_far" not in walking.source
 
 
 def compiled(d: KernelDescription, arch: str, folder: Path) -> tuple[cuda.CudaKernel, bytes]:

@@ -64,6 +64,11 @@ struct alignas(2) Vector<e5m2, 2> {
 };
 
 template <class T, int kCount>
+constexpr bool bf16_pairs = false;
+template <int kCount>
+constexpr bool bf16_pairs<bf16, kCount> = kCount > 1;
+
+template <class T, int kCount>
 TE_DEVICE float get(const Vector<T, kCount>& vector, int index) {
   if constexpr (kCount == 1 && sizeof(T) < 4) {
     return number(vector.element);
@@ -75,6 +80,22 @@ TE_DEVICE float get(const Vector<T, kCount>& vector, int index) {
     return number(T{static_cast<unsigned char>(vector.pair >> (index * 8))});
   } else {
     return number(T{static_cast<unsigned char>(vector.words[index / 4] >> (index % 4 * 8))});
+  }
+}
+
+// A zero, as there are no calls with 2^40 rows; another one for each number.
+template <int kNumber>
+TE_DEVICE unsigned unknown_zero(long long rows) {
+  return static_cast<unsigned>(rows >> (40 + kNumber));
+}
+
+// The same with a zero that the assembler does not know: what it converts so is no number that it has converted before.
+template <class T, int kCount>
+TE_DEVICE float get(const Vector<T, kCount>& vector, int index, unsigned zero) {
+  if constexpr (bf16_pairs<T, kCount>) {
+    return as_float(__byte_perm(vector.words[index / 2], zero, index % 2 ? 0x3244 : 0x1044));
+  } else {
+    return get(vector, index);
   }
 }
 
@@ -282,8 +303,14 @@ TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount
 
 // The larger magnitude, as bits, of which NaN's are the largest.
 TE_DEVICE unsigned larger(unsigned bits, float value) {
+#if TE_PTX && __CUDA_ARCH__ >= 890
+  float found;  // one instruction, where comparing bits takes two, but fewer registers
+  asm("{.reg .f32 size; abs.f32 size, %2; max.NaN.f32 %0, %1, size;}" : "=f"(found) : "f"(as_float(bits)), "f"(value));
+  return as_bits(found);
+#else
   const unsigned size = as_bits(value) & 0x7fffffffu;
   return size > bits ? size : bits;
+#endif
 }
 
 // Whether numbers of which none is larger than `bound`, or than it by 1%, may be larger than what the block has met,
@@ -299,20 +326,48 @@ TE_DEVICE void meet(unsigned largest, unsigned* met) {
   if (largest > *static_cast<volatile unsigned*>(met)) atomicMax(met, largest);
 }
 
-// Raises a number to the largest magnitude that the block found; other blocks raise it too.
-template <int kThreads>
-TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
+// The largest magnitude that the warp found, as bits.
+TE_DEVICE unsigned largest_of_warp(unsigned largest) {
+#if TE_PTX
+  unsigned found;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(found) : "r"(largest));
+  return found;
+#else
   for (int distance = 16; distance > 0; distance /= 2)
     largest = larger(largest, __shfl_xor_sync(kWarp, as_float(largest), distance));
+  return largest;
+#endif
+}
+
+// The largest magnitude that the block found, for its first thread.
+template <int kThreads>
+TE_DEVICE unsigned largest_of_block(float (&found)[32], unsigned largest) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  largest = largest_of_warp(largest);
   if (lane == 0) found[warp] = as_float(largest);
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int other = 1; other < kThreads / 32; ++other) largest = larger(largest, found[other]);
-  unsigned* const bits = reinterpret_cast<unsigned*>(number);
-  // Most blocks find that another was there with more, and leave it at that.
-  if (largest > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, largest);
+  if (threadIdx.x == 0)
+    for (int other = 1; other < kThreads / 32; ++other) largest = larger(largest, found[other]);
+  return largest;
+}
+
+// The number that blocks raise as it is now, for the first thread of one.
+TE_DEVICE unsigned raised_so_far(const float* number) {
+  return threadIdx.x == 0 ? *reinterpret_cast<const volatile unsigned*>(number) : 0u;
+}
+
+// Raises a number to the largest magnitude that the block found; other blocks raise it too. Most of them find that
+// another was there with more than they have, and leave it at that.
+template <int kThreads>
+TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest, unsigned so_far) {
+  largest = largest_of_block<kThreads>(found, largest);
+  if (threadIdx.x == 0 && largest > so_far) atomicMax(reinterpret_cast<unsigned*>(number), largest);
+}
+
+template <int kThreads>
+TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
+  largest = largest_of_block<kThreads>(found, largest);
+  if (largest > raised_so_far(number) && threadIdx.x == 0) atomicMax(reinterpret_cast<unsigned*>(number), largest);
 }
 
 // The scale of what has this largest magnitude, as ops/own_scales.py has it. A power of two is found without dividing:
