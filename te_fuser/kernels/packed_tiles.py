@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ACCESS = 16  # bytes
 _THREADS, _LANES, _TILE_ROWS = 256, 8, 128
-_BLOCKS = 3  # of a multiprocessor
+_BLOCKS, _WAITING_BLOCKS = 4, 3  # of a multiprocessor; where a tile waits in shared memory
 _FORMS_KEPT = 256
 
 
@@ -75,8 +75,10 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a multiprocessor: what is read waits in shared memory for the scales of its blocks."""
-        return _BLOCKS if not self.in_blocks or self.dtype.itemsize == 2 else 2
+        """Blocks of a multiprocessor; by blocks of numbers what is read waits for their scales in shared memory."""
+        if not self.in_blocks:
+            return _BLOCKS
+        return _WAITING_BLOCKS if self.dtype.itemsize == 2 else 2
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_tiles.cu`."""
