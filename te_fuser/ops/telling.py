@@ -170,9 +170,12 @@ def start(group: Group) -> None:
 def alone(groups: Sequence[Group]) -> Iterator[None]:
     """In here no other thread runs what the ranks of these groups run together: their order would differ among ranks.
 
+    A group that is not here counts not: the op that asks for it says so, by its name.
+
     Raises:
         Disagreement: where one does, which the other ranks hear.
     """
+    groups = [group for group in groups if group.is_here()]
     me, counts = threading.get_ident(), [_counts_of(group) for group in groups]
     with _counting:
         busy = [g for g, c in zip(groups, counts, strict=True) if c.thread not in (None, me)]
