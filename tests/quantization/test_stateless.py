@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
+from te_fuser.fuser.steps import scale_task
 from te_fuser.kernels import quantized_matmul, scale_of_amax
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.graphs import GraphedRegion
@@ -172,6 +173,34 @@ def test_a_backward_that_raises_leaves_no_amax_to_the_next(
     fails[0] = True
     with pytest.raises(error, match="in between"):
         y.backward(torch.full_like(y, 1000.0), retain_graph=True)
+    fails[0] = False
+    found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+    assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])
+
+
+def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel puts the scale and its reciprocal beside the amax that they follow from: they share its version."""
+    model, x, fails = mlp(), data().requires_grad_(), [False]
+    of_torch = scale_of_amax.by_torch
+
+    def zeros(count: int, each: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return torch.zeros((count, 4), device=device)[:, 2].unbind()
+
+    def scaled(amax: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+        if fails[0]:
+            raise RuntimeError("in between")
+        found = tuple([amax.as_strided((), (), amax.storage_offset() - k) for k in (1, 2)])
+        for t, number in zip((*found, amax), (*of_torch(amax.clone(), **how), 0.0), strict=True):
+            t.data.copy_(torch.as_tensor(number))
+        return found
+
+    monkeypatch.setattr(scale_task, "_zeros", zeros)
+    monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
+    with te.autocast(recipe=RECIPES["current"]):
+        y = model(x)
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="in between"):
+        y.backward(torch.ones_like(y), retain_graph=True)
     fails[0] = False
     found = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
     assert torch.equal(found, torch.autograd.grad(y, x, torch.ones_like(y))[0])

@@ -240,7 +240,7 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in segment.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
-                    slots[k].zero_()
+                    slots[k].data.zero_()  # scales that are saved lie beside them, of one version
         if isinstance(error, RuntimeError):
             stuck.explain(error, segment.groups, "the backward pass of a call")
         raise
