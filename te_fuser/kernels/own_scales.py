@@ -66,8 +66,8 @@ class BlocksOf:
         behind, whole = padded(tokens), tokens % FOUR == 0
         new = rows.new_empty if whole else rows.new_zeros
         sizes, room = (shape, tokens) if whole else ((behind, features), behind)
-        by_rows = self._factor(new, sizes, room, features) if self._by_rows else _nothing(rows)
-        turned = self._factor(new, (features, behind), features, tokens) if self._turned else _nothing(rows)
+        by_rows = self._factor(new, sizes, room, features) if self._by_rows else self._nothing(rows)
+        turned = self._factor(new, (features, behind), features, tokens) if self._turned else self._nothing(rows)
         if tiles := -(-tokens // _SIDE) * -(-features // _SIDE):
             tensors, leads = (
                 (rows, by_rows[0], turned[0], by_rows[1], turned[1]),
@@ -81,16 +81,15 @@ class BlocksOf:
         scales = _scales_of(rows, columns, self._kernel.square) if rows and columns else (0, 0)
         return new(sizes, dtype=self._kernel.narrow), new(scales, dtype=torch.float32)
 
+    def _nothing(self, like: torch.Tensor) -> Factor:
+        """A factor that is not made."""
+        return like.new_empty(0, dtype=self._kernel.narrow), like.new_empty((0, 0), dtype=torch.float32)
+
     def _on(self, device: torch.device) -> Any:
         found = self._ready.get(device)
         if found is None:
             found = self._ready[device] = self._kernel.ready(device)
         return found
-
-
-def _nothing(like: torch.Tensor) -> Factor:
-    """A factor that is not made."""
-    return like.new_empty(0, dtype=torch.float8_e4m3fn), like.new_empty((0, 0), dtype=torch.float32)
 
 
 def unpacked(made: torch.Tensor, features: int) -> Factor:

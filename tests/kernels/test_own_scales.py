@@ -16,13 +16,14 @@ from te_fuser.kernels.own_scales import QuantizeBlocks
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, codes
+from tests.float8 import E4M3, E5M2, codes
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
 from tests.needs import needs_compiler, needs_nvrtc
 
 WANTED = ("rows", "turned", "both")
 BLOCKS = [
     *(QuantizeBlocks(dtype, E4M3, w, square) for dtype, w, square in itertools.product(DTYPES, WANTED, (False, True))),
+    *(QuantizeBlocks(torch.bfloat16, E5M2, w) for w in WANTED),
     QuantizeBlocks(torch.bfloat16, E4M3, power_of_two=False, epsilon=0.25),
 ]
 
@@ -66,7 +67,9 @@ def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", BLOCKS, ids=lambda k: f"{str(k.dtype)[6:]}-{k.wanted}-{k.square}-{k.power_of_two}")
+@pytest.mark.parametrize(
+    "kernel", BLOCKS, ids=lambda k: f"{str(k.dtype)[6:]}-{str(k.narrow)[13:]}-{k.wanted}-{k.square}-{k.power_of_two}"
+)
 def test_blocks(kernel: QuantizeBlocks, emulated: FakeDriver) -> None:
     for tokens, features in (*SIZES, (128, 272), (3, 128), *NOTHING):
         spread = torch.exp2((torch.arange(tokens)[:, None] * 5 + torch.arange(features) // 8 * 3) % 23 - 11.0)
