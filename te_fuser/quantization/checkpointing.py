@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
-from te_fuser.quantization.state import ROLES, State, known_state_of, lock, state_of
+from te_fuser.quantization.state import ROLES, Numbers, State, known_state_of, lock, state_of
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
@@ -53,50 +54,72 @@ class Anew(contextlib.AbstractContextManager[None]):
 
 
 class _Kept:
-    """The regions and scales of a forward."""
+    """The regions and scales of a forward; of one inside of another that runs again they are that one's."""
 
     def __init__(self) -> None:
+        self._around = _running_again.get()
         self._regions = region.entered()
         self._is_first = region.is_first_microbatch()
-        self._scales: Snapshot | None = None
         self._used: list[Any] = []
+        self.scales: Snapshot | None = None if self._around is None else self._around.scales
+        self.entries: set[int] = {region.entries()} if self._around is None else self._around.entries
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         with region.noting_used() as self._used:
             yield
-        self._scales = snapshot()  # of now: a region that was entered in here has folded
+        if self._around is None:
+            self.scales = snapshot()  # of now: a region that was entered in here has folded
+            self.entries.add(region.entries())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        micro_batch = region.microbatch(self._is_first)
-        with region.recomputed(self._regions), _by(self._scales), micro_batch, reading(self._used):
-            yield
+        micro_batch, token = region.microbatch(self._is_first), _running_again.set(self)
+        try:
+            with region.recomputed(self._regions), _by(self.scales, self.entries), micro_batch, reading(self._used):
+                yield
+        finally:
+            _running_again.reset(token)
+
+
+_running_again: ContextVar[_Kept | None] = ContextVar("te_fuser_running_again", default=None)
 
 
 @contextlib.contextmanager
-def _by(scales: Snapshot | None) -> Iterator[None]:
-    """In here calls find these scales; what forward records goes nowhere, as it was folded."""
-    if scales is None or scales.scales is None:  # as it is now: the same amaxes once more change nothing
-        yield
-        return
+def _by(scales: Snapshot | None, entries: set[int]) -> Iterator[None]:
+    """In here products that were called in regions of these numbers have these scales, and no fold gives them others.
+
+    Those of other threads are left alone. What forward records goes nowhere, as it was folded.
+    """
     with lock:
-        states = [(state, then, below) for ref, then, below in scales.scales if (state := ref()) is not None]
-        before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _, _ in states]
-        for state, then, below in states:
-            nowhere = torch.zeros(2, dtype=torch.float32, device=then["input"].device)
-            state.scales.update(then)
-            state.inverses.update(below)
-            state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
+        region.hold(entries)
+        before = _put_back(scales, entries)
+    is_captured = scales is not None and scales.is_captured
     try:
-        with of_capture(scales) if scales.is_captured else contextlib.nullcontext():
+        with of_capture(scales) if is_captured else contextlib.nullcontext():  # type: ignore[arg-type]
             yield
     finally:
         with lock:
+            region.let_go(entries)
             for state, kept, inverses, slots in before:
                 state.scales.update(kept)
                 state.inverses.update(inverses)
                 state.amaxes.update(slots)
+
+
+def _put_back(scales: Snapshot | None, entries: set[int]) -> list[tuple[State, Numbers, Numbers, Numbers]]:
+    """Have products find these scales, and slots that nobody reads; each with what it finds else."""
+    if scales is None or scales.scales is None:  # as it is now: the same amaxes once more change nothing
+        return []
+    kept = [k for k in scales.scales if scales.is_captured or not entries.isdisjoint(k.entries)]
+    found = [(state, k) for k in kept if (state := k.state()) is not None]
+    before = [(state, {**state.scales}, {**state.inverses}, {**state.amaxes}) for state, _ in found]
+    for state, then in found:
+        nowhere = torch.zeros(2, dtype=torch.float32, device=then.scales["input"].device)
+        state.scales.update(then.scales)
+        state.inverses.update(then.inverses)
+        state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
+    return before
 
 
 def ran_within(weight: Binding, recipe: Recipe) -> None:

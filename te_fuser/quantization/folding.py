@@ -66,15 +66,36 @@ class _Recorded:
 _recorded = _Recorded()
 
 
+class Kept(NamedTuple):
+    """The scales of a product between two folds.
+
+    Attributes:
+        state: of the product.
+        scales, inverses: what it had by role.
+        entries: the numbers of the regions that it was called in last, `entry` and `ran_in`.
+    """
+
+    state: weakref.ref[State]
+    scales: Numbers
+    inverses: Numbers
+    entries: frozenset[int]
+
+    @classmethod
+    def of(cls, state: State) -> Kept:
+        """Those of now."""
+        entries = frozenset((state.entry, state.ran_in))
+        return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, entries)
+
+
 class Snapshot:
     """The scales between two folds, for what computes a forward again.
 
     Attributes:
-        scales: of each product what it had, scales and reciprocals by role; None while that is what it has.
+        scales: of each product; None while they are what it has.
         is_captured: whether they are copies that a CUDA graph makes.
     """
 
-    scales: list[tuple[weakref.ref[State], Numbers, Numbers]] | None = None
+    scales: list[Kept] | None = None
     is_captured = False
 
 
@@ -148,10 +169,11 @@ def fold(looks: bool = False) -> None:
             agreement.reduce(seen, last.recipe)
         _recorded.is_new = False
         waiting = [] if agreement is None else agreement.waiting()
-        held = _taken_out(waiting if agreement is not None else _in_use_elsewhere(), seen, parts)
+        left_out = waiting if agreement is not None else _in_use_elsewhere()
+        held = _taken_out(left_out, seen, parts)
         for block, amaxes in seen.items():
             before = _scales_before(block) if looks else None
-            _fold_block(block, parts[block], amaxes)
+            _fold_block(block, parts[block], amaxes, set(left_out))
             known = amaxes if block.looked is None else torch.maximum(block.looked.amaxes, amaxes)
             block.looked = None if before is None else Looked(known, before)
         for slots, amaxes in held:
@@ -161,7 +183,7 @@ def fold(looks: bool = False) -> None:
 
 
 def _in_use_elsewhere() -> list[State]:
-    """Products that were called in regions that other threads or contexts are in still: their scales stay for these."""
+    """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
     entries = open_elsewhere()
     return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
 
@@ -235,15 +257,17 @@ def _agreement(region: Region | None) -> Agreement | None:
     return agreement_of(region.group)
 
 
-def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
+def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor, left_out: set[State]) -> None:
+    """Fold amaxes of a block's products; those left out have none here, and calls go on with what they find of them."""
     if parts.kernel is None:
         block.amaxes.masked_fill_(amaxes != 0, 0.0)  # other threads may have recorded since
         block.not_finite += ~amaxes.isfinite()
     else:
-        parts.kernel.fold(block, amaxes)
+        parts.kernel.fold(block, amaxes, left_out)
     by_recipe: dict[int, list[State]] = {}
     for state in parts.others:
-        by_recipe.setdefault(id(state.recipe), []).append(state)
+        if state not in left_out:
+            by_recipe.setdefault(id(state.recipe), []).append(state)
     for alike in by_recipe.values():
         _update(block, alike, amaxes[block.index(tuple([state.row for state in alike]))])
 
@@ -291,11 +315,14 @@ class _ByKernel:
             and still_hold(self._facts)
         )
 
-    def fold(self, block: Block, seen: torch.Tensor) -> None:
-        """Fold what was seen, [products, 3], and clear the block's slots."""
+    def fold(self, block: Block, seen: torch.Tensor, left_out: set[State]) -> None:
+        """Fold what was seen, [products, 3], and clear the block's slots; what calls find of those left out stays."""
         numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows)
         torch.autograd.graph.increment_version(self._written)
-        _show(block, self._rows, self._shown, numbers)
+        shown = self._shown
+        if left_out:
+            shown = [({}, {}) if ref() in left_out else pair for ref, pair in zip(self._states, shown, strict=True)]
+        _show(block, self._rows, shown, numbers)
 
 
 _kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionary()
@@ -398,7 +425,7 @@ def _keep_snapshot() -> None:
     """Leave the scales, which are about to change, to who asked for those of now."""
     kept: Snapshot | None = _snapshot[0]()
     if kept is not None:
-        kept.scales = [(weakref.ref(s), {**s.scales}, {**s.inverses}) for block in blocks() for s in block.states()]
+        kept.scales = [Kept.of(state) for block in blocks() for state in block.states()]
     _snapshot[0] = lambda: None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from te_fuser.fuser.graph import surroundings
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.quantization.checkpointing import refuse_another
-from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
+from te_fuser.quantization.folding import Kept, Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock, show
@@ -152,7 +151,7 @@ def _copied(device: torch.device) -> Iterator[None]:
             before += [(state, {**state.scales}, {**state.inverses}) for state in states]
             for state in states:
                 show([(state.scales, state.inverses)], found[6 * state.row : 6 * state.row + 6])
-        snapshot.scales = [(weakref.ref(state), {**state.scales}, {**state.inverses}) for state, _, _ in before]
+        snapshot.scales = [Kept.of(state) for state, _, _ in before]
     try:
         with of_capture(snapshot):
             yield

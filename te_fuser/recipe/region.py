@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=Fals
 _here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
 _count = itertools.count(1)
 _open: dict[int, threading.Thread] = {}  # the number of each entry whose region is on, and who entered it
+_held: Counter[int] = Counter()  # those of which forwards run again now
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
 
@@ -156,11 +158,24 @@ def entries() -> int:
 
 
 def open_elsewhere() -> set[int]:
-    """The numbers of entries whose regions other threads or contexts are in now."""
+    """The numbers of entries whose regions other threads or contexts are in now, and of which forwards run again."""
     for number, thread in tuple(_open.items()):
         if not thread.is_alive():
             _open.pop(number, None)
-    return set(_open) - {_entry.get()}
+    return set(_open) - {_entry.get()} | set(_held)
+
+
+def hold(entries: Iterable[int]) -> None:
+    """Have these among `open_elsewhere` until they are let go; as what that goes by, under the lock of folds."""
+    _held.update(entries)
+
+
+def let_go(entries: Iterable[int]) -> None:
+    """The end of `hold`."""
+    for number in entries:
+        _held[number] -= 1
+        if not _held[number]:
+            del _held[number]
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:

@@ -248,3 +248,62 @@ def test_threads_have_regions_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert wrong == [] and not torch.equal(plain, quantized)
+
+
+@pytest.mark.parametrize("folds", [False, True], ids=["before the next region", "after it was entered"])
+def test_another_thread_trains_while_a_forward_runs_again(folds: bool) -> None:
+    """Its entries fold, and its calls read and record: each of the two finds what it finds alone."""
+    values, gradients, *models = _trained_beside(folds, together=False)
+    values_again, gradients_again, *models_again = _trained_beside(folds, together=True)
+    assert torch.equal(*values) and torch.equal(*values_again) and torch.equal(values[0], values_again[0])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    assert all(same(a, b) for a, b in zip(models, models_again, strict=True))
+
+
+def _trained_beside(folds: bool, together: bool) -> tuple[Any, ...]:
+    """A checkpoint's values, twice, its gradients, and two models: one trains in the other's backward, or later."""
+    torch.manual_seed(0)
+    x, mine, other, seen = torch.randn(8, 16), model(), model(), []
+    for m in (mine, other):
+        trained_by(m, x)
+
+    def beside() -> None:
+        trained_by(other, 50 * x)
+        trained_by(other, 5 * x)
+
+    def function(t: torch.Tensor) -> torch.Tensor:
+        half = mine[:2](t)
+        if seen and together:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+        y = mine[2:](half)
+        seen.append(y.detach())
+        return y * y.detach().sin()
+
+    given = (30 * x).requires_grad_()
+    with te.autocast(recipe=RECIPE):
+        y = te.checkpoint(function, given)
+    if folds:
+        with te.autocast(recipe=RECIPE):
+            pass
+    gradients = torch.autograd.grad(y.square().sum(), [given, *mine.parameters()])
+    if not together:
+        beside()
+    return seen, gradients, mine, other
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_inside_of_another_has_its_scales(way: str) -> None:
+    found = []
+    for inner in (plainly, WAYS[way]):
+        torch.manual_seed(0)
+        x, m = torch.randn(8, 16), model()
+        trained_by(m, x)
+        given = (30 * x).requires_grad_()
+        with te.autocast(recipe=RECIPE):
+            y = WAYS[way](lambda t, m=m, inner=inner: inner(m, t), given)
+        with te.autocast(recipe=RECIPE):
+            pass
+        found.append([y, *torch.autograd.grad(y.square().sum(), [given, *m.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -226,7 +226,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """What is folded on the CPU is folded by the kernel, as on a GPU."""
+    """What is folded on the CPU is folded by the kernel, as on a GPU; in blocks of the test's own."""
+    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     monkeypatch.setattr(folding, "_has_kernel", lambda device: device.type == "cpu")
     return emulated
 
