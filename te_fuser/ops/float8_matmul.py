@@ -47,6 +47,7 @@ class Float8MatMul(UnfusedOperation):
     Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
 
+    multiplies_8_bits = True
     input_dtypes = tuple(FLOAT8.values())
     takes_gradients_in = tuple(FLOAT8.values())
 

@@ -25,6 +25,7 @@ class UnfusedOperation(FusableOperation):
     op_wait: ClassVar[Callable[..., Any] | None] = None
     input_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that it takes for x beside those that row ops take
     takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
+    multiplies_8_bits: ClassVar[bool] = False  # whether its matrix products, its output's dtype apart, are of 8 bits
     non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
 
     # Whether its output is parts of several ranks, joined: a plan may keep this rank's, and run it again in backward.

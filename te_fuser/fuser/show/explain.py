@@ -16,6 +16,7 @@ from rich.text import Text
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
+from te_fuser.fuser.show.gains import Gain, gains
 from te_fuser.fuser.show.sources import sources
 from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
 from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple, range_of, span
@@ -102,6 +103,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         yield Text("\nNo backward: nothing in this call needs a gradient.")
     yield from _kept_page(plan)
     yield from _refused_page(plan)
+    yield from _gains_page(plan)
     yield from _totals_page(plan, measured)
     for note in plan.notes:
         yield Text(f"Note: {note}")
@@ -274,6 +276,29 @@ def _refusal_text(entries: Sequence[Refusal]) -> str:
     ranges = list(dict.fromkeys(range_of(r.start, r.stop - 1) for r in entries))
     direction = {"joint": "both ways"}.get(entries[0].direction, entries[0].direction)
     return f"{entries[0].name} ({direction}; {'; '.join(few(ranges, 3))}): {entries[0].reason}"
+
+
+def _gains_page(plan: Plan) -> Iterable[Any]:
+    found = gains(plan)
+    if not found:
+        return
+    yield Text(
+        "\nProducts in 8 bits, beside these alone in their own precision, forward and backward (predicted)",
+        style="bold",
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for k, heading in enumerate(("products of", "their own", "8 bits ms", "own ms", "gain ms")):
+        table.add_column(heading, justify="right" if k > 1 else "left", no_wrap=k > 0)
+    for entries in grouped(found, lambda g: (g.dtype, g.seconds, g.own_seconds)).values():
+        table.add_row(f"{entries[0].path}{and_others(len(entries))}", entries[0].dtype, *_gained(entries[:1]))
+    table.add_row("together", "", *_gained(found), style="bold")
+    yield Padding(table, (0, 0, 0, 2))
+
+
+def _gained(entries: Sequence[Gain]) -> list[str]:
+    """The milliseconds of some products in 8 bits, in their own precision, and the difference."""
+    taken, own = sum(g.seconds for g in entries), sum(g.own_seconds for g in entries)
+    return [f"{seconds * 1e3:.3f}" for seconds in (taken, own, own - taken)]
 
 
 def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
