@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.kernels.quantized_matmul import check_machine
@@ -118,11 +119,11 @@ class Regions(surroundings.Surrounding):
         keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
 
     def left(self, listed: Sequence[ListedOp]) -> None:
-        products = [item for item in listed if _is_product(item)]
+        products, now = [item for item in listed if _is_product(item)], region.current()
         why = "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)"
-        if region.current() is not None:  # where but calls in float64 are surrounded by nothing
-            why = "is called in float64, which regions of FP8 leave alone: convert x to float32, bfloat16 or float16"
         for item in products:
+            if now is not None and why_not(item, now.recipe) is None:  # calls in float64 are surrounded by nothing
+                _refuse_dtype(item, "x", torch.float64)
             refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
             ran_outside([weight_in(item) for item in products])
@@ -340,8 +341,9 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
     own = torch.float32 if exact else own
     dtype = item.casts.get("weight", own)
-    if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
-        return (item,)
+    for given in (own, dtype):
+        if given not in OUT_DTYPES:
+            _refuse_dtype(item, "its weight", given)
     form = _form(recipe, dtype, own)
     if scalings is not None and _are_of_tensors(scalings) and not torch._C._are_functorch_transforms_active():
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
@@ -356,6 +358,19 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
         numbers = [name for name in low.aside if call.grad or not name.endswith("_amax")]
         return (_in_place(item, partly, "", numbers),)
     return _between_quantizers(item, form, call.grad)
+
+
+def _refuse_dtype(item: ListedOp, what: str, dtype: torch.dtype) -> NoReturn:
+    """Refuse a product in a region that would have another dtype than those that products of 8 bits give.
+
+    Raises:
+        TypeError: naming it, and what to do.
+    """
+    raise TypeError(
+        f"{item.path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 "
+        'or float16: convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
+        "model.reference(x) takes float64"
+    )
 
 
 def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import checkpoint_contexts, states
+from te_fuser.recipe import Float8CurrentScaling
 from tests.quantization.emulation import Emulated
 from tests.quantization.regions import amaxes, call, mlp, on, scales, trained
 from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
@@ -160,12 +161,26 @@ def test_empty_batches(name: str) -> None:
     }
 
 
-def test_float64_stays_in_its_own_precision() -> None:
+def test_float64_is_refused_before_anything_runs_and_references_take_it() -> None:
     model, x = mlp().double(), data(1).double()
+    y = model(x)
+    for region in (on(), te.autocast(recipe=Float8CurrentScaling()), te.fp8_autocast(calibrating=True)):
+        for look in (model, model.explain):
+            with (
+                region,
+                pytest.raises(TypeError, match=r"0.1.matmul: x is in float64, .*FP8.*convert model"),
+            ):
+                look(x)
     with on():
-        y = model(x)
-        torch.testing.assert_close(y, model.reference(x))
-    assert torch.equal(y, model(x))
+        torch.testing.assert_close(model.reference(x), y)
+    assert states(model) == {} and torch.equal(model(x), y)
+    mixed = mlp()
+    mixed[0][1].double()
+    with on(), torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="0.1.*weight is in float64"):
+        mixed(data(1))
+    te.precision(model, {"*": None})
+    with on():
+        assert torch.equal(model(x), y)
 
 
 def test_weights_given_at_the_call() -> None:
