@@ -39,6 +39,13 @@ def test_a_record_says_on_what_and_how(written: Path) -> None:
     )
 
 
+def test_a_way_beside_the_products_by_one_scale_for_each_tensor() -> None:
+    own, other = ({"products_ms": ms, "attention_ms": 1.0, "over_own_products": 1.2} for ms in (4.0, 5.0))
+    assert bench.over_tensor_products(other, own) == {"over_tensor_products": pytest.approx(1.2 * 6 / 5)}
+    assert bench.over_tensor_products(own, own) == {"over_tensor_products": pytest.approx(1.2)}
+    assert bench.over_tensor_products({"ms": 1.0}, own) == bench.over_tensor_products(own, {}) == {}
+
+
 def of_a_gpu() -> dict[str, Any]:
     data = {"ms": 10.0, "over_bfloat16": 0.5, "kernels": 33.0, "over_own_products": 1.1, "joules": 5.0, "host_ms": 2.0}
     goals = [{"contender": "fp8", "what": "kernels", "most": 34, "found": 33.0, "met": True}]

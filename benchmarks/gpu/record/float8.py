@@ -24,6 +24,7 @@ COLUMNS = (
     Column("attention ms", "attention_ms"),
     Column("other kernels ms", "rest_ms"),
     Column("over its products", "over_own_products", "{:.3f}"),
+    Column("over fp8's", "over_tensor_products", "{:.3f}"),
     Column("as copies", "as_copies", "{:.3f}"),
     Column("kept MiB", "kept_mib", "{:.0f}"),
     Column("peak MiB", "peak_mib", "{:.0f}"),
@@ -57,7 +58,7 @@ def short(record: Data) -> str:
 def _head(record: Data) -> str:
     versions = ", ".join(f"{k} {record['versions'][k]}" for k in ("torch", "cuda") if k in record["versions"])
     sizes = {f"{e['tokens']} x {e['hidden']}" for e in record["cases"]}
-    where = f"**{record['gpu']}**, forward and backward of {', '.join(sorted(sizes))}, `DelayedScaling`"
+    where = f"**{record['gpu']}**, forward and backward of {', '.join(sorted(sizes))}, fp8 by `DelayedScaling`"
     return f"{where}; {versions}; {origin(record)}, {record['written'][:10]}; `{record['command']}`."
 
 
