@@ -10,8 +10,8 @@ python -m benchmarks.gpu --take-in FILE --only-docs  # that one into benchmarks/
 All ways take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what
 the products and attention of that run take; "over fp8's": over what these take by delayed scaling; "as copies": over
 its products if everything beside them were plain copies of the bytes that the plan says, one after the other without a
-gap, at the rate of a copy in that run. Memory kept for backward counts neither parameters nor kept weights; "host" is how
-long a call keeps the host busy. `--toy` tries the command on a CPU, in tiny sizes.
+gap, at the rate of a copy in that run. Memory kept for backward counts neither parameters nor kept weights; "host" is
+how long a call keeps the host busy. `--toy` tries the command on a CPU, in tiny sizes.
 """
 
 from __future__ import annotations
