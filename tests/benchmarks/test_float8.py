@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.common import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import float8 as bench
 from benchmarks.gpu.record import float8, records
@@ -44,6 +48,22 @@ def test_a_way_beside_the_products_by_one_scale_for_each_tensor() -> None:
     assert bench.over_tensor_products(other, own) == {"over_tensor_products": pytest.approx(1.2 * 6 / 5)}
     assert bench.over_tensor_products(own, own) == {"over_tensor_products": pytest.approx(1.2)}
     assert bench.over_tensor_products({"ms": 1.0}, own) == bench.over_tensor_products(own, {}) == {}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("said", "commands"),
+    [
+        ([], ["gpu", "gpu.float8"]),
+        (["PART=layer"], ["gpu"]),
+        (["PART=float8"], ["gpu.float8"]),
+        (["RANKS=2"], ["gpu.ranks"]),
+    ],
+)
+def test_make_measures_it_too(said: list[str], commands: list[str]) -> None:
+    made = subprocess.run(["make", "-n", "gpu-bench", *said], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"-m benchmarks\.(\S+)", made.stdout) == commands
+    assert ("--record benchmarks/results" in made.stdout) == ("gpu.float8" in commands)
 
 
 def of_a_gpu() -> dict[str, Any]:
