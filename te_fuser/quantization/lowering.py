@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
-from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.kernels.quantized_matmul import check_machine
@@ -63,6 +62,7 @@ from te_fuser.quantization.state import (
     look_up,
     state_of,
 )
+from te_fuser.quantization.refusing import refuse_dtype
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Format, Recipe
@@ -123,7 +123,7 @@ class Regions(surroundings.Surrounding):
         why = "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)"
         for item in products:
             if now is not None and why_not(item, now.recipe) is None:  # calls in float64 are surrounded by nothing
-                _refuse_dtype(item, "x", torch.float64)
+                refuse_dtype(item.path, "x", torch.float64)
             refuse_narrow(item, why)
         if has_been_asked() and not is_looking():
             ran_outside([weight_in(item) for item in products])
@@ -343,7 +343,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
     dtype = item.casts.get("weight", own)
     for given in (own, dtype):
         if given not in OUT_DTYPES:
-            _refuse_dtype(item, "its weight", given)
+            refuse_dtype(item.path, "its weight", given)
     form = _form(recipe, dtype, own)
     if scalings is not None and _are_of_tensors(scalings) and not torch._C._are_functorch_transforms_active():
         return _between_quantizers(item, {**form, "scalings": scalings}, call.grad)
@@ -358,19 +358,6 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
         numbers = [name for name in low.aside if call.grad or not name.endswith("_amax")]
         return (_in_place(item, partly, "", numbers),)
     return _between_quantizers(item, form, call.grad)
-
-
-def _refuse_dtype(item: ListedOp, what: str, dtype: torch.dtype) -> NoReturn:
-    """Refuse a product in a region that would have another dtype than those that products of 8 bits give.
-
-    Raises:
-        TypeError: naming it, and what to do.
-    """
-    raise TypeError(
-        f"{item.path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 "
-        'or float16: convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
-        "model.reference(x) takes float64"
-    )
 
 
 def _form(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.kernels import quantized_matmul
@@ -103,23 +101,6 @@ def test_where_factors_are_taken_as_they_lie() -> None:
     assert {s.name for s in planned("b200", main_grad=True).backward} >= {ROWS_MAIN}
     kept = step(planned("b200", first=False), ROWS_BACK, "input")
     assert "0.weight_data" in dict(kept.inputs) and kept.task.written == ()
-
-
-@pytest.mark.parametrize(
-    ("capability", "as_they_lie"),
-    [((8, 9), False), ((9, 0), False), ((10, 3), True), ((12, 0), False), ((12, 1), False)],
-)
-def test_compute_capability_10_alone_takes_them_so(
-    capability: tuple[int, int], as_they_lie: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever its minor number; 12 is as Hopper."""
-    monkeypatch.setitem(DEVICES, "one", dataclasses.replace(DEVICES["b200"], name="one", capability=capability))
-    p = planned("one")
-    names = {s.name for s in p.backward}
-    assert {ROWS_BACK, BACK} & names == {ROWS_BACK if as_they_lie else BACK}
-    assert ("transposed8" in names) is not as_they_lie
-    turned = [name for name, _ in p.before[0].outputs if name.endswith("turned")]
-    assert bool(turned) is not as_they_lie
 
 
 def test_without_gradients() -> None:

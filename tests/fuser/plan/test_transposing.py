@@ -82,6 +82,16 @@ def test_nothing_is_turned_where_factors_are_taken_as_they_lie() -> None:
     assert not [r for s in p.steps for r in (*s.reads(), *s.writes()) if r.form == TURNED]
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_compute_capability_10_alone_takes_them_so(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its minor number; 12 is as Hopper."""
+    monkeypatch.setitem(DEVICES, "one", replace(DEVICES["b200"], name="one", capability=capability))
+    p = planned("mlp", "one")
+    assert bool(turned(p, "backward")) is (capability[0] != 10)
+    made = [name for name, _ in p.before[0].outputs]
+    assert any(name.endswith("turned") for name in made) is (capability[0] != 10)
+
+
 def plan_of(model: Any, rows: int, features: int, device: str = "h200") -> Plan:
     """For so many rows in bfloat16, without memory."""
     x = torch.empty(rows, features, dtype=BF16, device="meta", requires_grad=True)
