@@ -50,6 +50,7 @@ from te_fuser.quantization.kept import (
 from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, weight_in
+from te_fuser.quantization.refusing import refuse_dtype
 from te_fuser.quantization.state import (
     ROLES,
     AsPut,
@@ -62,7 +63,6 @@ from te_fuser.quantization.state import (
     look_up,
     state_of,
 )
-from te_fuser.quantization.refusing import refuse_dtype
 from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Format, Recipe
