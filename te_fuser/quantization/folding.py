@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fuser._native import holders
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
-from te_fuser.ops.facts import Facts, still_hold, tensor_place
+from te_fuser.ops.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.narrow import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
