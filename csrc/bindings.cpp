@@ -11,6 +11,7 @@
 #include "known_call.h"
 #include "matmul.h"
 #include "quantize_weights.h"
+#include "sole_owner.h"
 #include "step_bindings.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
@@ -75,7 +76,7 @@ PYBIND11_MODULE(_native, module) {
              "Take another file than the library that PyTorch has loaded; '' for that one again.");
 
   te::bind_steps(module);
-  if (!te::bind_facts(module) || !te::bind_known_call(module)) throw py::error_already_set();
+  if (!te::bind_facts(module) || !te::bind_known_call(module) || !te::bind_holders(module)) throw py::error_already_set();
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
   add_type(module, "CudaMatmul", te::make_cuda_matmul_type());

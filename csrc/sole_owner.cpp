@@ -1,6 +1,8 @@
 #include "sole_owner.h"
 
+#include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "reference.h"
 
@@ -87,5 +89,38 @@ bool is_sole_owner(PyObject* tensor, Py_ssize_t references) {
   const std::optional<Counts> counts = counts_of(tensor);
   return counts && *counts == alone;
 }
+
+namespace {
+
+// holders(tensors): how often each is held, object and tensor, and the memory of the first; None where torch does not tell.
+PyObject* holders(PyObject*, PyObject* tensors) {
+  if (!PyTuple_Check(tensors)) {
+    PyErr_SetString(PyExc_TypeError, "expected a tuple of tensors");
+    return nullptr;
+  }
+  const Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+  if (names.storage_use_count == nullptr || count == 0) Py_RETURN_NONE;
+  const std::optional<Counts> first = counts_of(PyTuple_GET_ITEM(tensors, 0));
+  if (!first) return nullptr;
+  std::vector<int64_t> found{first->storage_object, first->storage};
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(tensors, i);
+    const Reference uses = Reference::steal(PyObject_CallMethodNoArgs(tensor, names.use_count));
+    if (!uses) return nullptr;
+    found.push_back(Py_REFCNT(tensor));
+    found.push_back(PyLong_AsLong(uses.get()));
+  }
+  const auto bytes = static_cast<Py_ssize_t>(found.size() * sizeof(int64_t));
+  return PyErr_Occurred() != nullptr ? nullptr : PyBytes_FromStringAndSize(reinterpret_cast<const char*>(found.data()), bytes);
+}
+
+PyMethodDef methods[] = {
+    {"holders", holders, METH_O, "How often tensors that share memory are held, as bytes; None where torch does not tell."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+bool bind_holders(pybind11::module_& module) { return PyModule_AddFunctions(module.ptr(), methods) == 0; }
 
 }  // namespace te

@@ -1,7 +1,7 @@
 // Whether a tensor's memory is anybody else's business.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 namespace te {
 
@@ -14,5 +14,8 @@ bool init_sole_owner();
 // PyTorch allocated that.
 // False with or without a Python error set.
 bool is_sole_owner(PyObject* tensor, Py_ssize_t references);
+
+// Adds `holders` to a module; false with a Python error set.
+bool bind_holders(pybind11::module_& module);
 
 }  // namespace te

@@ -316,6 +316,11 @@ def still_hold(facts: Facts) -> bool:
 def tensor_place(tensor: object) -> bytes | None:
     """What is known of a tensor and where it lies, as bytes; None of what is no plain tensor in memory."""
 
+def holders(tensors: tuple[torch.Tensor, ...]) -> bytes | None:
+    """How often tensors that share memory are held: another answer later means that somebody else holds one or the
+    memory, or that who held one let go. None where there is none, or where this torch does not tell.
+    """
+
 def like(
     known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
 ) -> list[torch.Tensor] | None:

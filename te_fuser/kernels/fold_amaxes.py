@@ -69,8 +69,16 @@ class AmaxFolder:
         listed = [_row(products[row], places[row]) if row in places else _NOTHING for row in range(rows)]
         self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
         self._count = len(products)
+        self._kernel = FoldAmaxes().ready(device)
 
-    def by_kernel(self, seen: torch.Tensor, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int) -> torch.Tensor:
+    def by_kernel(
+        self,
+        seen: torch.Tensor,
+        amaxes: torch.Tensor,
+        not_finite: torch.Tensor,
+        rows: int,
+        over: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Fold what was seen, count what is not finite and clear the amaxes, in one launch.
 
         Args:
@@ -78,16 +86,18 @@ class AmaxFolder:
             rows: how many there are now, no fewer than those of products.
             amaxes: float32, the same.
             not_finite: int64, the same: raised by one where an amax is infinite or NaN.
+            over: what this gave before, to be written again; without it the numbers have memory of their own.
 
         Returns:
-            Of each product three scales and three reciprocals, float32 [products, 6], each at a multiple of 16 bytes;
-            nothing writes them again.
+            Of each product three scales and three reciprocals, float32 [products, 6, 4], the first of four each: at
+            multiples of 16 bytes.
         """
-        numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
+        numbers = over
+        if numbers is None:
+            numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
         if rows:
-            tensors = (self._table, seen, amaxes, not_finite, numbers.view(-1, APART))
-            FoldAmaxes().ready(amaxes.device)(tensors, rows, 1, 1, ())
-        return numbers[..., 0]
+            self._kernel((self._table, seen, amaxes, not_finite, numbers), rows, 1, 1, ())
+        return numbers
 
 
 def _check(product: Folded, device: torch.device) -> None:

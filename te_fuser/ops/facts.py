@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 still_hold = _native.still_hold
 tensor_place = _native.tensor_place
+holders = _native.holders
 _Weak = ReferenceType["torch.nn.Module"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
-from te_fuser.ops.facts import Facts, still_hold, tensor_place
+from te_fuser.ops.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.narrow import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
@@ -30,12 +31,14 @@ from te_fuser.quantization.state import (
     before_saving,
     blocks,
     changes,
+    has_recorded,
     lock,
     not_in_capture,
+    note_recording,
     show,
 )
 from te_fuser.quantization.trial import try_recipe
-from te_fuser.recipe.recipes import DelayedScaling, Format
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import (
     Region,
     entered,
@@ -57,10 +60,12 @@ class _Recorded:
     Attributes:
         region: the last one from outside of all in which gradients were on.
         is_new: whether there was one since the last fold, of which a backward may come later yet.
+        tried: the recipe of the last region of all.
     """
 
     region: Region | None = None
     is_new: bool = False
+    tried: Recipe | None = None
 
 
 _recorded = _Recorded()
@@ -99,6 +104,7 @@ class Snapshot:
     is_captured = False
 
 
+_threads: set[int] = set()  # those that have entered regions
 _noted: list[Any] = [None]  # what `_note_alike` went by last
 _snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
 _captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
@@ -135,8 +141,9 @@ def snapshot() -> Snapshot:
 def fold(looks: bool = False) -> None:
     """Make history and scales of what was recorded since the last fold; ranks of a group, all of them, together.
 
-    It runs at the entry of each region from outside of all, and before states are read. For each tensor whose amax is
-    finite and above 0, the largest of the group where its recipe reduces:
+    It runs before states are read, and at the entry of each region from outside of all; where neither that nor the one
+    before has a recipe that keeps amaxes, and no call recorded any, what a late backward left waits for the next.
+    For each tensor whose amax is finite and above 0, the largest of the group where its recipe reduces:
 
         history = [amax, *history without the oldest]
         scale = largest of the format / amax(history) / 2^margin    in float32; infinite: the largest one
@@ -163,6 +170,7 @@ def fold(looks: bool = False) -> None:
         if last is not None and agreement is not None:
             agreement.make(last.recipe)
         _keep_snapshot()
+        note_recording(False)  # other threads may from here on
         parts = {block: _parts_of(block) for block in blocks()}
         seen = {b: b.amaxes if p.kernel and not (p.others or looks) else b.amaxes.clone() for b, p in parts.items()}
         if last is not None and agreement is not None:
@@ -170,6 +178,8 @@ def fold(looks: bool = False) -> None:
         _recorded.is_new = False
         waiting = [] if agreement is None else agreement.waiting()
         left_out = waiting if agreement is not None else _in_use_elsewhere()
+        if left_out:
+            note_recording()
         held = _taken_out(left_out, seen, parts)
         for block, amaxes in seen.items():
             before = _scales_before(block) if looks else None
@@ -302,6 +312,9 @@ class _ByKernel:
         at = [(state._buffers, state.prefix + name) for state in states for name in (HISTORY, SCALE)]
         placed = [(*where, t, tensor_place(t)) for where, t in zip(at, self._written, strict=True)]
         self._facts = Facts(placed=tuple(placed))
+        self._numbers: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._held: bytes | None = None  # how often these were when nobody else held them
 
     def holds_as_it_was(self) -> bool:
         """Whether nothing changed since, told without looking at any product."""
@@ -316,13 +329,26 @@ class _ByKernel:
         )
 
     def fold(self, block: Block, seen: torch.Tensor, left_out: set[State]) -> None:
-        """Fold what was seen, [products, 3], and clear the block's slots; what calls find of those left out stays."""
-        numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows)
+        """Fold what was seen, [products, 3], and clear the block's slots; what calls find of those left out stays.
+
+        Numbers that calls found since the last fold, and that nobody holds any more, are written in place.
+        """
+        free = not left_out and len(_threads) == 1 and self._held is not None and holders(self._views) == self._held
+        over = self._numbers if free else None
+        numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows, over)
         torch.autograd.graph.increment_version(self._written)
-        shown = self._shown
+        if over is None:
+            self._show(numbers, left_out)
+        if block.live is not None:
+            block.show_graphs(self._rows, numbers[:, :, 0])
+
+    def _show(self, numbers: torch.Tensor, left_out: set[State]) -> None:
+        """Have calls find these, but of products that are left out."""
+        self._numbers, self._views, shown = numbers, numbers.select(2, 0).flatten().unbind(), self._shown
         if left_out:
             shown = [({}, {}) if ref() in left_out else pair for ref, pair in zip(self._states, shown, strict=True)]
-        _show(block, self._rows, shown, numbers)
+        show(shown, self._views)
+        self._held = holders(self._views) if not left_out else None
 
 
 _kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionary()
@@ -389,14 +415,10 @@ def _put(block: Block, states: Sequence[State], scales: torch.Tensor) -> None:
     torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
     shown = [(state.scales, state.inverses) for state in states]
     rows = tuple([state.row for state in states])
-    _show(block, rows, shown, apart(torch.cat([scales, scales.reciprocal()], 1)))
-
-
-def _show(block: Block, rows: tuple[int, ...], shown: Sequence[tuple[Numbers, Numbers]], numbers: torch.Tensor) -> None:
-    """Have calls find these, [products, 6], three scales and three reciprocals each, and graphs that are captured."""
+    numbers = apart(torch.cat([scales, scales.reciprocal()], 1))
     show(shown, numbers.flatten().unbind())  # all views by one call
     if block.live is not None:
-        block.live[:, :, 0].index_copy_(0, block.index(rows), numbers)
+        block.show_graphs(rows, numbers)
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -445,8 +467,12 @@ def _begin(region: Region) -> None:
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
             "te_fuser.cuda_graph(model, x), and around each replay"
         )
-    if isinstance(region.recipe, DelayedScaling):
+    if threading.get_ident() not in _threads:
+        with lock:  # no fold writes numbers that this thread has looked up meanwhile
+            _threads.add(threading.get_ident())
+    if region.recipe is not _recorded.tried:
         try_recipe(region.recipe)
+        _recorded.tried = region.recipe
     if not torch.is_grad_enabled():
         if _recorded.is_new and _agreement(_recorded.region) is None:
             fold(looks=True)
@@ -454,11 +480,16 @@ def _begin(region: Region) -> None:
     agreement = _agreement(region)
     if agreement is not None:
         agreement.enter(region)
-    if _recorded.region is not None:
+    last = _recorded.region
+    if last is not None and (_keeps_amaxes(last) or _keeps_amaxes(region) or has_recorded()):
         fold()
     if agreement is not None:
         agreement.begin(region.recipe)
     _recorded.region, _recorded.is_new = region, True
+
+
+def _keeps_amaxes(region: Region) -> bool:
+    return isinstance(region.recipe, DelayedScaling)
 
 
 on_entry(_at_entry)

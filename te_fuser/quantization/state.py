@@ -34,6 +34,7 @@ Numbers = dict[str, torch.Tensor]  # by role
 _blocks: list[Block] = []
 _all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
+_records_since = [False]
 
 
 def _changed(dead: object = None) -> None:
@@ -43,6 +44,16 @@ def _changed(dead: object = None) -> None:
 def changes() -> int:
     """A number that is another one once a product is new, gone, or runs by another recipe."""
     return _changes[0]
+
+
+def note_recording(since: bool = True) -> None:
+    """Note that a call records amaxes, or that none did since the last fold."""
+    _records_since[0] = since
+
+
+def has_recorded() -> bool:
+    """Whether any did."""
+    return _records_since[0]
 
 
 class Looked(NamedTuple):
@@ -112,6 +123,11 @@ class Block:
             for state in self.states():
                 self.live[state.row, :, 0] = torch.stack([*state.scales.values(), *state.inverses.values()])
         return self.live
+
+    def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
+        """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
+        assert self.live is not None
+        self.live[:, :, 0].index_copy_(0, self.index(rows), numbers)
 
     def add(self, state: State, before: Block | None, row: int) -> int:
         """Give a product a row, with what it had in a row of another block."""
@@ -272,6 +288,7 @@ class State:
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
+        note_recording()
         if region.recomputing():  # which was noted when it ran first
             return True
         is_another = self.recipe is not None and self.recipe != recipe
@@ -312,6 +329,8 @@ class AsPut:
 
     def __call__(self) -> bool:  # in each call: one loop, which calls nothing
         entry, runs_again = None if region.recomputing() else region.entries(), None
+        if self._records and self._states:
+            _records_since[0] = True
         for state, buffers, scale, history in self._states:
             if state._put is None or buffers.get(scale) is not state._put[0]:
                 return False

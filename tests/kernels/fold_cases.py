@@ -72,7 +72,7 @@ def folded_wrongly(folds: int = 3, apart: bool = False, device: str = "cpu") -> 
         seen = seen_like(rows + 1, k, device)
         slots = seen.clone()
         wanted[:rows] += ~seen[:rows].isfinite()
-        numbers = folder.by_kernel(seen if apart else slots, slots, counts, rows)
+        numbers = folder.by_kernel(seen if apart else slots, slots, counts, rows)[..., 0]
         if not torch.equal(bits(slots[rows]), bits(seen[rows])) or slots[:rows].any():
             wrong.append(f"slots after fold {k}: {slots}")
         for at, (row, product) in enumerate(theirs.items()):

@@ -19,7 +19,7 @@ from te_fuser.kernels.fold_amaxes import FoldAmaxes
 from te_fuser.quantization import folding, not_finite, states
 from te_fuser.quantization.folding import fold
 from te_fuser.quantization.state import blocks, state_of
-from te_fuser.recipe import DelayedScaling, Format
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
@@ -280,6 +280,63 @@ def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriv
         step(model, x)
     assert by_kernel.launches == 3 and folding._kernels[block] is told
     assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
+
+
+@needs_compiler
+def test_numbers_are_written_in_place_where_nobody_holds_them(
+    by_kernel: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph has saved, a view or somebody else holds, stays as it was, and calls find others."""
+    monkeypatch.setattr(folding, "_threads", set())
+    model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
+    state = state_of(model[0])
+
+    def found() -> tuple[int, float]:
+        return id(state.scales["input"]), state.scales["input"].item()
+
+    for _ in range(2):
+        step(model, x)
+    fold()
+    first = found()
+    step(model, 2.0 * x)
+    fold()
+    assert found() == (first[0], first[1] / 2.0)
+    for hold in (lambda: state.scales["input"], lambda: state.scales["input"].detach(), lambda: model(x)):
+        with te.autocast(recipe=RECIPE):
+            kept = hold()
+        place, number = found()
+        recorded(model[0], 448.0 / number + 1.0)
+        assert found()[0] != place and found()[1] != number
+        assert kept.dim() or kept.item() == number
+        del kept
+        fold()
+    before = found()[0]
+    monkeypatch.setattr(folding, "_threads", {1, 2})  # another one may look them up meanwhile
+    fold()
+    assert found()[0] != before
+
+
+def test_regions_whose_recipes_keep_nothing_fold_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call recorded, once; what a late backward left is folded at the next region that may read it."""
+    model, x = te.Sequential(ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
+    folds = []
+    monkeypatch.setattr(folding, "fold", lambda: folds.append(fold()))
+    stateless = Float8CurrentScaling()
+    with te.autocast(recipe=RECIPE):
+        y = model(x)
+    for _ in range(3):
+        folds.clear()
+        with te.autocast(recipe=stateless):
+            model(x)
+    assert not folds
+    y.sum().backward()
+    with te.autocast(recipe=RECIPE):
+        assert len(folds) == 1 and states(model)["0.output_gradient"][1][0] == 1.0
+    with te.autocast(recipe=stateless), te.autocast(recipe=RECIPE):
+        model(x)
+    folds.clear()
+    with te.autocast(recipe=stateless), te.autocast(recipe=RECIPE):  # what was called inside of the last one recorded
+        assert len(folds) == 1
 
 
 @needs_compiler
