@@ -17,19 +17,19 @@ import torch
 from te_fuser.codegen.description import Layout
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.cublaslt_quantized import MAIN_GRAD, put_weight_gradient, why_no_bias
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.own_scales import DTYPES, FOUR, BlocksOf, Factor
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.float8_products import Form
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked
 
@@ -53,9 +53,23 @@ def _scaling(form: Form, role: int) -> Scaling:
     return form.scalings[role]
 
 
+def _form_of(form: Form, which: str, kind: str = "plain") -> ProductForm:
+    """One of the three products as it is configured."""
+    a, b = _PRODUCTS[which]
+    out = form.weight_dtype if which == "dW" else form.dtype
+    fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
+    scales = _lie(form, a), _lie(form, b)
+    return products.form_of(kind, form.formats[a], form.formats[b], out, fast, scales=scales)
+
+
+def _onto_main_grad(form: Form, over: bool = False) -> ProductForm:
+    """dW as it is added to main_grad, or written over it."""
+    return _form_of(form, "dW", "plain" if over else "onto").giving(MAIN_GRAD)
+
+
 def _product(form: Form, which: str, kind: str = "plain") -> Multiply:
     """What multiplies the data of two factors by their inverses, one of the three products."""
-    return products.configured(*_configuration(form, which, kind)).make
+    return products.configured(_form_of(form, which, kind)).make
 
 
 def _quantizer(form: Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
@@ -68,15 +82,6 @@ def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     if made.shape[:-1] == x.shape[:-1]:
         return made
     return made[: math.prod(x.shape[:-1])].clone().view(*x.shape[:-1], made.shape[-1])
-
-
-def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """What the native product is configured by."""
-    roles = _PRODUCTS[which]
-    fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
-    own = form.weight_dtype if which == "dW" else form.dtype
-    scales = tuple([_lie(form, role) for role in roles])
-    return kind, *[form.formats[role] for role in roles], out or own, fast, products.ALONG, scales
 
 
 def _lie(form: Form, role: int) -> str:
@@ -154,12 +159,13 @@ class _Gradients(NamedTuple):
     Attributes:
         weight_again: what makes W turned, where forward has not kept it.
         of_input, of_weight: the products; the latter None where dW goes to main_grad.
+        onto: those that add to main_grad, and write over it.
     """
 
-    form: Form
     weight_again: BlocksOf | None
     of_input: Multiply
     of_weight: Multiply | None
+    onto: tuple[ProductForm, ProductForm]
 
     @classmethod
     def of(cls, m: Match) -> _Gradients:
@@ -168,7 +174,7 @@ class _Gradients(NamedTuple):
         form, weight = op.form, m[0].dtype_of("weight")
         again = None if op.keeps_weight else _quantizer(form, 1, weight, "turned")
         of_weight = None if op.accumulate_into_main_grad else _product(form, "dW")
-        return cls(form, again, _product(form, "dx"), of_weight)
+        return cls(again, _product(form, "dx"), of_weight, (_onto_main_grad(form), _onto_main_grad(form, over=True)))
 
     def __call__(
         self, m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor
@@ -184,30 +190,19 @@ class _Gradients(NamedTuple):
             return dx, {}
         x = m["turned"], m["inverse"]
         if self.of_weight is None:
-            op = m[0]
-            return dx, {"0.weight": _main_gradient(self.form, turned, x, op.weight, op.overwrite_main_grad)}
+            scales, op = functools.partial(_scales_of, turned, x[1]), m[0]
+            given = self.onto, turned[0], x[0], scales, op.weight, op.overwrite_main_grad
+            return dx, {"0.weight": put_weight_gradient(*given)}
         return dx, {"0.weight": self.of_weight(turned[0], x[0], turned[1], x[1])}
 
 
-def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over: bool) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-
-    def put(dy8: torch.Tensor, x8: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-        run = products.configured(*_configuration(form, "dW", "plain" if over else "onto", main_grad.dtype))
-        run((dy8.mT, x8.mT, _of_part(dy, dy8.mT), x[1], main_grad))
-        torch.autograd.graph.increment_version(main_grad)
-
-    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what was turned.
-    return put_gradient(dy[0].mT, x[0].mT, weight, over, put)
-
-
-def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
-    """The scales of some rows of a factor."""
+def _scales_of(whole: Factor, other: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of some rows of a factor, and those of the other factor."""
     data, inverse = whole
-    if len(part) == len(data):
-        return inverse
-    first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
-    return inverse[:, first : first + len(part)].contiguous()
+    if len(part) < len(data):
+        first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
+        inverse = inverse[:, first : first + len(part)].contiguous()
+    return inverse, other
 
 
 def _choose(m: Match, method: str) -> Body:
@@ -262,8 +257,7 @@ def _algorithms(m: Match, which: Iterable[str]) -> str:
     """What the products of a match run by, as far as that is known."""
     found = []
     for product in which:
-        how, sizes = _asked(m, product, m.x.rows)
-        found.append(algorithms_of(products.form_of(*how), sizes))
+        found.append(algorithms_of(*_asked(m, product, m.x.rows)))
     return ", ".join(dict.fromkeys(filter(None, found)))
 
 
@@ -320,20 +314,18 @@ def _scales(m: Match) -> str:
 def _refusal(m: Match, which: str, rows: int) -> str | None:
     if not rows:
         return None
-    (kind, a, b, dtype, *how), sizes = _asked(m, which, rows)
-    return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
+    return products.refusal(*_asked(m, which, rows), m.device)
 
 
-def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-    """What a product of so many rows is configured by, and its sizes (m, n, k)."""
+def _asked(m: Match, which: str, rows: int) -> tuple[ProductForm, tuple[int, int, int]]:
+    """A product of so many rows, and its sizes (m, n, k)."""
     op = cast(OwnScalesMatMul, m[0])
     inner, out, turned = op.in_features, op.out_features, padded(rows)
     rows = turned if rows % FOUR else rows
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
-    kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
-    kind = "bias" if which == "y" and len(m) > 1 else kind
-    out_dtype = torch.float32 if kind == "onto" else None
-    return _configuration(op.form, which, kind, out_dtype), sizes
+    if which == "dW" and op.accumulate_into_main_grad:
+        return _onto_main_grad(op.form), sizes
+    return _form_of(op.form, which, "bias" if which == "y" and len(m) > 1 else "plain"), sizes
 
 
 def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:

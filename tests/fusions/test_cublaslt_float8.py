@@ -141,8 +141,8 @@ def test_sums_are_as_the_recipe_says() -> None:
         factors = (E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)
         for s, fast_sums, two in zip(bodies, wanted, factors, strict=True):
             kind = "bias" if s is bodies[0] else "plain"
-            native = quantized_matmul.configured(kind, *two, torch.bfloat16, fast_sums, quantized_matmul.ALONG)
-            assert s.task.body.function.__self__ is native  # type: ignore[union-attr]
+            form = quantized_matmul.form_of(kind, *two, torch.bfloat16, fast_sums)
+            assert s.task.body.function.__self__ is quantized_matmul.configured(form)  # type: ignore[union-attr]
 
 
 REFUSED = [
