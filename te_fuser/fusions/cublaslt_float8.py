@@ -9,15 +9,22 @@ from micro-batch to micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 
 from te_fuser.dtypes import FLOAT8, name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import MAIN_GRAD, body_of, put_weight_gradient, why_no_bias
+from te_fuser.fusions.cublaslt_quantized import (
+    MAIN_GRAD,
+    ProductRow8,
+    body_of,
+    declare,
+    put_weight_gradient,
+    why_no_epilogue,
+)
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import Optional, PatternPart, check
+from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
@@ -84,9 +91,11 @@ def _is_by_rows(m: Match) -> bool:
     return products.takes_any_layout(m.device, m.capability)
 
 
+def _choose_forward(m: Match, method: str, kind: str) -> Body:
+    return _native(m, "y", kind)
+
+
 def _choose(m: Match, method: str) -> Body:
-    if method == "forward":
-        return _native(m, "y", "bias" if m[len(m) - 1].kind is Bias else "plain")
     if method == "input_gradient" or not m[0].accumulate_into_main_grad:
         return _native(m, "dx" if method == "input_gradient" else "dW")
     forms, over = (_onto_main_grad(m), _onto_main_grad(m, over=True)), m[0].overwrite_main_grad
@@ -125,6 +134,10 @@ def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     return products.refusal(form, sizes_of(m, which, rows), m.device)
 
 
+def _why_not(m: Match, kind: str) -> str | bool:
+    return why_no_epilogue(m) or why_no_float8(m, ("y",), kind)
+
+
 def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
     if _is_by_rows(m) != by_rows:
         how = "lie along what is summed" if by_rows else "may lie by rows"
@@ -133,6 +146,10 @@ def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str |
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
     onto = why_no_float8(m, ("dW",), "onto") if main_grad else True
     return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
+
+
+def _cost(m: Match, kind: str) -> Cost:
+    return cost_of(m, "y")
 
 
 def _backward_costs(m: Match) -> tuple[Cost, Cost]:
@@ -157,61 +174,44 @@ def _nodes(by_rows: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
     return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
 
 
-def _said_of(by_rows: bool, main_grad: bool) -> str:
-    """What a row of backward's says of itself."""
+def _declare(row: ProductRow8) -> Fusion:
+    """y."""
+    return declare(row, _OF_OUTPUT, _why_not, _cost, _choose_forward)
+
+
+def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
+    """dx and dW of factors that lie by rows or along what is summed; dW onto main_grad, or as a gradient."""
+    name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""
-    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}."
-
-
-def _declare(
-    name: str,
-    doc: str,
-    pattern: tuple[PatternPart, ...],
-    when: Callable[[Match], str | bool],
-    gradients: tuple[Gradient, ...] = (),
-) -> Fusion:
     return register(
         Fusion(
             name,
-            "backward" if gradients else "forward",
-            check(pattern, name),
+            "backward",
+            (Float8MatMul,),
             run_forward=None,
             run_backward=None,
-            when=when,
-            cost=_backward_costs if gradients else functools.partial(cost_of, which="y"),
-            doc=doc,
-            takes=() if gradients else (*_OF_OUTPUT, *(["-1.bias"] if Bias in pattern else [])),
-            gives=() if gradients else ("output",),
-            gradients=gradients,
+            when=functools.partial(_why_not_backward, main_grad=main_grad, by_rows=by_rows),
+            cost=_backward_costs,
+            doc=f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
+            gradients=_nodes(by_rows, main_grad),
             choose=_choose,
-            takes_gradients_in=_GRADIENTS if gradients else (),
+            takes_gradients_in=_GRADIENTS,
         )
     )
 
 
-FUSIONS = (
-    _declare(
-        "float8_matmul",
-        "y = (x s) (W t)^T by cuBLASLt.",
-        (Float8MatMul,),
-        lambda m: why_no_float8(m, ("y",)),
-    ),
-    _declare(
+_ROWS = (
+    ProductRow8("float8_matmul", "y = (x s) (W t)^T by cuBLASLt.", (Float8MatMul,)),
+    ProductRow8(
         "float8_matmul_bias",
         "The product's epilogue adds the bias.",
         (Float8MatMul, Optional(QuantizeGradient), Bias),
-        lambda m: why_no_bias(m, len(m) - 1) or why_no_float8(m, ("y",), "bias"),
+        kind="bias",
+        adds=("-1.bias",),
     ),
-    *(
-        _declare(
-            f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main else 'backward'}",
-            _said_of(by_rows, main),
-            (Float8MatMul,),
-            functools.partial(_why_not_backward, main_grad=main, by_rows=by_rows),
-            _nodes(by_rows, main),
-        )
-        for by_rows in (False, True)
-        for main in (False, True)
-    ),
+)
+FUSIONS = (
+    *map(_declare, _ROWS),
+    *(_declare_backward(by_rows, main_grad) for by_rows in (False, True) for main_grad in (False, True)),
 )

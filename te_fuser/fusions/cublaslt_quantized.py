@@ -4,25 +4,107 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
 from te_fuser.dtypes import FLOAT8, name_of, text_of
+from te_fuser.fusions.cublaslt import why_no_dropout
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import check
-from te_fuser.fusions.registry import Fusion, register
+from te_fuser.fusions.pattern import PatternPart, check
+from te_fuser.fusions.registry import Costs, Fusion, register
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 
 MAIN_GRAD = torch.float32  # as it usually is
-_TAKES = ("input", "0.weight", "0.input_scale", "0.weight_scale")
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class ProductRow8:
+    """A fusion whose forward is one product of 8 bits.
+
+    Attributes:
+        doc: what it computes, in a sentence.
+        pattern: the ops that it stands for, the product first.
+        kind: the product, of `kernels.quantized_matmul.KINDS`.
+        adds: what that takes behind both factors and their scales.
+    """
+
+    name: str
+    doc: str
+    pattern: tuple[PatternPart, ...]
+    kind: str = "plain"
+    adds: tuple[str, ...] = ()
+
+
+def declare(
+    row: ProductRow8,
+    takes: tuple[str, ...],
+    why_not: Callable[[Match, str], str | bool],
+    cost: Callable[[Match, str], Costs],
+    choose: Callable[[Match, str, str], Body],
+    saves: tuple[str, ...] = (),
+    **more: Any,
+) -> Fusion:
+    """The fusion that a row says, registered; joint where it saves something. It has no body: that is chosen.
+
+    Args:
+        takes: what every such product takes.
+        why_not: f(match, kind) -> why it does not take a match, or True.
+        cost: f(match, kind).
+        choose: f(match, method, kind).
+        more: what else is said of a fusion.
+    """
+    return register(
+        Fusion(
+            row.name,
+            "joint" if saves else "forward",
+            check(row.pattern, row.name),
+            run_forward=None,
+            run_backward=None,
+            when=lambda m: why_not(m, row.kind),
+            cost=lambda m: cost(m, row.kind),
+            saves=saves,
+            doc=row.doc,
+            takes=(*takes, *row.adds),
+            gives=("output", *saves),
+            choose=lambda m, method: choose(m, method, row.kind),
+            **more,
+        )
+    )
+
+
+def why_no_epilogue(m: Match) -> str | None:
+    """Why an op behind the product of a match is none for the epilogue of one of 8 bits; None when all are."""
+    found = (why(m, k) for k, op in enumerate(m.ops) if (why := _EPILOGUES.get(op.kind)) is not None)
+    return next(filter(None, found), None)
+
+
+def _why_no_bias(m: Match, at: int) -> str | None:
+    dtype = m[at].dtype_of("bias")
+    if m.y.dtype == torch.float32:
+        return "not every cuBLASLt adds a bias in float32 to products of 8 bits"
+    return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
+
+
+# Kind of op -> why an epilogue cannot be that op of a match.
+_EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
+    Bias: _why_no_bias,
+    Dropout: why_no_dropout,
+}
+
+
+# ----------------------------------------------------------------------------------- what they run and cost
 
 
 def body_of(form: ProductForm, sizes: tuple[int, int, int]) -> Body:
@@ -55,6 +137,11 @@ def put_weight_gradient(
     return put_gradient(*((dy.mT, x.mT) if along else (dy, x)), weight, over, put)
 
 
+# -------------------------------------------------------------------------------------- QuantizedMatMul
+
+_TAKES = ("input", "0.weight", "0.input_scale", "0.weight_scale")
+
+
 def _form_of(m: Match, kind: str) -> ProductForm:
     fast = cast(QuantizedMatMul, m[0]).fast_accumulation
     return products.form_of(kind, m.dtype, m[0].dtype_of("weight"), m.y.dtype, fast)
@@ -69,15 +156,17 @@ def _choose(m: Match, method: str, kind: str) -> Body:
     return body_of(_form_of(m, kind), _sizes(m, m.x.exact().rows))
 
 
-def _cost(m: Match) -> Cost:
+def _cost(m: Match, kind: str) -> Cost:
     op = cast(QuantizedMatMul, m[0])
     inner, columns = op.in_features, op.out_features
     read, written = inner * (m.x.rows + columns), m.x.rows * columns * m.y.dtype.itemsize
     return Cost(read, written, 2.0 * m.x.rows * inner * columns, dtype=name_of(m.dtype))
 
 
-def _why_no_product(m: Match, kind: str) -> str | None:
-    """Why cuBLASLt cannot multiply what a match does; None when it can."""
+def _why_not(m: Match, kind: str) -> str | bool:
+    """Why cuBLASLt cannot multiply what a match does; True when it can."""
+    if no_epilogue := why_no_epilogue(m):
+        return no_epilogue
     why = products.obstacle_on(m.device, m.capability)
     if why is not None:
         return f"{why}; it is emulated"
@@ -89,42 +178,22 @@ def _why_no_product(m: Match, kind: str) -> str | None:
     if m.y.dtype == torch.float64:
         return "cuBLASLt's products of 8 bits are not summed in float64"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
-        return None
-    return asked(_refusal, m, kind, m.x.rows)
+        return True
+    return asked(_refusal, m, kind, m.x.rows) or True
 
 
 def _refusal(m: Match, kind: str, rows: int) -> str | None:
     return products.refusal(_form_of(m, kind), _sizes(m, rows), m.device)
 
 
-def why_no_bias(m: Match, at: int = 1) -> str | None:
-    """Why the bias behind a product of 8 bits is none for its epilogue; None when it is."""
-    dtype = m[at].dtype_of("bias")
-    if m.y.dtype == torch.float32:
-        return "not every cuBLASLt adds a bias in float32 to products of 8 bits"
-    return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
-
-
-def _declare(name: str, doc: str, kind: str, pattern: tuple[type[FusableOperation], ...]) -> Fusion:
-    bias = Bias in pattern
-    return register(
-        Fusion(
-            name,
-            "forward",
-            check(pattern, name),
-            run_forward=None,
-            run_backward=None,
-            when=lambda m: (why_no_bias(m) if bias else None) or _why_no_product(m, kind) or True,
-            cost=_cost,
-            doc=doc,
-            takes=(*_TAKES, *(["1.bias"] if bias else [])),
-            gives=("output",),
-            choose=functools.partial(_choose, kind=kind),
-        )
-    )
-
-
-FUSIONS = (
-    _declare("quantized_matmul", "y = (x s) (W t)^T by cuBLASLt.", "plain", (QuantizedMatMul,)),
-    _declare("quantized_matmul_bias", "The product's epilogue adds the bias.", "bias", (QuantizedMatMul, Bias)),
+_ROWS = (
+    ProductRow8("quantized_matmul", "y = (x s) (W t)^T by cuBLASLt.", (QuantizedMatMul,)),
+    ProductRow8(
+        "quantized_matmul_bias",
+        "The product's epilogue adds the bias.",
+        (QuantizedMatMul, Bias),
+        kind="bias",
+        adds=("1.bias",),
+    ),
 )
+FUSIONS = tuple(declare(row, _TAKES, _why_not, _cost, _choose) for row in _ROWS)

@@ -1,4 +1,4 @@
-"""Products of numbers of 8 bits: by cuBLASLt on CUDA, elsewhere emulated.
+"""Products of numbers of 8 bits by cuBLASLt, on CUDA; elsewhere their ops emulate them.
 
 y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the other in that or in
 float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them. So all three
