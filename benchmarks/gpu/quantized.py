@@ -130,11 +130,12 @@ class Product:
         one, gradients = torch.ones((), device="cuda"), E4M3 if self.kind == "forward" else E5M2
         shapes = ((self.rows, self.summed, gradients), (self.columns, self.summed, E4M3))
         pairs = [[_bytes(*shape) for shape in shapes] for _ in range(SETS)]
-        if self.kind != "wgrad_onto":
-            run = quantized_matmul.multiply
-            return [lambda x=x, w=w: run(x, one, w, one, BF16, fast=fast) for x, w in pairs]  # type: ignore[misc]
-        onto, add = torch.zeros(self.rows, self.columns, device="cuda"), quantized_matmul.add_onto
-        return [lambda x=x, w=w: add(x, one, w, one, onto, fast) for x, w in pairs]  # type: ignore[misc]
+        kind, out = ("onto", F32) if self.kind == "wgrad_onto" else ("plain", BF16)
+        native = quantized_matmul.configured(quantized_matmul.form_of(kind, gradients, E4M3, out, fast))
+        if kind == "plain":
+            return [lambda x=x, w=w: native.make(x, w, one, one) for x, w in pairs]  # type: ignore[misc]
+        onto = torch.zeros(self.rows, self.columns, device="cuda")
+        return [lambda x=x, w=w: native((x, w, one, one, onto)) for x, w in pairs]  # type: ignore[misc]
 
 
 def multiplied(only: str) -> Iterator[Multiplied]:

@@ -9,25 +9,31 @@ from micro-batch to micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 
 from te_fuser.dtypes import FLOAT8, name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.cublaslt_quantized import (
+    MAIN_GRAD,
+    ProductRow8,
+    body_of,
+    declare,
+    put_weight_gradient,
+    why_no_epilogue,
+)
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import Optional, PatternPart, check
+from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantize_weights import KINDS
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
@@ -38,45 +44,24 @@ _OF_INPUT_BY_ROWS = ("0.weight_data", "0.output_gradient_inverse", "0.weight_inv
 _OF_WEIGHT_BY_ROWS = ("input", "0.output_gradient_inverse", "0.input_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.output_gradient_inverse", "0.input_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
-_MAIN_GRAD = torch.float32  # as it usually is
 
 
-@dataclass(frozen=True)
-class Product:
-    """One of the three: the dtypes of its factors and its result, how it is summed, and how its factors lie."""
+def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
+    """One of the three products of op 0, "y", "dx" or "dW", as it is configured."""
+    form = cast(Float8MatMul, m[0]).form
+    x, weight, gradient = form.formats
+    a, b, out, lying = {
+        "y": (x, weight, form.dtype, products.ALONG),
+        "dx": (gradient, weight, form.dtype, (False, False)),
+        "dW": (gradient, x, form.weight_dtype, (True, False)),
+    }[which]
+    fast = dict(zip(("y", "dx", "dW"), form.fast, strict=True))[which]
+    return products.form_of(kind, a, b, out, fast, lying if _is_by_rows(m) else products.ALONG)
 
-    a: torch.dtype
-    b: torch.dtype
-    out: torch.dtype
-    fast: bool
-    transposes: tuple[bool, bool] = products.ALONG
 
-    @classmethod
-    def of(cls, m: Match, which: str) -> Product:
-        """`which` is "y", "dx" or "dW"."""
-        form = cast(Float8MatMul, m[0]).form
-        x, weight, gradient = form.formats
-        fast = dict(zip(("y", "dx", "dW"), form.fast, strict=True))[which]
-        by_rows = _is_by_rows(m)
-        if which == "y":
-            return cls(x, weight, form.dtype, fast)
-        if which == "dx":
-            return cls(gradient, weight, form.dtype, fast, (False, False) if by_rows else products.ALONG)
-        return cls(gradient, x, form.weight_dtype, fast, (True, False) if by_rows else products.ALONG)
-
-    def configured(self, kind: str = "plain", out: torch.dtype | None = None) -> Any:
-        """The native product."""
-        return products.configured(*self._how(kind, out))
-
-    def algorithms(
-        self, m: Match, which: str, kind: str = "plain", out: torch.dtype | None = None
-    ) -> Callable[[], str]:
-        """Says what it runs by in a match, as far as that is known."""
-        sizes = sizes_of(m, which, m.x.exact().rows)
-        return functools.partial(algorithms_of, products.form_of(*self._how(kind, out)), sizes)
-
-    def _how(self, kind: str, out: torch.dtype | None) -> tuple[Any, ...]:
-        return kind, self.a, self.b, out or self.out, self.fast, self.transposes
+def _onto_main_grad(m: Match, over: bool = False) -> ProductForm:
+    """dW as it is added to main_grad, or written over it."""
+    return form_of(m, "dW", "plain" if over else "onto").giving(MAIN_GRAD)
 
 
 def sizes_of(m: Match, which: str, rows: int) -> tuple[int, int, int]:
@@ -95,19 +80,10 @@ def _main_gradient(
     gradient_inverse: torch.Tensor,
     inverse: torch.Tensor,
     weight: torch.Tensor,
-    product: Product,
+    forms: tuple[ProductForm, ProductForm],
     over: bool,
 ) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it."""
-    along = product.transposes == products.ALONG
-
-    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-        run = product.configured("plain" if over else "onto", main_grad.dtype)
-        run((*((dy.mT, x.mT) if along else (dy, x)), gradient_inverse, inverse, main_grad))
-        torch.autograd.graph.increment_version(main_grad)
-
-    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
-    return put_gradient(*((dy.mT, x.mT) if along else (dy, x)), weight, over, put)
+    return put_weight_gradient(forms, dy, x, lambda dy: (gradient_inverse, inverse), weight, over)
 
 
 def _is_by_rows(m: Match) -> bool:
@@ -115,20 +91,21 @@ def _is_by_rows(m: Match) -> bool:
     return products.takes_any_layout(m.device, m.capability)
 
 
+def _choose_forward(m: Match, method: str, kind: str) -> Body:
+    return _native(m, "y", kind)
+
+
 def _choose(m: Match, method: str) -> Body:
-    if method == "forward":
-        return _native(m, "y", "bias" if m[len(m) - 1].kind is Bias else "plain")
     if method == "input_gradient" or not m[0].accumulate_into_main_grad:
         return _native(m, "dx" if method == "input_gradient" else "dW")
-    product, over = Product.of(m, "dW"), m[0].overwrite_main_grad
-    algorithms = product.algorithms(m, "dW", "plain" if over else "onto", _MAIN_GRAD)
-    return Body(functools.partial(_main_gradient, product=product, over=over), describe=algorithms)
+    forms, over = (_onto_main_grad(m), _onto_main_grad(m, over=True)), m[0].overwrite_main_grad
+    algorithms = functools.partial(algorithms_of, forms[over], sizes_of(m, "dW", m.x.exact().rows))
+    return Body(functools.partial(_main_gradient, forms=forms, over=over), describe=algorithms)
 
 
 def _native(m: Match, which: str, kind: str = "plain") -> Body:
     """A product that runs in the native loop."""
-    product = Product.of(m, which)
-    return Body(product.configured(kind).make, plain=True, describe=product.algorithms(m, which, kind))
+    return body_of(form_of(m, which, kind), sizes_of(m, which, m.x.exact().rows))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -153,9 +130,12 @@ def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | 
 def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     if not rows:
         return None
-    product, sizes = Product.of(m, which), sizes_of(m, which, rows)
-    out_dtype = _MAIN_GRAD if kind == "onto" else product.out
-    return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast, product.transposes)
+    form = _onto_main_grad(m) if kind == "onto" else form_of(m, which, kind)
+    return products.refusal(form, sizes_of(m, which, rows), m.device)
+
+
+def _why_not(m: Match, kind: str) -> str | bool:
+    return why_no_epilogue(m) or why_no_float8(m, ("y",), kind)
 
 
 def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
@@ -168,16 +148,20 @@ def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str |
     return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
 
 
+def _cost(m: Match, kind: str) -> Cost:
+    return cost_of(m, "y")
+
+
 def _backward_costs(m: Match) -> tuple[Cost, Cost]:
     return cost_of(m, "dx"), cost_of(m, "dW")
 
 
 def cost_of(m: Match, which: str) -> Cost:
     """What one of the products of op 0 takes: "y", "dx" or "dW"."""
-    product, (rows, columns, summed) = Product.of(m, which), sizes_of(m, which, m.x.rows)
-    dtype = m[0].dtype_of("weight") if which == "dW" else product.out
+    form, (rows, columns, summed) = form_of(m, which), sizes_of(m, which, m.x.rows)
+    dtype = m[0].dtype_of("weight") if which == "dW" else form.out_dtype
     read, written = summed * (rows + columns), rows * columns * dtype.itemsize
-    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
+    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(form.dtype))
 
 
 # ---------------------------------------------------------------------------------------------- the fusions
@@ -190,61 +174,44 @@ def _nodes(by_rows: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
     return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
 
 
-def _said_of(by_rows: bool, main_grad: bool) -> str:
-    """What a row of backward's says of itself."""
+def _declare(row: ProductRow8) -> Fusion:
+    """y."""
+    return declare(row, _OF_OUTPUT, _why_not, _cost, _choose_forward)
+
+
+def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
+    """dx and dW of factors that lie by rows or along what is summed; dW onto main_grad, or as a gradient."""
+    name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""
-    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}."
-
-
-def _declare(
-    name: str,
-    doc: str,
-    pattern: tuple[PatternPart, ...],
-    when: Callable[[Match], str | bool],
-    gradients: tuple[Gradient, ...] = (),
-) -> Fusion:
     return register(
         Fusion(
             name,
-            "backward" if gradients else "forward",
-            check(pattern, name),
+            "backward",
+            (Float8MatMul,),
             run_forward=None,
             run_backward=None,
-            when=when,
-            cost=_backward_costs if gradients else functools.partial(cost_of, which="y"),
-            doc=doc,
-            takes=() if gradients else (*_OF_OUTPUT, *(["-1.bias"] if Bias in pattern else [])),
-            gives=() if gradients else ("output",),
-            gradients=gradients,
+            when=functools.partial(_why_not_backward, main_grad=main_grad, by_rows=by_rows),
+            cost=_backward_costs,
+            doc=f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
+            gradients=_nodes(by_rows, main_grad),
             choose=_choose,
-            takes_gradients_in=_GRADIENTS if gradients else (),
+            takes_gradients_in=_GRADIENTS,
         )
     )
 
 
-FUSIONS = (
-    _declare(
-        "float8_matmul",
-        "y = (x s) (W t)^T by cuBLASLt.",
-        (Float8MatMul,),
-        lambda m: why_no_float8(m, ("y",)),
-    ),
-    _declare(
+_ROWS = (
+    ProductRow8("float8_matmul", "y = (x s) (W t)^T by cuBLASLt.", (Float8MatMul,)),
+    ProductRow8(
         "float8_matmul_bias",
         "The product's epilogue adds the bias.",
         (Float8MatMul, Optional(QuantizeGradient), Bias),
-        lambda m: why_no_bias(m, len(m) - 1) or why_no_float8(m, ("y",), "bias"),
+        kind="bias",
+        adds=("-1.bias",),
     ),
-    *(
-        _declare(
-            f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main else 'backward'}",
-            _said_of(by_rows, main),
-            (Float8MatMul,),
-            functools.partial(_why_not_backward, main_grad=main, by_rows=by_rows),
-            _nodes(by_rows, main),
-        )
-        for by_rows in (False, True)
-        for main in (False, True)
-    ),
+)
+FUSIONS = (
+    *map(_declare, _ROWS),
+    *(_declare_backward(by_rows, main_grad) for by_rows in (False, True) for main_grad in (False, True)),
 )

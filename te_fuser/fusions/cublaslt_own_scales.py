@@ -17,26 +17,25 @@ import torch
 from te_fuser.codegen.description import Layout
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.cublaslt_quantized import MAIN_GRAD, ProductRow8, declare, put_weight_gradient, why_no_epilogue
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
-from te_fuser.fusions.pattern import PatternPart, check
-from te_fuser.fusions.registry import Fusion, register
+from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import own_scales
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.own_scales import DTYPES, FOUR, BlocksOf, Factor
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.float8_products import Form
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked
 
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
-_BIASED = 0.91  # and of that those with a bias: 669 us for 613, which is less than a kernel that adds it
+_OF_KINDS = {"bias": 0.91}  # and of that by kind: 669 us for 613, which is less than a kernel that adds it
 _OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
 _SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
 Multiply = Callable[..., torch.Tensor]  # f(data of a, data of b, inverse of a, inverse of b, *bias)
@@ -53,9 +52,23 @@ def _scaling(form: Form, role: int) -> Scaling:
     return form.scalings[role]
 
 
+def _form_of(form: Form, which: str, kind: str = "plain") -> ProductForm:
+    """One of the three products as it is configured."""
+    a, b = _PRODUCTS[which]
+    out = form.weight_dtype if which == "dW" else form.dtype
+    fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
+    scales = _lie(form, a), _lie(form, b)
+    return products.form_of(kind, form.formats[a], form.formats[b], out, fast, scales=scales)
+
+
+def _onto_main_grad(form: Form, over: bool = False) -> ProductForm:
+    """dW as it is added to main_grad, or written over it."""
+    return _form_of(form, "dW", "plain" if over else "onto").giving(MAIN_GRAD)
+
+
 def _product(form: Form, which: str, kind: str = "plain") -> Multiply:
     """What multiplies the data of two factors by their inverses, one of the three products."""
-    return products.configured(*_configuration(form, which, kind)).make
+    return products.configured(_form_of(form, which, kind)).make
 
 
 def _quantizer(form: Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
@@ -68,15 +81,6 @@ def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     if made.shape[:-1] == x.shape[:-1]:
         return made
     return made[: math.prod(x.shape[:-1])].clone().view(*x.shape[:-1], made.shape[-1])
-
-
-def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """What the native product is configured by."""
-    roles = _PRODUCTS[which]
-    fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
-    own = form.weight_dtype if which == "dW" else form.dtype
-    scales = tuple([_lie(form, role) for role in roles])
-    return kind, *[form.formats[role] for role in roles], out or own, fast, products.ALONG, scales
 
 
 def _lie(form: Form, role: int) -> str:
@@ -154,12 +158,13 @@ class _Gradients(NamedTuple):
     Attributes:
         weight_again: what makes W turned, where forward has not kept it.
         of_input, of_weight: the products; the latter None where dW goes to main_grad.
+        onto: those that add to main_grad, and write over it.
     """
 
-    form: Form
     weight_again: BlocksOf | None
     of_input: Multiply
     of_weight: Multiply | None
+    onto: tuple[ProductForm, ProductForm]
 
     @classmethod
     def of(cls, m: Match) -> _Gradients:
@@ -168,7 +173,7 @@ class _Gradients(NamedTuple):
         form, weight = op.form, m[0].dtype_of("weight")
         again = None if op.keeps_weight else _quantizer(form, 1, weight, "turned")
         of_weight = None if op.accumulate_into_main_grad else _product(form, "dW")
-        return cls(form, again, _product(form, "dx"), of_weight)
+        return cls(again, _product(form, "dx"), of_weight, (_onto_main_grad(form), _onto_main_grad(form, over=True)))
 
     def __call__(
         self, m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor
@@ -184,52 +189,41 @@ class _Gradients(NamedTuple):
             return dx, {}
         x = m["turned"], m["inverse"]
         if self.of_weight is None:
-            op = m[0]
-            return dx, {"0.weight": _main_gradient(self.form, turned, x, op.weight, op.overwrite_main_grad)}
+            scales, op = functools.partial(_scales_of, turned, x[1]), m[0]
+            given = self.onto, turned[0], x[0], scales, op.weight, op.overwrite_main_grad
+            return dx, {"0.weight": put_weight_gradient(*given)}
         return dx, {"0.weight": self.of_weight(turned[0], x[0], turned[1], x[1])}
 
 
-def _main_gradient(form: Form, dy: Factor, x: Factor, weight: torch.Tensor, over: bool) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-
-    def put(dy8: torch.Tensor, x8: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-        run = products.configured(*_configuration(form, "dW", "plain" if over else "onto", main_grad.dtype))
-        run((dy8.mT, x8.mT, _of_part(dy, dy8.mT), x[1], main_grad))
-        torch.autograd.graph.increment_version(main_grad)
-
-    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what was turned.
-    return put_gradient(dy[0].mT, x[0].mT, weight, over, put)
-
-
-def _of_part(whole: Factor, part: torch.Tensor) -> torch.Tensor:
-    """The scales of some rows of a factor."""
+def _scales_of(whole: Factor, other: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of some rows of a factor, and those of the other factor."""
     data, inverse = whole
-    if len(part) == len(data):
-        return inverse
-    first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
-    return inverse[:, first : first + len(part)].contiguous()
+    if len(part) < len(data):
+        first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
+        inverse = inverse[:, first : first + len(part)].contiguous()
+    return inverse, other
 
 
-def _choose(m: Match, method: str) -> Body:
+def _choose(m: Match, method: str, kind: str) -> Body:
     form, keeps = cast(OwnScalesMatMul, m[0]).form, m.needs_grad
-    by_blocks = _by_blocks(m, method)
+    by_blocks = _by_blocks(m, method, kind)
     if method == "forward":
         of = _quantizer(form, 0, m.dtype, "both" if keeps else "rows")
-        run = functools.partial(_forward, of=of, output=_output_of(m), keeps=keeps)
-        return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",)), by_blocks=by_blocks)
+        run = functools.partial(_forward, of=of, output=_output_of(m, kind), keeps=keeps)
+        return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",), kind), by_blocks=by_blocks)
     describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
     ways = {wanted: _quantizer(form, 2, form.dtype, wanted) for wanted in ("both", "rows", "turned")}
     backward = functools.partial(_backward, of=ways, gradients=_Gradients.of(m))
     return Body(backward, describe=describe, by_blocks=by_blocks)
 
 
-def _output_of(m: Match) -> _Output:
+def _output_of(m: Match, kind: str) -> _Output:
     form, weight = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
     sides = "both" if _keeps_weight(m) else "rows"
-    return _Output(_quantizer(form, 1, weight, sides), _product(form, "y", "bias" if len(m) > 1 else "plain"))
+    return _Output(_quantizer(form, 1, weight, sides), _product(form, "y", kind))
 
 
-def _by_blocks(m: Match, method: str) -> ByBlocks | None:
+def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
     """How a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
 
     These have the scales that the recipe has by default, and products take as many rows as they come.
@@ -238,12 +232,15 @@ def _by_blocks(m: Match, method: str) -> ByBlocks | None:
     form = op.form
     if _scaling(form, role) != _OF_KERNELS or not asked(_are_whole_fours, m.x.rows):
         return None
-    cost = functools.partial(_forward_cost if role == 0 else _backward_cost, by_blocks=True)
     if role == 2:
+        cost = functools.partial(_backward_cost, by_blocks=True)
         backward = functools.partial(_backward_by_blocks, gradients=_Gradients.of(m), features=op.out_features)
         written = () if op.keeps_weight else (_of_weight(m, "turned"),)
         return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
-    forward = functools.partial(_forward_by_blocks, output=_output_of(m), features=op.in_features, keeps=m.needs_grad)
+    cost = functools.partial(_forward_cost, kind=kind, by_blocks=True)
+    forward = functools.partial(
+        _forward_by_blocks, output=_output_of(m, kind), features=op.in_features, keeps=m.needs_grad
+    )
     weight = _of_weight(m, "both" if _keeps_weight(m) else "rows")
     return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, (weight,))
 
@@ -258,12 +255,11 @@ def _of_weight(m: Match, sides: str) -> WrittenKernel:
     return own_scales.kernel_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides)
 
 
-def _algorithms(m: Match, which: Iterable[str]) -> str:
+def _algorithms(m: Match, which: Iterable[str], kind: str = "plain") -> str:
     """What the products of a match run by, as far as that is known."""
     found = []
     for product in which:
-        how, sizes = _asked(m, product, m.x.rows)
-        found.append(algorithms_of(products.form_of(*how), sizes))
+        found.append(algorithms_of(*_asked(m, product, m.x.rows, kind)))
     return ", ".join(dict.fromkeys(filter(None, found)))
 
 
@@ -290,12 +286,13 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
 # ------------------------------------------------------------------------------ why not, and what it costs
 
 
-def _why_not(m: Match, keeps: bool) -> str | bool:
+def _why_not(m: Match, kind: str, keeps: bool) -> str | bool:
     """Why cuBLASLt cannot run the products of a match; True when it can."""
     if m.needs_grad != keeps:
         return "there is no backward to read what it keeps" if keeps else "it keeps nothing that backward reads"
-    if len(m) > 1 and (no_bias := why_no_bias(m)):
-        return no_bias
+    why = why_no_epilogue(m)
+    if why is not None:
+        return why
     why = products.obstacle_on(m.device, m.capability, _scales(m))
     if why is not None:
         return f"{why}; it is emulated"
@@ -307,7 +304,7 @@ def _why_not(m: Match, keeps: bool) -> str | bool:
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
     which = ("y", "dx", "dW") if keeps else ("y",)
-    found = (asked(_refusal, m, product, m.x.rows) for product in which)
+    found = (asked(_refusal, m, product, m.x.rows, kind) for product in which)
     return next((words for words in found if words), True)
 
 
@@ -317,26 +314,24 @@ def _scales(m: Match) -> str:
     return "block" if block is not None and block[1] == 128 else "mx"
 
 
-def _refusal(m: Match, which: str, rows: int) -> str | None:
+def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     if not rows:
         return None
-    (kind, a, b, dtype, *how), sizes = _asked(m, which, rows)
-    return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
+    return products.refusal(*_asked(m, which, rows, kind), m.device)
 
 
-def _asked(m: Match, which: str, rows: int) -> tuple[tuple[Any, ...], tuple[int, int, int]]:
-    """What a product of so many rows is configured by, and its sizes (m, n, k)."""
+def _asked(m: Match, which: str, rows: int, kind: str) -> tuple[ProductForm, tuple[int, int, int]]:
+    """A product of so many rows, and its sizes (m, n, k)."""
     op = cast(OwnScalesMatMul, m[0])
     inner, out, turned = op.in_features, op.out_features, padded(rows)
     rows = turned if rows % FOUR else rows
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
-    kind = "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
-    kind = "bias" if which == "y" and len(m) > 1 else kind
-    out_dtype = torch.float32 if kind == "onto" else None
-    return _configuration(op.form, which, kind, out_dtype), sizes
+    if which == "dW" and op.accumulate_into_main_grad:
+        return _onto_main_grad(op.form), sizes
+    return _form_of(op.form, which, kind if which == "y" else "plain"), sizes
 
 
-def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:
+def _forward_cost(m: Match, kind: str, by_blocks: bool = False) -> Cost:
     op, weight = cast(OwnScalesMatMul, m[0]), m[0].dtype_of("weight")
     x, w = m.x.rows * op.in_features, op.in_features * op.out_features
     quantized = 0 if by_blocks else x
@@ -344,7 +339,7 @@ def _forward_cost(m: Match, by_blocks: bool = False) -> Cost:
     written = (2 if m.needs_grad else 1) * quantized + (2 if _keeps_weight(m) else 1) * w
     made = m.x.rows * op.out_features * op.form.dtype.itemsize
     cost = _cost(op, m.x.rows, 1, read, written, x + w, made, 2 - by_blocks)
-    return cost if len(m) == 1 else replace(cost, efficiency=cost.efficiency * _BIASED)
+    return replace(cost, efficiency=cost.efficiency * _OF_KINDS.get(kind, 1.0))
 
 
 def _backward_cost(m: Match, by_blocks: bool = False) -> Cost:
@@ -377,33 +372,39 @@ def _saved_bytes(m: Match) -> Mapping[str, int]:
 # ---------------------------------------------------------------------------------------------- the fusions
 
 
-def _declare(name: str, doc: str, bias: bool, keeps: bool) -> Fusion:
-    pattern: tuple[PatternPart, ...] = (OwnScalesMatMul, Bias) if bias else (OwnScalesMatMul,)
-    return register(
-        Fusion(
-            name,
-            "joint" if keeps else "forward",
-            check(pattern, name),
-            run_forward=None,
-            run_backward=None,
-            when=lambda m: _why_not(m, keeps),
-            cost=(lambda m: (_forward_cost(m), _backward_cost(m))) if keeps else _forward_cost,
-            reads=("0.weight",) if keeps else (),
-            saves=_SAVED if keeps else (),
-            saved_bytes=_saved_bytes if keeps else None,
-            doc=doc,
-            takes=("input", "0.weight", *(["1.bias"] if bias else [])),
-            gives=("output", *(_SAVED if keeps else ())),
-            backward_ops=slice(0, 1) if keeps else slice(None),
-            choose=_choose,
-            compiles=_kernels,
-        )
+_TAKES = ("input", "0.weight")
+_ROWS = (
+    ProductRow8(
+        "own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", (OwnScalesMatMul,)
+    ),
+    ProductRow8(
+        "own_scales_matmul_bias",
+        "The same, where the product's epilogue adds the bias.",
+        (OwnScalesMatMul, Bias),
+        kind="bias",
+        adds=("1.bias",),
+    ),
+)
+
+
+def _declare(row: ProductRow8, keeps: bool) -> Fusion:
+    """A row with its backward, or y alone where nothing needs a gradient."""
+    why_not = functools.partial(_why_not, keeps=keeps)
+    if not keeps:
+        alone = replace(row, name=f"{row.name}_alone", doc=f"{row.doc} y alone, where nothing needs a gradient.")
+        return declare(alone, _TAKES, why_not, _forward_cost, _choose, compiles=_kernels)
+    return declare(
+        row,
+        _TAKES,
+        why_not,
+        lambda m, kind: (_forward_cost(m, kind), _backward_cost(m)),
+        _choose,
+        saves=_SAVED,
+        saved_bytes=_saved_bytes,
+        reads=("0.weight",),
+        backward_ops=slice(0, 1),
+        compiles=_kernels,
     )
 
 
-FUSIONS = (
-    _declare("own_scales_matmul", "y, dx and dW by cuBLASLt, of factors that are quantized beside them.", False, True),
-    _declare("own_scales_matmul_bias", "The same, where the product's epilogue adds the bias.", True, True),
-    _declare("own_scales_matmul_alone", "y by cuBLASLt where nothing needs a gradient.", False, False),
-    _declare("own_scales_matmul_bias_alone", "The same with its bias.", True, False),
-)
+FUSIONS = tuple(_declare(row, keeps) for keeps in (True, False) for row in _ROWS)

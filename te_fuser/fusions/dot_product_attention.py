@@ -20,7 +20,7 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.declaration import Details, fusion
-from te_fuser.fusions.match import Body, Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, InBlocks, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads, packed_tiles
@@ -218,7 +218,9 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] 
     made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
     if direction == "forward":
         return Body(made.forward)
-    return Body(made.backward, transposed=_packed_by_tiles(m), in_blocks=_packed_by_tiles(m, in_blocks=True))
+    blocks = _packed_by_tiles(m, in_blocks=True)
+    in_blocks = InBlocks(blocks, torch.float8_e4m3fn) if blocks else None
+    return Body(made.backward, transposed=_packed_by_tiles(m), in_blocks=in_blocks)
 
 
 def _packed_by_tiles(m: Match, in_blocks: bool = False) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,19 @@ class ByBlocks:
     written: tuple[WrittenKernel, ...] = ()
     needs: frozenset[str] = frozenset()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is called in each layout."""
+        return tuple([f"{self.name}.{layout}" for layout in self.layouts])
+
+
+class InBlocks(NamedTuple):
+    """Gradients that a body can give by blocks: their names, the 8 bits, and how they then lie."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    layouts: tuple[Layout, ...] = ("blocks", "transposed_blocks")
+
 
 @dataclass(frozen=True)
 class Body:
@@ -140,8 +153,8 @@ class Body:
         transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
             "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
         by_blocks: how it runs with a tensor that comes by blocks.
-        in_blocks: of a backward that is one step, the gradients that it can give by blocks in float8_e4m3fn in the
-            place of their rows: where `m.needs("input.blocks")`, it gives that and "input.transposed_blocks".
+        in_blocks: of a backward that is one step, the gradients that it can give by blocks in the place of their rows:
+            where `m.needs("input.blocks")`, it gives that and "input.transposed_blocks".
     """
 
     function: Callable[..., Any]
@@ -149,7 +162,7 @@ class Body:
     describe: Callable[[], str] | None = field(default=None, compare=False)
     transposed: tuple[str, ...] = ()
     by_blocks: ByBlocks | None = None
-    in_blocks: tuple[str, ...] = ()
+    in_blocks: InBlocks | None = None
 
 
 class MatchedOp:

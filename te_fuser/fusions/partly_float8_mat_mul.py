@@ -11,11 +11,12 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
-from te_fuser.fusions.cublaslt_float8 import Product, why_no_float8
+from te_fuser.fusions.cublaslt_float8 import form_of, why_no_float8
 from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
-from te_fuser.kernels import transposed8
+from te_fuser.kernels import quantized_matmul, transposed8
 from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
 from te_fuser.kernels.transposed8 import Transposed8, padded
 from te_fuser.ops.base import Gradient
@@ -39,7 +40,7 @@ def _quantized(
     return cast(torch.Tensor, quantizer_on(x.device, [wanted], dtype)(as_rows(x), *numbers))
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: Product | None, records: bool) -> torch.Tensor:
+def _output(m: FusionCall, x: torch.Tensor, product: ProductForm | None, records: bool) -> torch.Tensor:
     """y = x W^T; raises the amaxes of x and W."""
     op = m[0]
     if product is None:
@@ -47,9 +48,9 @@ def _output(m: FusionCall, x: torch.Tensor, product: Product | None, records: bo
             raise_to_largest(amax, t)
         return products.multiply("forward", x, op.weight)
     slots = (op.input_amax, op.weight_amax) if records else (None, None)
-    x8 = _quantized(x, op.input_scale, product.a, slots[0])
-    weight = _quantized(op.weight, op.weight_scale, product.b, slots[1])
-    return in_shape_of(x, product.configured().make(x8, weight, op.input_inverse, op.weight_inverse))
+    x8 = _quantized(x, op.input_scale, product.dtype, slots[0])
+    weight = _quantized(op.weight, op.weight_scale, product.b_dtype, slots[1])
+    return in_shape_of(x, quantized_matmul.configured(product).make(x8, weight, op.input_inverse, op.weight_inverse))
 
 
 def _gradient(
@@ -61,23 +62,26 @@ def _gradient(
     gradient_inverse: torch.Tensor,
     amax: torch.Tensor,
     which: str,
-    product: Product | None,
+    product: ProductForm | None,
 ) -> torch.Tensor:
     """dx = dy W, or dW = dy^T x, for W or x, its scale and inverse; raises the amax of dy."""
     if product is None:
         raise_to_largest(amax, dy)
         return products.multiply(_KINDS[which], dy, other)
-    factors = _quantized(dy, gradient_scale, product.a, amax), _quantized(other, scale, product.b, turned=which == "dx")
+    factors = (
+        _quantized(dy, gradient_scale, product.dtype, amax),
+        _quantized(other, scale, product.b_dtype, turned=which == "dx"),
+    )
     if which == "dx":
-        return in_shape_of(dy, product.configured().make(*factors, gradient_inverse, inverse))
+        return in_shape_of(dy, quantized_matmul.configured(product).make(*factors, gradient_inverse, inverse))
     turned = map(transposed8.by_kernel, factors)
-    return cast(torch.Tensor, product.configured().make(*turned, gradient_inverse, inverse))
+    return cast(torch.Tensor, quantized_matmul.configured(product).make(*turned, gradient_inverse, inverse))
 
 
-def _product(m: Match, which: str) -> Product | None:
+def _product(m: Match, which: str) -> ProductForm | None:
     """The product in 8 bits; None where it is one of factors as they are."""
     kept = dict(zip(_WHICH, cast(PartlyFloat8MatMul, m[0]).form.kept, strict=True))
-    return None if kept[which] else Product.of(m, which)
+    return None if kept[which] else form_of(m, which)
 
 
 def _choose(m: Match, method: str) -> Body:
@@ -91,10 +95,10 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     """Those that quantize and turn factors."""
     asked = {"y": direction == "forward", "dx": "input" in needed, "dW": "0.weight" in needed}
     for found in filter(None, (_product(m, which) for which, is_asked in asked.items() if is_asked)):
-        yield from (QuantizeWeights(dtype) for dtype in dict.fromkeys((found.a, found.b)))
+        yield from (QuantizeWeights(dtype) for dtype in dict.fromkeys((found.dtype, found.b_dtype)))
     of_weight = _product(m, "dW") if asked["dW"] else None
     if of_weight is not None:
-        yield from (Transposed8(dtype) for dtype in dict.fromkeys((of_weight.a, of_weight.b)))
+        yield from (Transposed8(dtype) for dtype in dict.fromkeys((of_weight.dtype, of_weight.b_dtype)))
 
 
 def _why_not(m: Match, which: Iterable[str]) -> str | bool:
@@ -121,7 +125,7 @@ def _cost(m: Match, which: str) -> Cost:
     factors = sizes[1] * (sizes[0] + sizes[2])
     apart = 0 if product is None else (1 + wide + 2 * (which == "dW")) * factors
     width = wide if product is None else 1
-    dtype = None if product is None else name_of(product.a)
+    dtype = None if product is None else name_of(product.dtype)
     launches = 1 if product is None else 5 if which == "dW" else 3
     moved = width * factors + apart / 2, wide * sizes[0] * sizes[2] + apart / 2
     return Cost(*moved, 2.0 * sizes[0] * sizes[1] * sizes[2], launches, apart=apart, dtype=dtype)

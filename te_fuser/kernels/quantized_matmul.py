@@ -1,4 +1,4 @@
-"""Products of numbers of 8 bits: by cuBLASLt on CUDA, elsewhere emulated.
+"""Products of numbers of 8 bits by cuBLASLt, on CUDA; elsewhere their ops emulate them.
 
 y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the other in that or in
 float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them. So all three
@@ -15,63 +15,58 @@ import torch
 
 from te_fuser import _native
 from te_fuser.config import config
-from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.kernels.cublaslt.products import DTYPES, native, obstacle, version
+from te_fuser.kernels.cublaslt.products import native, obstacle, version
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.ops.quantized_matmul import STEP, product
+from te_fuser.ops.quantized_matmul import STEP
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
 BLOCKS = (9, 0)  # that whose products take a scale for each block of 128 numbers
 BLOCKS_SINCE = 120900  # cuBLASLt's version
 _ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose products take factors as they lie
 ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
+ONE = ("one", "one")  # a scale for each factor
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 # Kind -> epilogue and addend, as the native type calls them.
 KINDS: dict[str, tuple[str, str]] = {"plain": ("none", "none"), "bias": ("bias", "none"), "onto": ("none", "out")}
 
 
-@functools.cache
-def configured(
+def form_of(
     kind: str,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    fast: bool,
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    fast: bool = False,
     transposes: tuple[bool, bool] = ALONG,
-    scales: tuple[str, str] = ("one", "one"),
-) -> _native.CudaMatmul:
-    """The native product of that kind; one for the process.
+    scales: tuple[str, str] = ONE,
+) -> ProductForm:
+    """A product of that kind as it is configured.
 
     Args:
+        a, b, out: dtypes of the factors and of the result.
         fast: sums in fewer bits than float32 has, as forward may have them.
         transposes: whether a comes as [k, m], and b as [n, k].
         scales: of a and b, as the native type has them.
 
     Raises:
         KeyError: when there is no such kind.
+    """
+    name = "quantized" + ("" if kind == "plain" else f"_{kind}")
+    return ProductForm(name, a, b, out, *transposes, *KINDS[kind], fast, *scales)
+
+
+@functools.cache
+def configured(form: ProductForm) -> _native.CudaMatmul:
+    """The native product of a form; one for the process.
+
+    Raises:
         ValueError: for dtypes that cuBLASLt does not take together.
     """
-    form = form_of(kind, a_dtype, b_dtype, out_dtype, fast, transposes, scales)
-    return native(form, functools.partial(_write_empty, kind))
-
-
-def form_of(
-    kind: str,
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    fast: bool,
-    transposes: tuple[bool, bool] = ALONG,
-    scales: tuple[str, str] = ("one", "one"),
-) -> ProductForm:
-    """How that product is configured, by the same arguments; KeyError when there is no such kind."""
-    types, name = (a_dtype, b_dtype, out_dtype), "quantized" + ("" if kind == "plain" else f"_{kind}")
-    return ProductForm(name, *types, *transposes, *KINDS[kind], fast, *scales)
+    return native(form, functools.partial(_write_empty, form.add))
 
 
 def _write_empty(
-    kind: str,
+    add: str,
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -80,7 +75,7 @@ def _write_empty(
     *bias: torch.Tensor,
 ) -> None:
     """What a product over nothing gives."""
-    if kind != "onto":
+    if add != "out":
         out.zero_()
     for b in bias:
         out += b
@@ -143,82 +138,15 @@ def check_machine(device: torch.device, scales: str = "tensor") -> None:
         )
 
 
-def refusal(
-    a_dtype: torch.dtype,
-    b_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    sizes: tuple[int, int, int],
-    device: torch.device,
-    kind: str = "plain",
-    fast: bool = False,
-    transposes: tuple[bool, bool] = ALONG,
-    scales: tuple[str, str] = ("one", "one"),
-) -> str | None:
-    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can.
-
-    Args:
-        transposes: as of `configured`.
-    """
+def refusal(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
+    """Why cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
     why = obstacle()
     if why is not None:
         return why
     m, n, k = sizes
-    rows = (m if transposes[0] else k, k if transposes[1] else n)
+    rows = (m if form.transpose_a else k, k if form.transpose_b else n)
     uneven = next((row for row in rows if row % STEP), None)
     if uneven is not None:
         return f"rows of {uneven} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, a_dtype, b_dtype, out_dtype, fast, transposes, scales).refusal(*sizes, index)
-
-
-def multiply(
-    a: torch.Tensor,
-    scale_a: torch.Tensor,
-    b: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    fast: bool = False,
-) -> torch.Tensor:
-    """y = (a scale_a) (b scale_b)^T + bias in `out_dtype`, [..., N], on the device of a.
-
-    Raises:
-        TypeError: for factors that are not of 8 bits, or another `out_dtype` than float32, bfloat16, float16.
-        ValueError: for sizes that do not fit.
-        RuntimeError: with the library's words.
-    """
-    _check_dtypes(a, b, out_dtype)
-    if a.device.type != "cuda":
-        return product(a, scale_a, b, scale_b, out_dtype, bias)
-    kind, given = ("plain", ()) if bias is None else ("bias", (bias,))
-    native = configured(kind, a.dtype, b.dtype, out_dtype, fast)
-    return native.make(a, b, scale_a, scale_b, *given)  # type: ignore[no-any-return]
-
-
-def add_onto(
-    a: torch.Tensor,
-    scale_a: torch.Tensor,
-    b: torch.Tensor,
-    scale_b: torch.Tensor,
-    onto: torch.Tensor,
-    fast: bool = False,
-) -> None:
-    """onto += (a scale_a) (b scale_b)^T in place; onto is [M, N], float32 say.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `multiply`.
-    """
-    _check_dtypes(a, b, onto.dtype)
-    if a.device.type == "cuda":
-        configured("onto", a.dtype, b.dtype, onto.dtype, fast)((a, b, scale_a, scale_b, onto))
-        torch.autograd.graph.increment_version(onto)
-    else:
-        onto += product(a, scale_a, b, scale_b, torch.float32)
-
-
-def _check_dtypes(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> None:
-    for t in (a, b):
-        if t.dtype not in FLOAT8.values():
-            raise TypeError(f"a product of 8 bits takes {' and '.join(FLOAT8)}, got {text_of(t.dtype)}: quantize it")
-    if out_dtype not in DTYPES:
-        raise TypeError(f"a product of 8 bits gives {', '.join(map(text_of, DTYPES))}, not {text_of(out_dtype)}")
+    return configured(form).refusal(*sizes, index)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import ops
+from te_fuser import fusions, ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions import cublaslt_float8, cublaslt_own_scales
+from te_fuser.fusions.cublaslt_quantized import ProductRow8
+from te_fuser.fusions.pattern import Optional
+from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.quantize_weights import QuantizeWeights
 from te_fuser.kernels.transposed8 import Transposed8
+from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.quantization import QuantizedTensor, quantize
-from te_fuser.recipe import DelayedScaling, Format, MMParams
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Format, MMParams, Recipe
 from te_fuser.recipe.region import microbatch
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
@@ -141,8 +147,39 @@ def test_sums_are_as_the_recipe_says() -> None:
         factors = (E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)
         for s, fast_sums, two in zip(bodies, wanted, factors, strict=True):
             kind = "bias" if s is bodies[0] else "plain"
-            native = quantized_matmul.configured(kind, *two, torch.bfloat16, fast_sums, quantized_matmul.ALONG)
-            assert s.task.body.function.__self__ is native  # type: ignore[union-attr]
+            form = quantized_matmul.form_of(kind, *two, torch.bfloat16, fast_sums)
+            assert s.task.body.function.__self__ is quantized_matmul.configured(form)  # type: ignore[union-attr]
+
+
+def _one_scale() -> Fusion:
+    pattern = Float8MatMul, Optional(QuantizeGradient), ops.Bias, ops.Dropout
+    return cublaslt_float8._declare(ProductRow8("new", "", pattern, kind="bias", adds=("-2.bias",)))
+
+
+def _blocks() -> Fusion:
+    pattern = OwnScalesMatMul, ops.Bias, ops.Dropout
+    return cublaslt_own_scales._declare(ProductRow8("new", "", pattern, kind="bias", adds=("1.bias",)), keeps=True)
+
+
+@pytest.mark.parametrize("drops", [0.0, 0.1])
+@pytest.mark.parametrize(("declare", "recipe"), [(_one_scale, HYBRID), (_blocks, Float8BlockScaling())])
+def test_another_one_is_a_row(declare: Callable[[], Fusion], recipe: Recipe, drops: float) -> None:
+    """Its ops, its kind and what it adds say all: where it is taken, by which product, and why not."""
+    new = declare()
+    try:
+        model = te_fuser.Sequential(ops.MatMul(512, 256), ops.Bias(256), ops.Dropout(drops))
+        model = model.to(torch.bfloat16).to_empty(device="meta")
+        x = torch.empty(4096, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        others = BIASED, "own_scales_matmul", "own_scales_matmul_bias"
+        with fusions.disabled(*others), te_fuser.autocast(recipe=recipe):
+            p = model.plan(x, device="h200")
+    finally:
+        fusions.unregister(new)
+    if drops:
+        assert "an epilogue drops nothing, and this Dropout does" in reasons(p, "new")
+        return
+    taken = next(s for s in p.forward if s.name == "new")
+    assert [p.graph.parameters[r.index].name for name, r in taken.inputs if name.endswith(".bias")] == ["bias"]
 
 
 REFUSED = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.kernels import quantized_matmul
 from te_fuser.ops.own_scales import Scaling, quantized, spread
+from te_fuser.ops.quantized_matmul import product as emulated
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
@@ -42,6 +44,11 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int) -> QuantizedTensor:
     return quantize(x, dtype, torch.finfo(dtype).max / x.abs().max().item() if x.numel() else 1.0)
 
 
+def native(*how: Any, **more: Any) -> _native.CudaMatmul:
+    """The product of a form, as plans run it."""
+    return quantized_matmul.configured(quantized_matmul.form_of(*how, **more))
+
+
 def exactly(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
     wide = (t.data.double() * t.scale_inverse.double() for t in (a, b))
     return next(wide) @ next(wide).mT
@@ -60,23 +67,20 @@ def test_values(
 ) -> None:
     """By the native type and by the emulation, with a bias and without, and onto what is there."""
     a, b = numbers(*rows, K, dtype=pair[0], seed=0), numbers(N, K, dtype=pair[1], seed=1)
-    given, exact = (a.data, a.scale_inverse, b.data, b.scale_inverse), exactly(a, b)
+    exact = exactly(a, b)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(out_dtype)
     for fast, with_bias in itertools.product((False, True), repeat=2):
         kind, more = ("bias", (bias,)) if with_bias else ("plain", ())
-        product = quantized_matmul.configured(kind, *pair, out_dtype, fast)
+        product = native(kind, *pair, out_dtype, fast)
         found = product.make(a.data, b.data, a.scale_inverse, b.scale_inverse, *more)
         wanted = exact + bias.double() if with_bias else exact
         assert found.shape == (*rows, N) and found.dtype == out_dtype and library.last_fast == fast
         close(found, wanted)
-        close(quantized_matmul.multiply(*given, out_dtype, *more), wanted)  # type: ignore[arg-type]
+        close(emulated(a.data, a.scale_inverse, b.data, b.scale_inverse, out_dtype, *more), wanted)
     onto = torch.ones(exact.flatten(0, -2).shape, dtype=out_dtype)
-    product = quantized_matmul.configured("onto", *pair, out_dtype, False)
+    product = native("onto", *pair, out_dtype)
     product((a.data.flatten(0, -2), b.data, a.scale_inverse, b.scale_inverse, onto))
     close(onto, exact.flatten(0, -2) + 1.0)
-    again = torch.ones_like(onto)
-    quantized_matmul.add_onto(a.data.flatten(0, -2), a.scale_inverse, b.data, b.scale_inverse, again)
-    close(again, exact.flatten(0, -2) + 1.0)
 
 
 def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt) -> None:
@@ -85,7 +89,7 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
     dy = numbers(tokens, out, dtype=E5M2, seed=2)
 
     def run(a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        found = quantized_matmul.configured("plain", a.dtype, b.dtype, torch.float32, False).make(a, b, *scales)
+        found = native("plain", a.dtype, b.dtype, torch.float32).make(a, b, *scales)
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -100,7 +104,7 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
 def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], scales: tuple[str, str]) -> None:
     """As they lie in memory: by columns of blocks, or by rows of them that are padded."""
     m, n, k = sizes
-    product, given = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, scales=scales), []
+    product, given = native("plain", E4M3, E4M3, torch.float32, scales=scales), []
     for rows, lies, seed in ((m, scales[0], 0), (n, scales[1], 1)):
         t = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
         t *= torch.exp2(torch.arange(k) // 128 - 2.0)
@@ -115,7 +119,7 @@ def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], sc
     (a, of_a, wide_a), (b, of_b, wide_b) = given
     close(product.make(a, b, of_a, of_b), wide_a @ wide_b.mT)
     onto = torch.ones(m, n)
-    quantized_matmul.configured("onto", E4M3, E4M3, torch.float32, False, scales=scales)((a, b, of_a, of_b, onto))
+    native("onto", E4M3, E4M3, torch.float32, scales=scales)((a, b, of_a, of_b, onto))
     close(onto, wide_a @ wide_b.mT + 1.0)
 
 
@@ -130,7 +134,7 @@ def test_factors_as_they_lie(library: FakeCublasLt) -> None:
         (w, (False, False), wide["dy"] @ wide["w"]),
         (x, (True, False), wide["dy"].mT @ wide["x"]),
     ):
-        product = quantized_matmul.configured("plain", E5M2, E4M3, torch.float32, False, transposes)
+        product = native("plain", E5M2, E4M3, torch.float32, transposes=transposes)
         close(product.make(dy.data, b.data, dy.scale_inverse, b.scale_inverse), exact)  # type: ignore[arg-type]
 
 
@@ -145,7 +149,7 @@ def test_who_takes_any_layout(capability: tuple[int, int], any_layout: bool) -> 
 
 def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
     a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
-    product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, True)
+    product = native("plain", E4M3, E4M3, torch.float32, True)
     out = torch.empty(M, N)
     product((a.data, b.data, a.scale_inverse, b.scale_inverse, out))
     first = out.clone()
@@ -156,14 +160,14 @@ def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
 def test_scales_that_lie_anywhere(library: FakeCublasLt) -> None:
     """The library reads them at multiples of 16 bytes alone."""
     a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
-    native = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False)
+    product = native("plain", E4M3, E4M3, torch.float32)
     scales = torch.stack([a.scale_inverse, a.scale_inverse, b.scale_inverse])[1:].unbind()
-    close(native.make(a.data, b.data, *scales), exactly(a, b))
+    close(product.make(a.data, b.data, *scales), exactly(a, b))
 
 
 def test_operands_that_lie_otherwise_are_copied(library: FakeCublasLt) -> None:
     a, b = numbers(32, 32, dtype=E4M3, seed=0), numbers(N, 32, dtype=E4M3, seed=1)
-    product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False)
+    product = native("plain", E4M3, E4M3, torch.float32)
     shifted = torch.zeros(N * 32 + 3, dtype=torch.uint8)[3:].view(E4M3).view(N, 32)
     shifted.view(torch.uint8).copy_(b.data.view(torch.uint8))
     turned = a.data.view(torch.uint8).mT.contiguous().mT.view(E4M3)
@@ -176,16 +180,14 @@ def test_nothing_to_multiply(library: FakeCublasLt, sizes: tuple[int, int, int])
     m, n, k = sizes
     a, b = numbers(m, k, dtype=E4M3, seed=0), numbers(n, k, dtype=E5M2, seed=1)
     bias = torch.ones(n)
-    found = quantized_matmul.configured("bias", E4M3, E5M2, torch.float32, False).make(
-        a.data, b.data, a.scale_inverse, b.scale_inverse, bias
-    )
+    found = native("bias", E4M3, E5M2, torch.float32).make(a.data, b.data, a.scale_inverse, b.scale_inverse, bias)
     assert torch.equal(found, torch.ones(m, n))
 
 
 def test_what_the_library_takes(library: FakeCublasLt) -> None:
-    device = torch.device("cuda", 0)
-    assert quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, K), device) is None
-    why = quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, 40), device)
+    device, form = torch.device("cuda", 0), quantized_matmul.form_of("plain", E4M3, E5M2, torch.bfloat16)
+    assert quantized_matmul.refusal(form, (M, N, K), device) is None
+    why = quantized_matmul.refusal(form, (M, N, 40), device)
     assert why == "rows of 40 numbers of 8 bits: cuBLASLt takes multiples of 16"
 
 
@@ -233,7 +235,7 @@ REFUSED = {
         lambda: _native.CudaMatmul("p", "float8_e4m3fn", transpose_b=True), ValueError, "float16, got float8_e4m3fn"
     ),
     "lying otherwise": (
-        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, (False, False)).make(
+        lambda: native("plain", E4M3, E4M3, torch.float32, transposes=(False, False)).make(
             A, torch.zeros(A.shape[1], 16).to(E4M3), ONE, ONE
         ),
         RuntimeError,
@@ -243,14 +245,14 @@ REFUSED = {
         lambda: _native.CudaMatmul("p", "bfloat16", fast_accumulation=True), ValueError, "is for factors of 8 bits"
     ),
     "15 in a row": (
-        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False).make(
+        lambda: native("plain", E4M3, E4M3, torch.float32).make(
             A[:, :15], B[:, :15], ONE, ONE
         ),
         ValueError,
         "a has 15 numbers of 8 bits in a row; cuBLASLt takes multiples of 16",
     ),
     "several scales": (
-        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False).make(A, B, torch.ones(2), ONE),
+        lambda: native("plain", E4M3, E4M3, torch.float32).make(A, B, torch.ones(2), ONE),
         ValueError,
         "scale_a is one number",
     ),
@@ -285,10 +287,6 @@ REFUSED = {
         RuntimeError,
         "NOT_SUPPORTED",
     ),
-    "not quantized": (
-        lambda: quantized_matmul.multiply(A.float(), ONE, B, ONE, torch.float32), TypeError, "got float32: quantize it"
-    ),
-    "gives 8 bits": (lambda: quantized_matmul.multiply(A, ONE, B, ONE, E4M3), TypeError, "not float8_e4m3fn"),
 }  # fmt: skip
 
 

@@ -12,19 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import Store
-from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.codegen.schedule import limits_of
 from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.dtypes import name_of
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import AS_MADE, Form, Ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.fuser.steps.kernel_task import KernelOutput
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 
@@ -34,11 +30,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
-    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.step import Step, Task
     from te_fuser.fusions.match import ByBlocks
-
-
-_OF_FUSIONS = torch.float8_e4m3fn, ("blocks", "transposed_blocks")  # what their bodies give by blocks
 
 
 class _Pair(NamedTuple):
@@ -61,7 +55,7 @@ def held_together(problem: Problem, prices: Prices, covers: Covers) -> Iterator[
     if not _is_on(problem.options):
         return
     for placed in (covers.forward, covers.backward):
-        if not any(_taken_by(s) for p in placed for e in p.edges for s in e.steps):
+        if not any(s.task.takes_blocks for p in placed for e in p.edges for s in e.steps):
             continue
         steps = [s for p in placed for e in p.moved(problem, prices) for s in e.steps]
         for maker, reader, _ in _pairs(steps, _limits(problem.options)):
@@ -74,7 +68,7 @@ def _is_on(options: Options) -> bool:
 
 
 def _limits(options: Options) -> Limits:
-    return limits_of(arch_of(options.capability or options.device.capability or (8, 0)))
+    return limits_of(options.device.arch)
 
 
 def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
@@ -87,7 +81,7 @@ def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
 def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
     made = list(steps)
     for maker, reader, ref in _pairs(steps, limits):
-        blocks, task = _taken_by(made[reader]), _making(made[maker], made[reader], ref, limits)
+        blocks, task = made[reader].task.takes_blocks, _making(made[maker], made[reader], ref, limits)
         if ref not in held and task is not None and blocks is not None:
             made[maker] = _made_by(task, made[maker], ref, blocks, prices)
             made[reader] = _reading(made[reader], ref, prices)
@@ -99,7 +93,7 @@ def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[R
 
 def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
     """What is handed over in these steps, each of which makes a tensor for one reader alone."""
-    readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := _taken_by(step)) is not None]
+    readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := step.task.takes_blocks) is not None]
     if not readers:
         return []
     makers = {r: k for k, step in enumerate(steps) for r in step.writes()}
@@ -113,35 +107,17 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
     return found
 
 
-def _taken_by(step: Step) -> ByBlocks | None:
-    """How the body of a step would take a tensor by blocks; None: it does not."""
-    task = step.task
-    if not isinstance(task, FusionTask) or task.body is None or task.by_blocks:
-        return None
-    blocks = task.body.by_blocks
-    return blocks if blocks is not None and blocks.needs <= task.needed else None
-
-
 # ------------------------------------------------------------------------------------------------ both steps
 
 
-def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> KernelTask | FusionTask | None:
+def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> Task | None:
     """What makes a tensor by blocks in the place of its rows; None where nothing can."""
-    task, blocks = step.task, _taken_by(reader)
+    kernel, blocks = step.task.kernel, reader.task.takes_blocks
     if blocks is None:
         return None
-    if isinstance(task, FusionTask):
-        return _fusion_making(task, step, ref, blocks)
-    return _kernel_making(task, ref, blocks, limits) if isinstance(task, KernelTask) else None
-
-
-def _fusion_making(task: FusionTask, step: Step, ref: Ref, blocks: ByBlocks) -> FusionTask | None:
-    """A backward that says that it can."""
-    able = () if task.body is None or task.gradient is not None else task.body.in_blocks
-    names = [name for name, r in step.outputs if r == ref]
-    if not able or not set(names) <= set(able) or (blocks.dtype, blocks.layouts) != _OF_FUSIONS:
-        return None
-    return replace(task, needed=task.needed.union(f"{name}.{layout}" for name in names for layout in blocks.layouts))
+    if kernel is not None:
+        return _kernel_making(kernel, ref, blocks, limits)
+    return step.task.giving_blocks([name for name, r in step.outputs if r == ref], blocks)
 
 
 def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits) -> KernelTask | None:
@@ -158,10 +134,8 @@ def _kernel_making(task: KernelTask, ref: Ref, blocks: ByBlocks, limits: Limits)
         for layout in blocks.layouts
     ]
     outputs[place] = [KernelOutput(r, Axes.FULL, store.width, dtype) for r in _forms(ref, blocks)]
-    description = replace(d, stores=tuple(stores), overwrites=())
-    if tile_refusal(rewrite(description), limits):
-        return None
-    return replace(task, description=description, outputs=tuple(outputs), aliases=aliases)
+    made = task.storing(stores, outputs, aliases)
+    return None if tile_refusal(rewrite(made.description), limits) else made
 
 
 def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
@@ -174,10 +148,10 @@ def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
     return None
 
 
-def _made_by(task: KernelTask | FusionTask, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
+def _made_by(task: Task, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
     """The step that makes a tensor by blocks."""
-    if isinstance(task, KernelTask):
-        return replace(kernel_step(prices.problem, prices, task, step.start, step.stop), chain=step.chain)
+    if task.kernel is not None:
+        return replace(kernel_step(prices.problem, prices, task.kernel, step.start, step.stop), chain=step.chain)
     outputs: list[tuple[str, Ref]] = []
     for name, made in step.outputs:
         forms = [(f"{name}.{r.form.layout}", r) for r in _forms(ref, blocks)]
@@ -191,11 +165,12 @@ def _forms(ref: Ref, blocks: ByBlocks) -> list[Ref]:
 
 def _reading(step: Step, ref: Ref, prices: Prices) -> Step:
     """The product that takes a tensor by blocks."""
-    task, blocks = step.task, _taken_by(step)
-    assert isinstance(task, FusionTask) and blocks is not None and step.price is not None
-    task = replace(task, by_blocks=True)
-    forms = list(zip(task.forms_of(blocks.name), _forms(ref, blocks), strict=True))
+    blocks = step.task.takes_blocks
+    assert blocks is not None and step.price is not None
+    forms = list(zip(blocks.names, _forms(ref, blocks), strict=True))
     inputs = [found for name, r in step.inputs for found in (forms if r == ref else [(name, r)])]
     _, match, *_ = step.price.arguments
     price = Price("of_fusion_by_blocks", (blocks, match))
-    return prices.step(step.name, (step.start, step.stop), inputs, step.outputs, task, price, chain=step.chain)
+    return prices.step(
+        step.name, (step.start, step.stop), inputs, step.outputs, step.task.taking_blocks(), price, chain=step.chain
+    )

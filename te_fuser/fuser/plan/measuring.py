@@ -9,7 +9,6 @@ from te_fuser.codegen.description import NUMBERS
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.match import Cost
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.steps.step import Step, Task
+    from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.own_scales import Scaling
 
 
@@ -95,7 +95,7 @@ _AMAX, _MADE = "own_amax", ("scale", "inverse")
 
 def name_of_rows(steps: Sequence[Step]) -> str:
     """What a candidate of row kernels is called: by the kernel that the others are for."""
-    kernels = [s.name for s in steps if isinstance(s.task, KernelTask)]
+    kernels = [s.name for s in steps if s.task.kernel is not None]
     return kernels[-1] if kernels else "none"
 
 
@@ -135,7 +135,7 @@ def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
     for k, step in enumerate(steps):
         ref = _looked_at(step)
         at = None if ref is None else makers.get(ref)
-        task = None if ref is None or at is None else _raising(made[at].task, ref, step.task)
+        task = None if ref is None or at is None else _raising(made[at].task.kernel, ref, step.task.kernel)
         if at is None or task is None:
             continue
         maker = kernel_step(prices.problem, prices, task, made[at].start, made[at].stop)
@@ -146,18 +146,18 @@ def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
 
 def _looked_at(step: Step) -> Ref | None:
     """The tensor of a pass that looks for the largest magnitude of a tensor as it is."""
-    task = step.task
-    if not isinstance(task, KernelTask) or task.description.outputs or len(task.description.maxima) != 1:
+    kernel = step.task.kernel
+    if kernel is None or kernel.description.outputs or len(kernel.description.maxima) != 1:
         return None
-    d, (maximum,) = task.description, task.description.maxima
+    d, (maximum,) = kernel.description, kernel.description.maxima
     (part, *more) = maximum.parts
     alone = len(d.loads) == 1 and not more and part.op == "input" and part.width == d.loads[0].width == maximum.width
-    return task.inputs[0] if alone and maximum.scale is not None else None
+    return kernel.inputs[0] if alone and maximum.scale is not None else None
 
 
-def _raising(task: Task, ref: Ref, alone: Task) -> KernelTask | None:
+def _raising(task: KernelTask | None, ref: Ref, alone: KernelTask | None) -> KernelTask | None:
     """The kernel that stores a tensor and raises what the pass alone does; None where it cannot."""
-    if not isinstance(task, KernelTask) or not isinstance(alone, KernelTask):
+    if task is None or alone is None:
         return None
     d, (maximum,), (load,) = task.description, alone.description.maxima, alone.description.loads
     store = next((s for s, o in zip(d.stores, task.outputs, strict=False) if o.ref == ref), None)

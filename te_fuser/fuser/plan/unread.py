@@ -10,14 +10,13 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.codegen.schedule import narrowed
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.steps.kernel_task import KernelTask
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
 
 
@@ -29,10 +28,10 @@ def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> li
         return backward
     found: list[Step] = []
     for step in backward:
-        task = step.task
-        if not isinstance(task, KernelTask) or idle.isdisjoint(step.writes()):
+        kernel = step.task.kernel
+        if kernel is None or idle.isdisjoint(step.writes()):
             found.append(step)
-        elif (less := _without(task, idle)) is not None:
+        elif (less := _without(kernel, idle)) is not None:
             made = kernel_step(problem, prices, less, step.start, step.stop)
             found.append(replace(made, chain=step.chain))
     return found
@@ -44,18 +43,7 @@ def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
     aliases = tuple([pair for pair in task.aliases if pair[0] not in idle])
     needed = {old for _, old in aliases}
     stays = [o.ref not in idle or o.ref in needed for o in task.outputs]
-    stores = tuple([s for s, stay in zip(d.stores, stays, strict=False) if stay])
-    outputs = tuple([o for o, stay in zip(task.outputs, stays, strict=True) if stay])
+    stores = [s for s, stay in zip(d.stores, stays, strict=False) if stay]
     if not (stores or d.sums or d.maxima or aliases):
         return None
-    less = narrowed(replace(d, stores=stores))
-    inputs = dict(zip([t.name for t in d.loads], task.inputs, strict=True))
-    streams = dict(zip(d.streams, task.streams, strict=True))
-    return replace(
-        task,
-        description=replace(less, shared=tuple([pair for pair in less.shared if pair[0] in less.streams])),
-        inputs=tuple([inputs[t.name] for t in less.loads]),
-        outputs=outputs,
-        streams=tuple([streams[name] for name in less.streams]),
-        aliases=aliases,
-    )
+    return task.storing(stores, [o for o, stay in zip(task.outputs, stays, strict=True) if stay], aliases)

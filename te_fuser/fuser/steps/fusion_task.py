@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,9 +119,24 @@ class FusionTask(Task):
     def forms_of(self, name: str) -> tuple[str, ...]:
         """What it takes for a tensor: the tensor, or that by blocks."""
         blocks = self._blocks
-        if blocks is None or name != blocks.name:
-            return (name,)
-        return tuple([f"{name}.{layout}" for layout in blocks.layouts])
+        return (name,) if blocks is None or name != blocks.name else blocks.names
+
+    @property
+    def takes_blocks(self) -> ByBlocks | None:  # type: ignore[override]
+        blocks = None if self.body is None or self.by_blocks else self.body.by_blocks
+        return blocks if blocks is not None and blocks.needs <= self.needed else None
+
+    def taking_blocks(self) -> FusionTask:
+        return self if self.takes_blocks is None else replace(self, by_blocks=True)
+
+    def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> FusionTask | None:
+        """A backward that says that it can."""
+        able = None if self.body is None or self.gradient is not None else self.body.in_blocks
+        if able is None or not set(names) <= set(able.names):
+            return None
+        if (blocks.dtype, blocks.layouts) != (able.dtype, able.layouts):
+            return None
+        return replace(self, needed=self.needed.union(f"{n}.{layout}" for n in names for layout in blocks.layouts))
 
     def _from_start(self, name: str) -> str:
         """A name that may count ops from the end, by their number from the beginning."""

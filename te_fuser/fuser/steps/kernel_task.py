@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen import in_place
 from te_fuser.codegen.description import sizes_in_blocks
+from te_fuser.codegen.schedule import narrowed
 from te_fuser.dtypes import STORED
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
@@ -22,7 +23,7 @@ from te_fuser.ops.rows import batch_layout
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription, Layout, Load
+    from te_fuser.codegen.description import KernelDescription, Layout, Load, Store
     from te_fuser.ops.base import Spec
     from te_fuser.ops.share import Share
 
@@ -72,6 +73,10 @@ class KernelTask(Task):
         return replace(self, description=self.description.key)  # type: ignore[arg-type]
 
     @property
+    def kernel(self) -> KernelTask:  # type: ignore[override]
+        return self
+
+    @property
     def computes(self) -> bool:
         """Whether there is a kernel at all; else outputs are other names of inputs."""
         return bool(self.description.stores or self.description.sums or self.description.maxima)
@@ -98,6 +103,27 @@ class KernelTask(Task):
         if not pairs or in_place.is_cut(d, arch):
             return self
         return replace(self, description=replace(d, overwrites=pairs))
+
+    def storing(
+        self, stores: Iterable[Store], outputs: Iterable[KernelOutput], aliases: tuple[tuple[Ref, Ref], ...]
+    ) -> KernelTask:
+        """The same kernel with other stores, which reads what it then needs.
+
+        Args:
+            outputs: what these make, and its sums.
+        """
+        d = self.description
+        less = narrowed(replace(d, stores=tuple(stores), overwrites=()))
+        inputs = dict(zip([t.name for t in d.loads], self.inputs, strict=True))
+        streams = dict(zip(d.streams, self.streams, strict=True))
+        return replace(
+            self,
+            description=replace(less, shared=tuple([pair for pair in less.shared if pair[0] in less.streams])),
+            inputs=tuple([inputs[t.name] for t in less.loads]),
+            outputs=tuple(outputs),
+            streams=tuple([streams[name] for name in less.streams]),
+            aliases=aliases,
+        )
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
         """The same kernel on other tensors, its streams so many places later."""

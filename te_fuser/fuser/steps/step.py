@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fusions.match import Cost
+    from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fusions.match import ByBlocks, Cost
     from te_fuser.ops.base import Spec
 
 Slots = list[Any]
@@ -89,6 +90,8 @@ class Task:
         notes: where it leaves what is no tensor for its own backward.
         waits: whether it ends what an earlier step has started.
         ops: those of the step that it is for, where these are not all.
+        kernel: the task itself, where it is a generated kernel.
+        takes_blocks: how it can take a tensor by blocks, where it does not yet.
     """
 
     what: ClassVar[str] = "op"
@@ -102,6 +105,8 @@ class Task:
     notes: Ref | None = None
     waits: bool = False
     ops: tuple[int, ...] = ()
+    kernel: KernelTask | None = None
+    takes_blocks: ByBlocks | None = None
 
     @property
     def identity(self) -> Any:
@@ -135,6 +140,14 @@ class Task:
     def phases(self, step: Step) -> tuple[Step, ...]:
         """Its step, or the two of one that starts something and waits for it later."""
         return (step,)
+
+    def taking_blocks(self) -> Task:
+        """The same that takes a tensor by blocks, where it can."""
+        return self
+
+    def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> Task | None:
+        """The same that gives what it calls so by blocks in the place of rows; None where it cannot."""
+        return None
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
         """The same with other names for what it makes."""

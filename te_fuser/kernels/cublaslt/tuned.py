@@ -7,7 +7,7 @@ same is dropped, with its words, and the product runs by the library's first gue
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ class ProductForm:
     fast_accumulation: bool = False
     scales_a: str = "one"
     scales_b: str = "one"
+
+    def giving(self, dtype: torch.dtype) -> ProductForm:
+        """The same with a result in a dtype."""
+        return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)
 
     def __str__(self) -> str:
         """All that tells it from others, as reports have it and files: the kind says what is not written."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser import Sequential, ops
+from te_fuser import Sequential, _native, ops
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products, tuned
@@ -75,9 +75,14 @@ HOW = "plain", E4M3, E4M3, F32
 FORM = quantized_matmul.form_of(*HOW, True)
 
 
+def native(fast: bool) -> _native.CudaMatmul:
+    """The product of that form, or of the one that sums in float32."""
+    return quantized_matmul.configured(quantized_matmul.form_of(*HOW, fast))
+
+
 def run(fast: bool = True) -> None:
     """A B^T, always the same problem."""
-    quantized_matmul.configured(*HOW, fast)((A, B, ONE, ONE, OUT))
+    native(fast)((A, B, ONE, ONE, OUT))
 
 
 def ran(fake: FakeCublasLt, call: Any) -> list[int]:
@@ -123,8 +128,8 @@ def test_an_example_is_the_very_problem(
     """Also where rows lie apart; with as many scales as the product wants."""
     fake.any_layout, (m, n, k) = 1, (16, 48, 1280)
     for a, b in PAIRS:
-        how = kind, a, b, F32, False, transposes, scales
-        product, form = quantized_matmul.configured(*how), quantized_matmul.form_of(*how)
+        form = quantized_matmul.form_of(kind, a, b, F32, False, transposes, scales)
+        product = quantized_matmul.configured(form)
         counts = [module._scales(lie, rows, k) for lie, rows in zip(scales, (m, n), strict=True)]
         shapes = (k, m) if transposes[0] else (m, k), (n, k) if transposes[1] else (k, n)
         for apart in (0, 16):
@@ -193,7 +198,7 @@ def test_ranks_have_their_places_in_one_order(fake: FakeCublasLt) -> None:
 
         def model(order: list[torch.Tensor] = order) -> None:
             for a in order:
-                quantized_matmul.configured(*HOW, True)((a, B, ONE, ONE, OUT))
+                native(True)((a, B, ONE, ONE, OUT))
 
         assert [p.problem.a_stride for p in places_of(model)] == [32, 64]
 
