@@ -434,19 +434,6 @@ def history_length(recipe: Recipe) -> int:
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
 
 
-def scale_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
-    """The scale of now, float32 []: never written in place, so who saves it keeps it."""
-    state = state_of(weight)
-    if state.block is not None:
-        state.make(None, state.block.device)
-    return state.scales[role]
-
-
-def amax_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
-    """The slot of the largest magnitude since the last fold, float32 []: kernels put the larger one there."""
-    return state_of(weight).amaxes[role]
-
-
 def _writable(t: torch.Tensor) -> torch.Tensor:
     """t, or a copy that folds can write: side by side, and outside of inference mode."""
     return t.clone(memory_format=torch.contiguous_format) if t.is_inference() else t.contiguous()
