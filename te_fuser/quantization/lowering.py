@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser.config import config
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.kernels.quantized_matmul import check_machine, obstacle_on
+from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
@@ -451,7 +450,7 @@ def notes(
             alike.setdefault((*_precision(recipe), recipe.scales), []).append(item.path)
     for (said, but, scales), paths in alike.items():
         if not calibrating:
-            yield f"products in 8 bits ({said}){_emulated(scales, device, capability)}: {_names(paths)}{but}"
+            yield f"products in 8 bits ({said}){emulated_on(device, capability, scales)}: {_names(paths)}{but}"
         elif has := [path for item in listed if (path := item.path) in paths and _keeps_scales(item)]:
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:
@@ -466,19 +465,6 @@ def notes(
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"
-
-
-def _emulated(scales: str, device: torch.device, capability: tuple[int, int] | None) -> str:
-    """How a device runs products that it has none for, in words: "", where it has such products."""
-    if device.type != "cuda":
-        return f", emulated on {device.type}: multiplied in float32"
-    why = obstacle_on(device, capability, scales)
-    if why is None:
-        return ""
-    if config.emulate_fp8:
-        return f", emulated, as te_fuser.config.emulate_fp8 says, since {why}: multiplied in float32"
-    emulated = "emulated and multiplied in float32, they run with te_fuser.config.emulate_fp8 = True"
-    return f", refused when they are called, since {why}; as planned here, {emulated}"
 
 
 def _precision(recipe: Recipe) -> tuple[str, str]:
