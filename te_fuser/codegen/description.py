@@ -93,7 +93,7 @@ class ScaleOf:
     epsilon: float
 
 
-NUMBERS = ("inverse", "scale", "largest", "blocks")  # of a maximum with its scale; zeros before
+NUMBERS = ("inverse", "scale", "largest", "blocks")  # of a maximum with its scale; before, those of nothing: 1, 1, 0, 0
 
 
 @dataclass(frozen=True)

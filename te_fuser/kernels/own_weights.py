@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.codegen.description import NUMBERS
 from te_fuser.kernels.quantize_weights import DTYPE, QuantizeWeights, Weight8, quantizer_on
-from te_fuser.kernels.scale_of_amax import in_kernels
+from te_fuser.kernels.scale_of_amax import in_kernels, of_nothing
 from te_fuser.ops.own_scales import Scaling
 
 _SCALE, _INVERSE = NUMBERS.index("scale"), NUMBERS.index("inverse")
@@ -44,7 +44,7 @@ class OwnWeights:
         ]
 
     def __call__(self, *weights: torch.Tensor) -> tuple[Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        numbers = torch.zeros((len(weights), len(NUMBERS)), dtype=torch.float32, device=self._device)
+        numbers = of_nothing(len(weights), self._device)
         each, columns = numbers.unbind(), numbers.unbind(1)
         for places, measure in self._measure:
             measure(*[t for k in places for t in (weights[k], each[k], each[k])])

@@ -138,6 +138,19 @@ def check_machine(device: torch.device, scales: str = "tensor") -> None:
         )
 
 
+def emulated_on(device: torch.device, capability: tuple[int, int] | None, scales: str) -> str:
+    """How a device runs products that it has none for, in words: "", where it has such products."""
+    if device.type != "cuda":
+        return f", emulated on {device.type}: multiplied in float32"
+    why = obstacle_on(device, capability, scales)
+    if why is None:
+        return ""
+    if config.emulate_fp8:
+        return f", emulated, as te_fuser.config.emulate_fp8 says, since {why}: multiplied in float32"
+    emulated = "emulated and multiplied in float32, they run with te_fuser.config.emulate_fp8 = True"
+    return f", refused when they are called, since {why}; as planned here, {emulated}"
+
+
 def refusal(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
     """Why cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
     why = obstacle()

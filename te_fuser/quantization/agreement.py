@@ -108,14 +108,14 @@ class Agreement:
     def reduced(self) -> set[State]:
         """The products whose amaxes folds reduce now."""
         found = [state for ref in self._states if (state := ref()) is not None]
-        return {state for state in found if getattr(state.recipe, "reduce_amax", False)}
+        return {state for state in found if _is_agreed_on(state)}
 
     def waiting(self) -> list[State]:
         """Products that all ranks may have made, which the next fold reduces: until then their scales stay."""
         if self._warned:
             return []
         found = [state for weight in self._coming if (state := _state_at(weight)()) is not None]
-        return [s for s in found if s.block is not None and getattr(s.recipe, "reduce_amax", False)]
+        return [s for s in found if s.block is not None and _is_agreed_on(s)]
 
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
@@ -227,7 +227,7 @@ class Agreement:
         found: dict[Block, list[tuple[int, int]]] = {}
         for place, ref in enumerate(self._states):
             state = ref()
-            if state is not None and state.block is not None and getattr(state.recipe, "reduce_amax", False):
+            if state is not None and state.block is not None and _is_agreed_on(state):
                 found.setdefault(state.block, []).append((place, state.row))
         if self._places[0] != found:
             made = {b: _Place(*torch.tensor(rows).T.to(self._device(self._weights))) for b, rows in found.items()}
@@ -247,6 +247,11 @@ def _state_at(weight: Binding) -> Callable[[], State | None]:
         return weakref.ref(state_of(weight))
     except ReferenceError:
         return _nowhere
+
+
+def _is_agreed_on(state: State) -> bool:
+    """Whether ranks agree on the amaxes of a product, by the recipe of its last call."""
+    return state.recipe is not None and state.recipe.reduce_amax
 
 
 def _nowhere() -> None:

@@ -104,7 +104,10 @@ class OwnBinding(StateBinding):
 
 
 class OwnAmaxBinding(OwnBinding):
-    """The largest magnitude that such numbers follow from: a zero before it is raised."""
+    """The largest magnitude that such numbers follow from: a zero before it is raised.
+
+    Where kernels make the others, too, calls have it among the four of `codegen.description.NUMBERS`.
+    """
 
     written = True
 

@@ -262,7 +262,7 @@ def fold_alone() -> None:
 
 def _agreement(region: Region | None) -> Agreement | None:
     """What ranks agree on, where a region has several."""
-    if region is None or not getattr(region.recipe, "reduce_amax", False):
+    if region is None or not region.recipe.reduce_amax:
         return None
     return agreement_of(region.group)
 

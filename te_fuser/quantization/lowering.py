@@ -15,7 +15,7 @@ import torch
 
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.kernels.quantized_matmul import check_machine
+from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
@@ -105,9 +105,10 @@ class Regions(surroundings.Surrounding):
             refuse_by_hand()
             if calibrating and not (records or is_looking() or _only_reads.get() or any(map(is_only_narrow, weights))):
                 _say_once()
+        found = [] if is_looking() else found  # plans say what a device would refuse
         for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
             check_machine(device, kind)
-        for weight, recipe, device in found if not is_looking() else ():
+        for weight, recipe, device in found:
             if not _only_reads.get():
                 ran_within(weight, recipe)
             if scalings_of(recipe) is None:
@@ -156,8 +157,10 @@ class Regions(surroundings.Surrounding):
             return made
         return quantized_first(made, agreeing(), lambda item: _reduces(recipe_for(weight_in(item), key.recipe)))
 
-    def notes(self, listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterable[str]:
-        return notes(listed, key, device)
+    def notes(
+        self, listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
+    ) -> Iterable[str]:
+        return notes(listed, key, device, capability)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -437,18 +440,19 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
     return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
-def notes(listed: Sequence[ListedOp], key: region.Key, device: torch.device) -> Iterator[str]:
-    """What plans say of the precision of each product, and why one stays in its own."""
+def notes(
+    listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None = None
+) -> Iterator[str]:
+    """What plans say of each product's precision; the capability is that of a GPU that is only named."""
     around, calibrating = key.recipe, key.calibrating
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for item in listed:
         if why_not(item, around) is None:
             recipe = _recipe_of(item, around)
-            alike.setdefault(_precision(recipe), []).append(item.path)
-    emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
-    for (said, but), paths in alike.items():
+            alike.setdefault((*_precision(recipe), recipe.scales), []).append(item.path)
+    for (said, but, scales), paths in alike.items():
         if not calibrating:
-            yield f"products in 8 bits ({said}){emulated}: {_names(paths)}{but}"
+            yield f"products in 8 bits ({said}){emulated_on(device, capability, scales)}: {_names(paths)}{but}"
         elif has := [path for item in listed if (path := item.path) in paths and _keeps_scales(item)]:
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:

@@ -179,6 +179,7 @@ class State:
         self.row = -1
         self.alike: frozenset[int] | None = None
         self._buffers = owner._buffers
+        self._owner = weakref.ref(owner)
         self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         _all.add(self)
 
@@ -223,6 +224,7 @@ class State:
         """
         if self._is_made(length, device):
             return
+        self._check()
         not_in_capture("scales are made or moved")
         with lock, torch.inference_mode(False), torch.no_grad():
             if self.block is None or self.block.device != device:
@@ -235,7 +237,9 @@ class State:
         """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
         if self.has_buffers:
             self.make(None, device)
-        elif not (self.is_as_put() and self.scales["input"].device == device):
+            return
+        self._check()
+        if not (self.is_as_put() and self.scales["input"].device == device):
             # Of an export the modes would make tensors without values.
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
                 numbers = apart(torch.ones(2 * len(ROLES), device=device))
@@ -263,8 +267,32 @@ class State:
         if not self.has_buffers:
             return torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)
         now, before = (self.scale, self.history), self._put or (None, None)
-        kept = [n if n.dtype == torch.float32 or b is None else b for n, b in zip(now, before, strict=True)]
+        kept = [b if b is not None and _is_rounded(n, b) else n for n, b in zip(now, before, strict=True)]
         return kept[0], kept[1]
+
+    def _check(self) -> None:
+        """Refuse what somebody put where calls look for scales, and they cannot go by.
+
+        Raises:
+            ValueError: for buffers of another shape; for tensors that were put where there are no buffers.
+        """
+        if self.has_buffers:
+            shapes = list(self.scale.shape), list(self.history.shape)
+            if shapes[0] != [len(ROLES)] or shapes[1][1:] != [len(ROLES)] or 0 in shapes[1]:
+                raise ValueError(
+                    f"{self.prefix}{SCALE} is {shapes[0]} and {self.prefix}{HISTORY} {shapes[1]}: scales are "
+                    f"[{len(ROLES)}], and the amaxes that they are made of [calls, {len(ROLES)}]"
+                )
+        elif self.is_given():
+            raise ValueError(
+                f"{self.prefix}{SCALE} was given to a {type(self._owner()).__name__} that has no such buffer yet, as "
+                "torch.func.functional_call does: give scales to a model that has run in a region with gradients, or "
+                "has loaded a checkpoint with scales"
+            )
+
+    def is_given(self) -> bool:
+        """Whether somebody gave scales, or amaxes, where there are no buffers for them."""
+        return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def _take_slots(self, device: torch.device) -> None:
         free = next((b for b in _blocks if b.device == device and not b.is_full), None)
@@ -334,7 +362,7 @@ class AsPut:
         for state, buffers, scale, history in self._states:
             if state._put is None or buffers.get(scale) is not state._put[0]:
                 return False
-            if buffers.get(history) is not state._put[1]:
+            if buffers.get(history) is not state._put[1] or (state._put[0] is None and state.is_given()):
                 return False
             if entry is not None and state.ran_in != entry:
                 runs_again = region.runs_again() if runs_again is None else runs_again
@@ -453,17 +481,10 @@ def history_length(recipe: Recipe) -> int:
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
 
 
-def scale_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
-    """The scale of now, float32 []: never written in place, so who saves it keeps it."""
-    state = state_of(weight)
-    if state.block is not None:
-        state.make(None, state.block.device)
-    return state.scales[role]
-
-
-def amax_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
-    """The slot of the largest magnitude since the last fold, float32 []: kernels put the larger one there."""
-    return state_of(weight).amaxes[role]
+def _is_rounded(t: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor is what a conversion has made of another one, and not somebody's own."""
+    is_other = t.dtype != before.dtype and t.shape == before.shape and not t.is_meta
+    return is_other and torch.equal(t, before.to(t))
 
 
 def _writable(t: torch.Tensor) -> torch.Tensor:

@@ -18,18 +18,20 @@ from te_fuser.fusions.cublaslt_quantized import ProductRow8
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.kernels.quantize_weights import QuantizeWeights
 from te_fuser.kernels.transposed8 import Transposed8
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.quantization import QuantizedTensor, quantize
-from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Format, MMParams, Recipe
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, Recipe
 from te_fuser.recipe.region import microbatch
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3, E5M2, OURS
 from tests.fusions.products import autocast_on_cuda, reasons
+from tests.kernels.packages import fake_quack_float8
 from tests.needs import needs_compiler
 
 IN, OUT, ROWS = 64, 48, 17
@@ -47,7 +49,7 @@ HYBRID = DelayedScaling()
 def planned(
     device: str | None = "h200",
     dtype: torch.dtype = torch.bfloat16,
-    recipe: DelayedScaling = HYBRID,
+    recipe: Recipe = HYBRID,
     weight: torch.dtype | None = None,
     grad: bool = True,
     main_grad: bool = False,
@@ -317,3 +319,13 @@ def test_nothing(library: FakeCublasLt) -> None:
     dx = step(p, BACK, "input").task.body.function(dy, w, one, one)  # type: ignore[union-attr]
     dw = step(p, BACK, "0.weight").task.body.function(dy.mT, x.mT, one, one)  # type: ignore[union-attr]
     assert dx.shape == (0, IN) and torch.equal(dw, torch.zeros(OUT, IN, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", [HYBRID, Float8CurrentScaling()])
+def test_without_any_of_them_products_are_emulated(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what tests on a GPU hold them against."""
+    monkeypatch.setattr(quack_matmul.PACKAGE, "version", lambda: fake_quack_float8.VERSION)
+    for device in ("h200", "b200"):
+        with fusions.disabled(*OURS):
+            p = planned(device, recipe=recipe)
+        assert not {s.name for s in (*p.forward, *p.backward)} & {*fusions.names()}

@@ -12,7 +12,7 @@ from te_fuser import fusions
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.own_scales import QuantizeBlocks
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
-from tests.float8 import E4M3
+from tests.float8 import E4M3, OURS
 from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, compare, data, made, step
 from tests.kernels.test_own_scales import check_blocks, matrix
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
@@ -25,10 +25,6 @@ RECIPES: dict[str, Recipe] = {
     "current e4m3": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(power_2_scale=True)),
     "blocks": Float8BlockScaling(),
 }
-OURS = (
-    *("own_scales_matmul", "own_scales_matmul_alone", "float8_matmul", "float8_matmul_bias"),
-    *(f"float8_matmul_{kind}" for kind in ("backward", "main_grad", "rows_backward", "rows_main_grad", "bias_quack")),
-)
 every = pytest.mark.parametrize("name", RECIPES)
 
 

@@ -12,7 +12,8 @@ import torch
 import te_fuser as te
 from te_fuser import fusions
 from te_fuser.fuser.plan import transposing
-from tests.gpu.test_float8_regions import BF16, GPU, OURS, RECIPE, F, apart, compare, data, made, narrow_products, step
+from tests.float8 import OURS
+from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, compare, data, made, narrow_products, step
 
 pytestmark = pytest.mark.gpu
 __all__ = ["narrow_products"]

@@ -70,3 +70,9 @@ def test_one_tensor(emulated: FakeDriver) -> None:
     (data,), _, (inverse,) = OwnWeights(torch.device("cpu"), [Weight8(F32, turned=False)], [Scaling()])(w)
     right, wanted = quantized(w, E4M3, Scaling())
     assert torch.equal(codes(data), codes(right)) and inverse == wanted
+
+
+@needs_compiler
+def test_weights_of_no_numbers(emulated: FakeDriver) -> None:
+    _, scales, inverses = OwnWeights(torch.device("cpu"), [Weight8(F32)], [Scaling()])(torch.zeros(0, 16))
+    assert [*map(float, (*scales, *inverses))] == [1.0, 1.0]

@@ -9,7 +9,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization.folding import fold
-from te_fuser.quantization.state import ROLES, State, amax_of, ensure, state_of
+from te_fuser.quantization.state import ROLES, State, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -25,7 +25,7 @@ def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:
 def recorded(op: ops.MatMul, *amaxes: float) -> State:
     """The state after a call that saw these, by role."""
     for role, amax in zip(ROLES, amaxes, strict=False):
-        amax_of(op, role).fill_(amax)
+        state_of(op).amaxes[role].fill_(amax)
     fold()
     return state_of(op)
 

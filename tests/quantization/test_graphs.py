@@ -65,6 +65,8 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """No graph was captured before: slots are the test's own."""
+    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     return Stream(monkeypatch)
 
 
@@ -284,5 +286,8 @@ def test_what_replays_would_do_again_is_refused(stream: Stream) -> None:
     model, _ = pair("mlp")
     with pytest.raises(RuntimeError, match="amaxes are folded while a CUDA graph is captured"):
         stream.captured(lambda: states(model))
+    with on(), pytest.raises(RuntimeError, match="scales are read by a first graph while a CUDA graph is captured"):
+        te.cuda_graph(model, leaf(0), warmup=0)
+    graphed(model)
     with on(), pytest.raises(RuntimeError, match="scales are made or moved while a CUDA graph is captured"):
         te.cuda_graph(MODELS["mlp"](), leaf(0), warmup=0)

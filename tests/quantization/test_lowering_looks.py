@@ -11,8 +11,9 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import microbatch, states
-from te_fuser.recipe import DelayedScaling
+from te_fuser.config import config
+from te_fuser.quantization import lowering, microbatch, states
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.test_lowering import FFN, F, data
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -93,3 +94,50 @@ def test_weights_of_calls_have_no_state_of_the_model() -> None:
         said = " ".join(str(model.explain(x, weight=w)).split())
     assert "weights come with the call, so their scales are among no states() and in no state_dict" in said
     assert states(model) == {}
+
+
+HAS = "8 bits take compute capability 8.9, this GPU has 8.0"
+OF_BLOCKS = "a scale for each block of 128 numbers take compute capability 9.0, this GPU has 8.9"
+ON_GPUS: dict[tuple[str, Recipe], str] = {
+    ("h200", RECIPE): "",
+    ("h200", Float8BlockScaling()): "",
+    ("a100", RECIPE): HAS,
+    ("a100", Float8BlockScaling()): HAS,
+    ("l4", RECIPE): "",
+    ("l4", Float8BlockScaling()): OF_BLOCKS,
+    ("h200", MXFP8BlockScaling()): "a scale for each 32 numbers are emulated alone",
+}
+
+
+@pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: f"{case[0]}-{type(case[1]).__name__}")
+def test_plans_for_a_gpu_say_what_that_does(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has such products, refuses them, or emulates them."""
+    (name, recipe), why = case, ON_GPUS[case]
+    model, x = te.Sequential(ops.Linear(128, 128)).to(torch.bfloat16), torch.randn(16, 128).bfloat16()
+
+    def said() -> str:
+        with te.autocast(recipe=recipe):
+            notes = model.plan(x, device=name).notes
+        (found,) = [note for note in notes if note.startswith("products in 8 bits")]
+        assert found.endswith(": 0.matmul")
+        return found.rsplit(": ", 1)[0]
+
+    refused, emulated = "refused when they are called, since products ", "emulated, as te_fuser.config.emulate_fp8 says"
+    assert why in said() and (refused in said()) == bool(why)
+    assert said().endswith("with te_fuser.config.emulate_fp8 = True" if why else ")")
+    monkeypatch.setattr(config, "emulate_fp8", True)
+    assert why in said() and (emulated in said()) == bool(why) and refused not in said()
+
+
+def test_what_a_device_refuses_may_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(device: torch.device, scales: str) -> None:
+        raise RuntimeError("this GPU has none")
+
+    model, x = model_of(0), data(0)
+    with te.autocast(recipe=RECIPE):
+        model(x)
+    monkeypatch.setattr(lowering, "check_machine", refused)
+    with te.autocast(recipe=RECIPE):
+        assert model.plan(x).forward and model.plan(x, device="h200").forward
+        with pytest.raises(RuntimeError, match="this GPU has none"):
+            model(data(0, 2, F))

@@ -183,7 +183,7 @@ def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatc
     model, x, fails = mlp(), data().requires_grad_(), [False]
     of_torch = scale_of_amax.by_torch
 
-    def zeros(count: int, each: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def zeros(count: int, in_kernels: bool, device: torch.device) -> tuple[torch.Tensor, ...]:
         return torch.zeros((count, 4), device=device)[:, 2].unbind()
 
     def scaled(amax: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:

@@ -50,8 +50,14 @@ class Surrounding:
         """The list as it runs in a call."""
         raise NotImplementedError
 
-    def notes(self, listed: Sequence[ListedOp], key: Any, device: torch.device) -> Iterable[str]:
-        """What plans say of it."""
+    def notes(
+        self, listed: Sequence[ListedOp], key: Any, device: torch.device, capability: tuple[int, int] | None
+    ) -> Iterable[str]:
+        """What plans say of it.
+
+        Args:
+            capability: the compute capability of a GPU that is only named.
+        """
         return ()
 
     def undisturbed(self) -> contextlib.AbstractContextManager[None]:
@@ -112,10 +118,15 @@ def enter(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> None:
         surrounding.entered(listed, key)
 
 
-def notes(listed: Sequence[ListedOp], keys: tuple[Hashable, ...], device: torch.device) -> Iterator[str]:
-    """What plans of such a list say of what surrounds their calls."""
+def notes(
+    listed: Sequence[ListedOp],
+    keys: tuple[Hashable, ...],
+    device: torch.device,
+    capability: tuple[int, int] | None = None,
+) -> Iterator[str]:
+    """What plans of such a list say of what surrounds their calls; the capability is that of a GPU only named."""
     for surrounding, key in of(keys):
-        yield from surrounding.notes(listed, key, device)
+        yield from surrounding.notes(listed, key, device, capability)
 
 
 def facts_of(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> Facts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.codegen.description import NUMBERS
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
@@ -109,8 +108,8 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
         return plan
     nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])
     outputs = tuple([(graph.parameters[k].name, parameter_ref(k)) for k in numbers])
-    each = len(NUMBERS) if _is_made_in_kernels(plan.target) else 1
-    task, price = ZerosTask(plan.x.device, nodes, each), Price("of_launch", ((), outputs, 0.0))
+    in_kernels = _is_made_in_kernels(plan.target)
+    task, price = ZerosTask(plan.x.device, nodes, in_kernels), Price("of_launch", ((), outputs, 0.0))
     step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
     return replace(plan, before=(*plan.before, step))
 

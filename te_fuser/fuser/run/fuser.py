@@ -301,9 +301,10 @@ class Fuser:
         graph = self._graph(call, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            records = self.kernels == "auto"
+            records, arch = self.kernels == "auto", device.capability
+            notes = self._said_around(graph, call.listing, arch)
             return graph, Options(
-                device, target, self.memory, device.capability, records=records, summed_apart=has_ranks()
+                device, target, self.memory, arch, records=records, notes=notes, summed_apart=has_ranks()
             )
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         notes, records = self._notes(target, graph, call.listing), self.kernels == "auto"
@@ -338,8 +339,15 @@ class Fuser:
 
     def _notes(self, target: str, graph: Graph, listing: Listing) -> tuple[str, ...]:
         """What plans say beside their steps."""
-        said = surroundings.notes(listing.listed, listing.around, graph.values[0].spec.device)
+        said = self._said_around(graph, listing)
         return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())], *said)
+
+    def _said_around(
+        self, graph: Graph, listing: Listing, capability: tuple[int, int] | None = None
+    ) -> tuple[str, ...]:
+        """What plans say of what surrounds their calls; the capability is that of a GPU that is only named."""
+        device = graph.values[0].spec.device
+        return tuple(surroundings.notes(listing.listed, listing.around, device, capability))
 
     def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
         """What plans for a device at hand have to do without, where kernels were wanted."""

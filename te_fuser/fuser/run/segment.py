@@ -15,6 +15,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.kernels import scale_of_amax
 from te_fuser.ops import stuck, telling
 from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import is_left
@@ -240,7 +241,7 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in segment.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
-                    slots[k].data.zero_()  # scales that are saved lie beside them, of one version
+                    scale_of_amax.lower_again(slots[k].data)  # saved scales lie beside them, of one version
         if isinstance(error, RuntimeError):
             stuck.explain(error, segment.groups, "the backward pass of a call")
         raise

@@ -57,7 +57,7 @@ class ZerosTask(Task):
 
     Attributes:
         numbers: of the ops that raise them.
-        each: how many there are for one, beside each other.
+        in_kernels: whether kernels make scales of them, beside each: `NUMBERS`.
     """
 
     what = "before"
@@ -66,17 +66,20 @@ class ZerosTask(Task):
 
     device: torch.device
     numbers: tuple[int, ...]
-    each: int
+    in_kernels: bool
 
     @property
     def ops(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.numbers
 
     def runner(self, step: Step, bench: Bench) -> Runner:
-        function = functools.partial(_zeros, len(step.outputs), self.each, self.device)
+        function = functools.partial(_zeros, len(step.outputs), self.in_kernels, self.device)
         return _native.FunctionStep(step.name, function, [], [bench.slots[r] for r in step.writes()])
 
 
-def _zeros(count: int, each: int, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    made = torch.zeros((count, each) if each > 1 else count, dtype=torch.float32, device=device)
+def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if in_kernels:
+        made = scale_of_amax.of_nothing(count, device)
+    else:
+        made = torch.zeros(count, dtype=torch.float32, device=device)
     return made.unbind() if count > 1 else made[0]

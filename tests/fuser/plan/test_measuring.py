@@ -10,8 +10,11 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.loading import execute, load
 from te_fuser.fusions import Details
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.fusions.emulated_gpu import on_an_emulated_gpu as on_an_emulated_gpu
+from tests.needs import needs_compiler
 
 F, WIDE, ROWS = 128, 256, 64
 CURRENT = Float8CurrentScaling()
@@ -100,3 +103,34 @@ def test_what_quantizes_on_its_way_says_why_not() -> None:
 def test_main_grad() -> None:
     p = planned(accumulate_into_main_grad=True)
     assert "float8_matmul_main_grad" in names(p.backward)
+
+
+def numbers_of_a_call(rows: int) -> list[torch.Tensor]:
+    """Scales, and their reciprocals, that the steps of a call make."""
+    model = te_fuser.Sequential(ops.LayerNorm(F), ops.Linear(F, WIDE), ops.GELU(), ops.Linear(WIDE, F))
+    x, found = torch.randn(rows, F).bfloat16().requires_grad_(), []
+
+    def wrap(step: Any, runner: Any, slots: Any) -> Any:
+        def run(tensors: Any) -> None:
+            runner(tensors)
+            if step.name == "scale_of_amax":
+                found.extend([tensors[slots[ref]].clone() for ref in step.writes()])
+
+        return run
+
+    with te_fuser.autocast(recipe=CURRENT):
+        (part,) = model.to(torch.bfloat16)._prepared()
+        known, call = part.fuser.prepare_call(x, {}, ())  # type: ignore[union-attr]
+        execute(load(known.plan, (), wrap=wrap), x, {}, call.parameters).sum().backward()
+    return found
+
+
+@needs_compiler
+def test_where_there_are_no_rows_scales_are_those_of_an_amax_of_zero(on_an_emulated_gpu: None) -> None:
+    """A kernel that has no rows is not launched."""
+    assert [float(number) for number in numbers_of_a_call(0)] == [1.0] * 8
+    assert all(float(number) not in (0.0, 1.0) for number in numbers_of_a_call(17))
+
+
+def test_so_are_those_that_pytorch_makes() -> None:
+    assert [float(number) for number in numbers_of_a_call(0)] == [1.0] * 8
