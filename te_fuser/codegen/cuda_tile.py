@@ -5,8 +5,9 @@ tile is there, each thread stores 16 rows of a column at once. The rows of the t
 kernels store them, and column sums and maxima are theirs, too.
 
 What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is there:
-then its scales are known. Each thread reads there what it has put there itself. Where tiles have all their columns, the
-largest magnitudes are found on the way, and the loop is there twice: a tile that has all its rows asks for none.
+then its scales are known. Each thread reads there what it has put there itself. What it is made of comes to the same
+place, a whole tile at once, before anything is computed. Where tiles have all their columns, the largest magnitudes are
+found while it is made, and the loop is there twice: a tile that has all its rows asks for none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Iterator
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_text import CTYPES, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum, is_in_blocks, is_transposed, item_size
-from te_fuser.codegen.schedule import Schedule
+from te_fuser.codegen.schedule import Schedule, coming
+from te_fuser.formula.expr import Expr
 
 
 class TileText(ColumnText):
@@ -49,6 +51,7 @@ class TileText(ColumnText):
             for s in [next(iter(stores.values()))]
             for k in range(len(s.parts))
         }
+        self.coming: dict[int, str] = {}
         self.found = {key: self.names.fresh(f"{name}_sizes") for key, name in self.waiting.items() if not self._ragged}
 
     def write(self) -> str:
@@ -63,8 +66,10 @@ class TileText(ColumnText):
             with text.block("for (long long start = first; start < count; start += step)"):
                 text("const int left = static_cast<int>(rows - start < kRows ? rows - start : kRows);")
                 self._declare_tiles()
-                with self._inside(), self._by_rows_there(), self._turns():
-                    self._four_rows()
+                with self._inside(), self._by_rows_there():
+                    self._fetch()
+                    with self._turns():
+                        self._four_rows()
                 if self.shelf:
                     text("__syncthreads();")
                     self._store_columns()
@@ -109,14 +114,25 @@ class TileText(ColumnText):
 
     def _declare_waiting(self) -> None:
         """Where values of a tile wait for its scales, before the tile that is transposed."""
-        at = 0
+        at, places = 0, []
         self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
         self.text("for (te::BlockScales& scales : block_scales) scales.begin();")
         for (value, _), name in self.waiting.items():
             made_in = next(iter(self.pairs[value].values())).made_in
-            self.text(f"const te::Waiting<{CTYPES[made_in]}, kVector> {name}(shelves{f' + {at}' if at else ''});")
-            at += self.s.covered * self.s.rows * item_size(made_in) // 16
+            places.append(at)
+            at = self._declare_share(made_in, name, at)
         self._words = f"reinterpret_cast<unsigned*>(shelves + {at})"
+        for n, place in coming(self.d, self.s):
+            self.coming[id(n)] = self.names.fresh(f"{part_role(n)}_coming")
+            end = self._declare_share(
+                self.loads[n.attrs[0]].dtype, self.coming[id(n)], at if place is None else places[place]
+            )
+            at = end if place is None else at
+
+    def _declare_share(self, dtype: str, name: str, at: int) -> int:
+        """A thread's share of a tile that lies `at` so many pieces of 16 bytes; where it ends."""
+        self.text(f"const te::Waiting<{CTYPES[dtype]}, kVector> {name}(shelves{f' + {at}' if at else ''});")
+        return at + self.s.covered * self.s.rows * item_size(dtype) // 16
 
     @contextlib.contextmanager
     def _by_rows_there(self) -> Iterator[None]:
@@ -133,6 +149,32 @@ class TileText(ColumnText):
             self.text("constexpr bool whole = false;")
             self.text.lines += loop
 
+    def _fetch(self) -> None:
+        """All of the tile that goes by way of shared memory."""
+        if not self.coming:
+            return
+        with self.text.loop("turn", "kTurns"), self.names.scope():
+            self._place_in_blocks()
+            with self.text.loop("ahead", "kAhead"), self._row():
+                for n in self._leaves(True):
+                    if id(n) in self.coming:
+                        source = self.address(self.load_pointer(n), n.axes, n.attrs[2], n.attrs[1])
+                        self.text(f"te::fetch<kVector>(&{self._share(n)}, {source});")
+        self.text("te::depart();")
+        self.text("te::arrived<0>();")
+
+    def _share(self, n: Expr) -> str:
+        return f"{self.coming[id(n)]}.at(turn / kPart, early + ahead)"
+
+    def load(self, e: Expr) -> str:
+        return self._share(e) if id(e) in self.coming else super().load(e)
+
+    def _place_in_blocks(self) -> None:
+        """The first row of a turn: a thread has four rows here, too, but not all of them at work."""
+        self.text("constexpr int kPart = 4 / kAhead;")
+        self.text("const int early = turn % kPart * kAhead, four = 4 * (turn / kPart * kSlots + slot) + early;")
+        self.text("const long long base = start + four;")
+
     @contextlib.contextmanager
     def _turns(self) -> Iterator[None]:
         """The four rows of each turn, by their number `four` within the tile."""
@@ -141,10 +183,8 @@ class TileText(ColumnText):
             self.text.loop("turn", "kTurns", "#pragma unroll 1") if several else contextlib.nullcontext(),
             self.names.scope(),
         ):
-            if self.waiting:  # a thread has four rows here, too, but not all of them on their way
-                self.text("constexpr int kPart = 4 / kAhead;")
-                self.text("const int early = turn % kPart * kAhead, four = 4 * (turn / kPart * kSlots + slot) + early;")
-                self.text("const long long base = start + four;")
+            if self.waiting:
+                self._place_in_blocks()
             else:
                 self.text(f"const int four = {'turn * kSlots + slot' if several else 'slot'};")
                 self.text("const long long base = start + four * kAhead;")
@@ -201,6 +241,8 @@ class TileText(ColumnText):
                 f"te::store_blocks<{self._sides(value)}, {CTYPES[first.dtype]}>({given}, block_scales[{number}], "
                 f"{words}, lane, slot, {where}, {left}, {first.width}, start, rows);"
             )
+        if any(place is None for _, place in coming(self.d, self.s)):
+            self.text("__syncthreads();")  # what is transposed was read where the next tile's tensors come
 
 
 def _value(s: Store) -> tuple[object, ...]:

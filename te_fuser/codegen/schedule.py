@@ -341,6 +341,35 @@ def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...
     return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 
+_COMING_BYTES = 4  # of shared memory for an element of a tile: three blocks of a multiprocessor have 64 KiB each
+
+
+def coming(description: KernelDescription, s: Schedule) -> list[tuple[Expr, int | None]]:
+    """Tensors of which a block that stores by blocks has a whole tile on its way, in shared memory.
+
+    With the number of the value (counted by parts) that waits where the tensor was; None: they lie behind all of these,
+    where what is transposed comes when they have been read.
+    """
+    values = _waiting_in_blocks(description).items()
+    places = [item_size(str(made_in)) for (*_, made_in), parts in values for _ in range(parts)]
+    found: list[tuple[Expr, int | None]] = []
+    room, free = _COMING_BYTES - sum(places), dict(enumerate(places))
+    for n in full_loads(description) if places else ():
+        size = description.load_bytes[n.attrs[0]]
+        place = next((k for k, taken in free.items() if taken == size), None)
+        if size * s.vector < _LEAST_COPIED or (place is None and size > room):
+            continue
+        if place is None:
+            room -= size
+        else:
+            del free[place]
+        found.append((n, place))
+    return found
+
+
+_LEAST_COPIED = 4  # bytes of an asynchronous copy
+
+
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
     """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
 
@@ -353,7 +382,8 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
         turned = any(t.layout == "transposed_blocks" for t in description.in_blocks)
         waiting = _waiting_in_blocks(description)
         bytes_waiting = sum(count * item_size(str(made_in)) for (*_, made_in), count in waiting.items())
-        return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + turned)
+        behind = sum(description.load_bytes[n.attrs[0]] for n, place in coming(description, s) if place is None)
+        return [(None, s.covered * s.rows)] * (2 * parts + bytes_waiting + max(turned, behind))
     if s.kind == Kind.SHARED:
         found += [(n, s.ahead * own * description.load_bytes[n.attrs[0]]) for n in full_loads(description)]
         values = {id(n): n for p in passes(description, s.kind) for n in p.waits if n.op != "input"}

@@ -237,8 +237,7 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
     """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
     vector = _tile_vector(description)
     while vector:
-        walks = (1,) if description.sums and description.in_blocks else (0, 1)
-        ways = itertools.product(walks, _rows_ahead(description, vector), _tile_lanes(description, vector))
+        ways = itertools.product((0, 1), _rows_ahead(description, vector), _tile_lanes(description, vector))
         found = [s for way in ways for s in _tiles_of(description, vector, *way, limits)]
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
@@ -264,7 +263,7 @@ def _tiles_of(
 
 
 def _rows_ahead(description: KernelDescription, vector: int) -> list[int]:
-    """Rows of a tile that a thread has on their way; where none is put together by fours, 64 bytes were best."""
+    """Rows of a tile that a thread does at once; where none is put together by fours, 64 bytes were best."""
     if not description.in_blocks:
         return [_TILE_AHEAD]
     row = vector * _travelling_bytes(description)

@@ -15,7 +15,7 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe, padded
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.codegen.schedule import Kind, limits_of
+from te_fuser.codegen.schedule import Kind, coming, limits_of
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, row_sum
 from te_fuser.formula import functions as f
@@ -55,6 +55,15 @@ def gelu(kit: Kit, width: int, dtype: str) -> KernelDescription:
     return describe("gelu", blocks("y", y, width, dtype, kit.main), (), kit.tensors)
 
 
+def gelu_slope(kit: Kit, width: int, dtype: str) -> KernelDescription:
+    """dx of GELU, and its sum over the rows."""
+    x = kit.full("x", width)
+    y = 0.5 * x * (1 + f.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    dx = differentiate({y: kit.full("dy", width)}, [x])[x]
+    sums = [Target("dbias", dx, Axes.FEATURE, width, "float32")]
+    return describe("gelu_slope", blocks("dx", dx, width, dtype, kit.main), sums, kit.tensors)
+
+
 def slope(kit: Kit, width: int, dtype: str) -> KernelDescription:
     """dx of a gated unit, of two parts, and its sum over the rows."""
     x = kit.full("x", 2 * width)
@@ -73,6 +82,8 @@ def cases() -> dict[str, KernelDescription]:
                 found[f"copied-{read}-{width}-{sides}"] = copied(kit(), width, E4M3, sides)
         found[f"gelu-{read}"] = gelu(kit(), 272, "float8_e5m2")
         found[f"slope-{read}"] = slope(kit(), 128, E4M3)
+        for width in (256, 272):
+            found[f"gelu_slope-{read}-{width}"] = gelu_slope(kit(), width, E4M3)
     return found
 
 
@@ -168,6 +179,24 @@ def test_schedules() -> None:
     for changed in ({"lanes": 8, "slots": 32, "chunks": 1}, {"slots": 8, "chunks": 4}):
         why = schedule_model.misfit(d, [dataclasses.replace(s, **changed)], LIMITS)
         assert "tiles of blocks have 128 columns for 256 threads" in why
+
+
+def test_tiles_of_what_is_read_are_on_their_way_at_once() -> None:
+    """In the memory of what is made of them, then of what is transposed; not where fewer blocks had room."""
+    kernels = {}
+    for read, behind in (("bfloat16", 1), ("float32", 0)):
+        d = gelu_slope(Kit(read, read), 4096, E4M3)
+        d = dataclasses.replace(d, stores=d.stores[1:])
+        kernels[read] = cuda.generate(d)
+        (s,) = kernels[read].schedules
+        assert [place for _, place in coming(rewrite(d), s)] == [0, None][: 1 + behind]
+        assert (s.rounds, kernels[read].source.count("te::fetch<")) == (
+            0,
+            2 * (1 + behind),
+        )  # of whole tiles, and others
+    assert kernels["bfloat16"].launches[0].shared_bytes == 128 * 128 * (2 + 2)
+    assert kernels["float32"].launches[0].shared_bytes == 128 * 128 * (4 + 1)
+    assert kernels["bfloat16"].schedules[0].blocks_per_multiprocessor == 3
 
 
 def test_a_kernel_says_how_it_lies() -> None:

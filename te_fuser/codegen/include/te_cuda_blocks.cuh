@@ -286,11 +286,11 @@ struct BlockTile {
                                                IsWhole) const {
     if constexpr (IsWhole::value) {
       constexpr int kStep = kTileThreads / kPieces;
-      const int piece = threadIdx.x % kPieces, mine = threadIdx.x / kPieces;
+      const unsigned piece = threadIdx.x % kPieces, mine = threadIdx.x / kPieces;
       const long long tokens = padded(height);
       to += (left + mine) * tokens + top + piece * kPieceRows;
 #pragma unroll
-      for (int ahead = 0; ahead < kTileColumns; ahead += kStep, to += kStep * tokens) {
+      for (unsigned ahead = 0; ahead < kTileColumns; ahead += kStep, to += kStep * tokens) {
         unsigned found[4];
         access::read<4>(found, words + place<kVector>(mine + ahead, piece));
         access::write<4>(reinterpret_cast<unsigned*>(to), found);

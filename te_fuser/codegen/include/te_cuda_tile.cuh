@@ -37,7 +37,7 @@ TE_DEVICE void put_row(FourRows<kCount>& rows, int row, const float (&values)[kC
 // The word of a tile that begins the 16 rows of a piece of a column. Neighbours among the lanes that write together
 // have different banks, and so have the pieces of a column, which are read together.
 template <int kCount>
-TE_DEVICE int place(int column, int piece) {
+TE_DEVICE unsigned place(unsigned column, unsigned piece) {
   return (column * kPieces + (piece ^ column / kCount % kPieces)) * 4;
 }
 
@@ -65,13 +65,13 @@ TE_DEVICE void store_columns(T* to, const unsigned* tile, int column, int width,
   constexpr int kAll = kColumns * kPieces;
   const long long tokens = padded(rows);
 #pragma unroll
-  for (int first = 0; first < kAll; first += kThreads) {
-    const int number = first + threadIdx.x, piece = number % kPieces, mine = number / kPieces;
+  for (unsigned first = 0; first < kAll; first += kThreads) {
+    const unsigned number = first + threadIdx.x, piece = number % kPieces, mine = number / kPieces;
     const long long from = row + piece * kPieceRows;
-    if (number < kAll && column + mine < width && from < rows) {
+    if (number < kAll && column + static_cast<int>(mine) < width && from < rows) {
       unsigned words[4];
       access::read<4>(words, tile + place<kCount>(mine, piece));
-      access::write<4>(reinterpret_cast<unsigned*>(to + (column + mine) * tokens + from), words);
+      access::write<4>(reinterpret_cast<unsigned*>(to + (column + static_cast<int>(mine)) * tokens + from), words);
     }
   }
 }
