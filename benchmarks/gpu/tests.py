@@ -319,9 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = records.circumstances(card, chosen.commit)
     if chosen.ranks > 1:
         os.environ["RANKS"] = str(chosen.ranks)
-        shared = torch.cuda.device_count() < chosen.ranks
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        about |= {"ranks": chosen.ranks, "nccl": "none: ranks share GPUs by gloo" if shared else nccl}
+        gpus = min(torch.cuda.device_count(), chosen.ranks)
+        about |= {"ranks": chosen.ranks, "gpus": gpus, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        if gpus < chosen.ranks:
+            console.print(f"{chosen.ranks} ranks share {gpus} GPU(s), by sockets: correctness alone, times say nothing")
     for name in chosen.part or known:
         found[name] = run_part(name, known[name], chosen.limit)
         records.merge(path, name, {**about, **asdict(found[name])})

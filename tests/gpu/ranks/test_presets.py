@@ -59,7 +59,7 @@ def step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tenso
     return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.nccl)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @on_ranks
 def test_presets(name: str, sequence_parallel: bool) -> None:

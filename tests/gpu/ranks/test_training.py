@@ -50,7 +50,7 @@ def backward(model: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.nccl)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> None:
     twin = layers(dropout=dropout, gated=gated)
@@ -65,7 +65,7 @@ def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> No
         assert_near(got, q.grad, name)
 
 
-@pytest.mark.parametrize("how", ["DDP", *(pytest.param(how, marks=pytest.mark.nccl) for how in ("tensor", "FSDP2"))])
+@pytest.mark.parametrize("how", ["DDP", "tensor", "FSDP2"])
 @on_ranks
 def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
     model: Any = layers(dropout=0.1)
@@ -89,7 +89,6 @@ def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
     assert loss.isfinite() and len(set(used)) <= 1, used
 
 
-@pytest.mark.nccl
 @on_ranks
 def test_checkpoints(tmp_path: Path) -> None:
     """What goes on from what was saved goes on as if nothing had been."""
@@ -120,7 +119,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     torch.testing.assert_close(train(other, optimizer, range(2, 4)), want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.nccl
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_replays_equal_calls(sequence_parallel: bool) -> None:
