@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser
-from te_fuser.ops.dtensor import how_laid
-from tests.gpu.ranks.models import assert_near, batch, by_nccl, device, layers, mesh, own
+from tests.gpu.ranks.models import assert_near, backward, batch, by_nccl, device, gradients, layers, mesh, own, whole
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
-
-
-def whole(t: torch.Tensor | None) -> torch.Tensor:
-    assert t is not None
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of parameters, by name, whole and in the order of the model that nobody shares."""
-    for path, module in model.named_modules():
-        laid = how_laid(module)
-        for name, p in module.named_parameters(recurse=False):
-            full = whole(p.grad)
-            yield f"{path}.{name}", laid[name].whole(full) if name in laid else full
-
-
-def backward(model: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, input gradient), with gradients of parameters left in them."""
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(3)
-    y = model(x)
-    y.backward(dy)
-    assert x.grad is not None
-    return y.detach(), x.grad
 
 
 @pytest.mark.parametrize("gated", [False, True])
