@@ -83,12 +83,12 @@ class _Watch:
         ranks = group.process_group()
         before, now = self._standing.get(ranks), time.monotonic()
         found = _Standing(telling.stands(group))
-        stands = before is not None and before.at == found.at
-        if stands and telling.given_up(group):  # by another one that is in this collective, too
-            _end(group)
-            return
-        if stands and (other := telling.ahead(group, waits=True)):
-            found = _Standing(found.at, other, before.since or now)
+        if before is not None and before.at == found.at:
+            if telling.given_up(group):  # by another one that is in this collective, too
+                _end(group)
+                return
+            if other := telling.ahead(group, waits=True):
+                found = _Standing(found.at, other, before.since or now)
         self._standing[ranks] = found
         late = found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group))
         if late and telling.stands(group) == found.at:
