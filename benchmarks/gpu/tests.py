@@ -256,7 +256,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("benchmarks.gpu.tests", __doc__)
     parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(parts())}; or list")
-    parser.add_argument("--ranks", type=int, default=1, help="how many ranks run tests together, a GPU each if there are as many (usual: 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that run tests together (usual: 1)")
     parser.add_argument("--commit", help="what is tested, where the tree is no git repository")
     parser.add_argument("--limit", type=int, default=LIMIT, help=f"seconds of a part (usual: {LIMIT})")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-tests-<name>.json)")
