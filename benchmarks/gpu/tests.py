@@ -3,7 +3,7 @@
 python -m benchmarks.gpu.tests                    # every part, the sanitizers last
 python -m benchmarks.gpu.tests --part capture     # one part; the record keeps the others as they were
 python -m benchmarks.gpu.tests --part list        # what the parts are, and about how long each takes
-python -m benchmarks.gpu.tests --ranks 2          # those that 2 GPUs run together, in tests/gpu/ranks
+python -m benchmarks.gpu.tests --ranks 2          # those that 2 ranks run together, in tests/gpu/ranks
 
 Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers:
 memcheck and racecheck on every schedule of the generator, memcheck on a block too. Where an optional package is not
@@ -256,7 +256,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_parser("benchmarks.gpu.tests", __doc__)
     parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(parts())}; or list")
-    parser.add_argument("--ranks", type=int, default=1, help="how many GPUs run tests together (usual: 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that run tests together (usual: 1)")
     parser.add_argument("--commit", help="what is tested, where the tree is no git repository")
     parser.add_argument("--limit", type=int, default=LIMIT, help=f"seconds of a part (usual: {LIMIT})")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-tests-<name>.json)")
@@ -319,9 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = records.circumstances(card, chosen.commit)
     if chosen.ranks > 1:
         os.environ["RANKS"] = str(chosen.ranks)
-        shared = torch.cuda.device_count() < chosen.ranks
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        about |= {"ranks": chosen.ranks, "nccl": "none: ranks share GPUs by gloo" if shared else nccl}
+        gpus, nccl = min(torch.cuda.device_count(), chosen.ranks), ".".join(map(str, torch.cuda.nccl.version()))
+        shared = " over sockets, as ranks share GPUs: correctness alone" if gpus < chosen.ranks else ""
+        about |= {"ranks": chosen.ranks, "gpus": gpus, "nccl": nccl + shared}
     for name in chosen.part or known:
         found[name] = run_part(name, known[name], chosen.limit)
         records.merge(path, name, {**about, **asdict(found[name])})

@@ -73,7 +73,7 @@ class _Watch:
             for group in [*self.groups.values()]:
                 with contextlib.suppress(RuntimeError, ValueError):  # where the group or its store is gone meanwhile
                     self._look(group)
-            self._changed.wait(min(config.patience / _LOOKS, _LONGEST))
+            self._changed.wait(_pause())
 
     def _look(self, group: Group) -> None:
         if not group.is_here():
@@ -83,12 +83,17 @@ class _Watch:
         ranks = group.process_group()
         before, now = self._standing.get(ranks), time.monotonic()
         found = _Standing(telling.stands(group))
-        if before is not None and before.at == found.at and (other := telling.ahead(group, waits=True)):
-            found = _Standing(found.at, other, before.since or now)
+        if before is not None and before.at == found.at:
+            if telling.given_up(group):  # by another one that is in this collective, too
+                _end(group)
+                return
+            if other := telling.ahead(group, waits=True):
+                found = _Standing(found.at, other, before.since or now)
         self._standing[ranks] = found
         late = found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group))
         if late and telling.stands(group) == found.at:
             _give_up(group, found.other)
+            _end(group)
 
 
 _watch = _Watch()
@@ -96,12 +101,23 @@ watch = _watch.watch
 atexit.register(_watch.end)
 
 
+def _pause() -> float:
+    """Seconds from one look to the next."""
+    return min(config.patience / _LOOKS, _LONGEST)
+
+
 def _give_up(group: Group, other: str) -> None:
-    """Tell the others, and end what this rank waits for."""
+    """Tell the others that this rank waits no more."""
     words = f"{group} waits in a collective of what it has run before, while {other}"
     telling.give_up(group, words)
     with contextlib.suppress(RuntimeWarning):  # where warnings are errors
         warnings.warn(words, RuntimeWarning, stacklevel=1)
+
+
+def _end(group: Group) -> None:
+    """End what this rank waits for, when the others that do had time to hear of it: a backend ends the process else."""
+    if group.size > 2:
+        time.sleep(2 * _pause())
     _abort(group)
 
 

@@ -227,11 +227,25 @@ def _doing(told: Mapping[str, Any]) -> str:
 
 
 def give_up(group: Group, words: str, for_good: bool = True) -> None:
-    """Tell the other ranks why this one does not come; for good: and run no collective of the group any more."""
+    """Tell the other ranks why this one does not come; for good: and run no collective of the group any more, all."""
     with contextlib.suppress(RuntimeError):  # where the store is gone they hear by that
-        _tell(group, {"error": words})
+        _tell(group, {"error": words, "for_good": for_good})
     if for_good:
         _broken[group.name] = weakref.ref(group.process_group()), words
+
+
+def given_up(group: Group) -> str:
+    """Why another rank gave up a collective of the group for good, which this one goes by from now on; else empty."""
+    store, number = group.process_group().get_group_store(), _next(group)
+    for key in (_key(number, rank) for rank in range(group.size) if rank != group.rank):
+        if store.check([key]):
+            _hear_end(group, json.loads(store.get(key)))
+    return broken_by(group)
+
+
+def _hear_end(group: Group, told: Mapping[str, Any]) -> None:
+    if told.get("for_good"):  # what the other one has ended would be waited for here
+        _broken[group.name] = weakref.ref(group.process_group()), told["error"]
 
 
 def broken_by(group: Group) -> str:
@@ -322,6 +336,7 @@ def _leaving(others: Sequence[tuple[Group, int]]) -> Iterator[None]:
 def _check(group: Group, rank: int, told: Mapping[str, Any], lines: Sequence[Line]) -> None:
     """Raise where a rank told an error, or something else than this one."""
     if "error" in told:
+        _hear_end(group, told)
         raise Disagreement(
             f"rank {rank} of group {group.title!r} cannot run this call, so no rank of it does: {told['error']}"
         )

@@ -34,11 +34,20 @@ def test_parts_of_the_gpu_tests_name_tests_that_exist() -> None:
 
 def test_what_ranks_run_together_is_apart(capsys: pytest.CaptureFixture[str]) -> None:
     together = gpu_tests.parts(ranks=2)
-    assert together.keys() == {"presets", "training"}
+    assert [*together] == [
+        "in-flight",
+        "measuring",
+        "out-of-step",
+        "pipelines",
+        "presets",
+        "regions",
+        "training",
+        "two-dimensions",
+    ]
     alone = {test for part in gpu_tests.parts().values() for test in part.tests}
     assert not any("gpu/ranks" in test for test in alone)
     assert gpu_tests.main(["--ranks", "2", "--part", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["presets", "training"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*together]
 
 
 def test_lists_of_parts_say_how_long_each_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,8 +169,10 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, gpu: bool
     faulthandler.enable()
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EOFError):
         patch.setattr(dist.ProcessGroupGloo, "__init__", _with_one_thread)
+        if gpu:
+            _take_gpu(rank, world)
         dist.init_process_group(
-            _own_gpu(rank, world) if gpu else "gloo",
+            "nccl" if gpu else "gloo",
             init_method=f"file://{Path(log).parent}/store",
             rank=rank,
             world_size=world,
@@ -200,12 +202,18 @@ def _with_one_thread(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, 
     _make_gloo(self, store, rank, size, options)
 
 
-def _own_gpu(rank: int, world: int) -> str:
-    """Take this rank's GPU; the backend that connects it: where there are fewer GPUs than ranks, gloo does."""
+def _take_gpu(rank: int, world: int) -> None:
+    """Take this rank's GPU; ranks share GPUs where there are fewer.
+
+    NCCL refuses two ranks of one host on one GPU. So each is told that it is a host of its own, and they are connected
+    by sockets: what they compute is what GPUs of their own would, the times say nothing. Symmetric memory they have.
+    """
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     count = torch.cuda.device_count()
+    if world > count:
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % count)
-    return "nccl" if world <= count else "gloo"
 
 
 def _outcome(module: str, name: str, given: Mapping[str, Any], deadline: float) -> str:

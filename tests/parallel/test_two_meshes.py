@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 import te_fuser
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.ops import telling
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.recipe import DelayedScaling
@@ -86,6 +87,30 @@ def test_a_region_of_some_waits_for_these_alone() -> None:
                 run(rank == 1, another=1)
     dist.barrier()
     assert of_all(x).shape == (4, 32)
+
+
+@on_ranks
+def test_all_that_wait_for_one_rank_are_ended() -> None:
+    """The first that gives up tells the others, which look later than the one that they wait for has raised."""
+    rank, group = dist.get_rank(), dist.new_group(range(RANKS))
+    model = te_fuser.Sequential(ops.LayerNorm(F), ops.AllGather(group))
+    model(torch.ones(4, F))
+    if rank == RANKS - 1:
+        with mock.patch.object(config, "patience", 1.0), pytest.raises(telling.Disagreement, match="rank 0 .* waits"):
+            model(torch.ones(6, F))
+    else:
+        ended = threading.Event()
+        with (
+            mock.patch.object(config, "patience", 3.0 if rank else 1.0),
+            mock.patch.object(telling, "entered", return_value=10**6),  # as if it were in one
+            mock.patch.object(stuck, "_abort", side_effect=lambda group: ended.set()),
+        ):
+            stuck.watch([])
+            assert ended.wait(20.0)
+    with pytest.raises(telling.Disagreement, match="rank 0 .* waits in a collective.* Nothing runs in group"):
+        model(torch.ones(4, F))
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import te_fuser
 from tests.gpu.ranks.models import SIZES, assert_near, batch, device, own, random
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "layer": ("TransformerLayer", NO_DROPOUT, ()),
     "layer, grouped queries": ("TransformerLayer", {**NO_DROPOUT, "num_gqa_groups": 4, "qk_norm_type": "RMSNorm"}, ()),
     "layer, dropout": ("TransformerLayer", {**NO_DROPOUT, "hidden_dropout": 0.2}, ()),
+    "layer, batch first": ("TransformerLayer", {**NO_DROPOUT, "attn_input_format": "bshd"}, ()),
 }
 
 
@@ -41,13 +43,13 @@ def numbered(name: str, *shape: int) -> torch.Tensor:
     return scale * random(*shape, seed=sum(map(ord, name))) + (len(shape) == 1)
 
 
-def mine(whole: torch.Tensor, like: torch.Tensor, parts: int) -> torch.Tensor:
-    """This rank's part of a whole tensor, along the dimension in which its own is smaller."""
+def mine(whole: torch.Tensor, like: torch.Tensor, parts: int, ranks: DeviceMesh | None = None) -> torch.Tensor:
+    """The part of this rank, among all or these, of a whole tensor: along the dimension in which its own is smaller."""
     smaller = [d for d, size in enumerate(like.shape) if size != whole.shape[d]]
     if not smaller:
         return whole
     (dim,) = smaller
-    return torch.cat([own(part, dim) for part in whole.chunk(parts if dim == 0 else 1, dim)], dim)
+    return torch.cat([own(part, dim, ranks) for part in whole.chunk(parts if dim == 0 else 1, dim)], dim)
 
 
 def step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -59,7 +61,7 @@ def step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tenso
     return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.nccl)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @on_ranks
 def test_presets(name: str, sequence_parallel: bool) -> None:
@@ -73,10 +75,11 @@ def test_presets(name: str, sequence_parallel: bool) -> None:
             p.copy_(numbered(n, *p.shape))
         for n, p in cut.named_parameters():
             p.copy_(mine(wholes[n], p, parts[n]))
-    x, dy = batch(1), batch(2)
+    dim = int(keywords.get("attn_input_format") == "bshd")  # of the sequence
+    x, dy = (batch(seed).transpose(0, dim).contiguous() for seed in (1, 2))
     want = step(whole, x, dy)
     for _ in range(3):
-        got = step(cut, *((own(x), own(dy)) if sequence_parallel else (x, dy)))
+        got = step(cut, *((own(x, dim).contiguous(), own(dy, dim).contiguous()) if sequence_parallel else (x, dy)))
         for n, g in got.items():
             if "key_bias" not in n:  # which attention does not see: its gradient is rounding
                 assert_near(g, mine(want[n], g, parts.get(n, 1)), n)

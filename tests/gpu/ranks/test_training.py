@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +12,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser
-from te_fuser.ops.dtensor import how_laid
-from tests.gpu.ranks.models import assert_near, batch, by_nccl, device, layers, mesh, own
+from tests.gpu.ranks.models import assert_near, backward, batch, by_nccl, device, gradients, layers, mesh, own, whole
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 
 
-def whole(t: torch.Tensor | None) -> torch.Tensor:
-    assert t is not None
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of parameters, by name, whole and in the order of the model that nobody shares."""
-    for path, module in model.named_modules():
-        laid = how_laid(module)
-        for name, p in module.named_parameters(recurse=False):
-            full = whole(p.grad)
-            yield f"{path}.{name}", laid[name].whole(full) if name in laid else full
-
-
-def backward(model: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, input gradient), with gradients of parameters left in them."""
-    x = x.detach().clone().requires_grad_()
-    torch.manual_seed(3)
-    y = model(x)
-    y.backward(dy)
-    assert x.grad is not None
-    return y.detach(), x.grad
-
-
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.nccl)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> None:
     twin = layers(dropout=dropout, gated=gated)
@@ -65,7 +38,7 @@ def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> No
         assert_near(got, q.grad, name)
 
 
-@pytest.mark.parametrize("how", ["DDP", *(pytest.param(how, marks=pytest.mark.nccl) for how in ("tensor", "FSDP2"))])
+@pytest.mark.parametrize("how", ["DDP", "tensor", "FSDP2"])
 @on_ranks
 def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
     model: Any = layers(dropout=0.1)
@@ -89,7 +62,6 @@ def test_memory_stays_as_it_is_over_many_steps(how: str) -> None:
     assert loss.isfinite() and len(set(used)) <= 1, used
 
 
-@pytest.mark.nccl
 @on_ranks
 def test_checkpoints(tmp_path: Path) -> None:
     """What goes on from what was saved goes on as if nothing had been."""
@@ -120,7 +92,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     torch.testing.assert_close(train(other, optimizer, range(2, 4)), want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.nccl
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks
 def test_replays_equal_calls(sequence_parallel: bool) -> None:
