@@ -24,7 +24,7 @@ from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import tuning as algorithms
-from te_fuser.kernels.quantized_matmul import configured
+from te_fuser.kernels.quantized_matmul import configured, form_of
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Disagreement
 from tests import fake_cublaslt, fake_cuda
@@ -228,7 +228,7 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
     )
 
     def call() -> None:
-        configured(*HOW)(given)
+        configured(form_of(*HOW))(given)
 
     def contest(first: Any, second: Any) -> float:
         first()

@@ -50,7 +50,9 @@ class Scaled(surroundings.Surrounding):
                 found.append(ListedOp(scale, f"{item.path}.scaled", {}, (), stream=item.stream))
         return found
 
-    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+    def notes(
+        self, listed: Sequence[ListedOp], key: Hashable, device: torch.device, capability: tuple[int, int] | None
+    ) -> Iterable[str]:
         yield f"times {key} on {device.type}"
 
 
