@@ -7,11 +7,12 @@ python -m benchmarks.gpu.float8 --recipes current,blocks  # other recipes than d
 python -m benchmarks.gpu.float8 --record results   # also writes results/gpu-float8-<gpu>.json
 python -m benchmarks.gpu --take-in FILE --only-docs  # that one into benchmarks/results/, and the tables of the guides
 
-All ways take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what
-the products and attention of that run take; "over fp8's": over what these take by delayed scaling; "as copies": over
-its products if everything beside them were plain copies of the bytes that the plan says, one after the other without a
-gap, at the rate of a copy in that run. Memory kept for backward counts neither parameters nor kept weights; "host" is
-how long a call keeps the host busy. `--toy` tries the command on a CPU, in tiny sizes.
+All ways take turns in long blocks, Transformer Engine's module by its own delayed scaling too, where it is installed.
+"over its products": from the first kernel's begin to the last one's end, over what the products and attention of that
+run take; "over fp8's": over what these take by delayed scaling; "as copies": over its products if everything beside
+them were plain copies of the bytes that the plan says, one after the other without a gap, at the rate of a copy in that
+run. Memory kept for backward counts neither parameters nor kept weights; "host" is how long a call keeps the host busy.
+`--toy` tries the command on a CPU, in tiny sizes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from rich.table import Table
 import te_fuser as te
 from benchmarks import models
 from benchmarks.common import command_parser
+from benchmarks.gpu.contest import libraries
+from benchmarks.gpu.contest.entries import why
 from benchmarks.gpu.contest.goals import Goal, judged, sentence
 from benchmarks.gpu.contest.measure import (
     QUICK,
@@ -59,7 +62,14 @@ CASES: dict[str, models.Builder] = {
     "mlp, LayerNorm, GELU": models.mlp,
     "mlp, RMSNorm, SwiGLU": models.gated_mlp,
 }
-PLAIN, FP8, KEPT = "bfloat16", "fp8", "fp8, kept weights"
+# What another library calls a case, and its dropout.
+RIVALS = {
+    "layer, dropout 0.1": ("seed layer", 0.1),
+    "layer": ("seed layer", 0.0),
+    "mlp, LayerNorm, GELU": ("LayerNorm-GELU MLP", 0.0),
+    "mlp, RMSNorm, SwiGLU": ("RMSNorm-SwiGLU MLP", 0.0),
+}
+PLAIN, FP8, KEPT, LEAN = "bfloat16", "fp8", "fp8, kept weights", "fp8, kept weights, lean"
 _SHOWN = 12  # kernels beside the products
 _HOST_CALLS, _HOST_ROUNDS = 3, 9  # few calls, so that the GPU's queue is never full
 _MIB = 2**20
@@ -68,15 +78,16 @@ _COPIED = 128 * _MIB  # read, and as many written
 
 @dataclass(frozen=True)
 class Way:
-    """How a model runs: by a recipe or in its own precision; with weights that are kept in 8 bits."""
+    """How a model runs: by a recipe or in its own precision; with weights kept in 8 bits; what backward keeps."""
 
     recipe: Recipe | None = None
     keeps: bool = False
+    memory: str = "balanced"
 
 
 DELAYED = DelayedScaling(amax_history_len=16)
 RECIPES: dict[str, dict[str, Way]] = {
-    "fp8": {FP8: Way(DELAYED), KEPT: Way(DELAYED, keeps=True)},
+    "fp8": {FP8: Way(DELAYED), KEPT: Way(DELAYED, keeps=True), LEAN: Way(DELAYED, keeps=True, memory="lean")},
     "current": {"current": Way(Float8CurrentScaling())},
     "blocks": {"blocks": Way(Float8BlockScaling())},
 }
@@ -85,7 +96,8 @@ RECIPES: dict[str, dict[str, Way]] = {
 def goals_of(case: str) -> tuple[Goal, ...]:
     """What is to be reached on an H200."""
     if not case.startswith("layer"):
-        return Goal("over_own_products", 1.13, FP8), Goal("over_own_products", 1.10, KEPT)
+        beside = Goal("over_own_products", 1.13, FP8), Goal("over_own_products", 1.10, KEPT)
+        return *beside, *(Goal("over_transformer_engine", 0.96, way) for way in (FP8, KEPT))
     return (
         Goal("over_own_products", 1.12, FP8),
         Goal("over_own_products", 1.095, KEPT),
@@ -95,6 +107,7 @@ def goals_of(case: str) -> tuple[Goal, ...]:
         Goal("over_bfloat16", 1 / 1.5 if "dropout" in case else 1 / 1.55, FP8),
         Goal("kernels", 34, FP8),
         Goal("kept_mib", 740, KEPT),  # copies of weights apart
+        Goal("kept_mib", 680, LEAN),
         Goal("peak_mib", 1600, FP8),
         Goal("host_over_bfloat16", 1.2, FP8),
     )
@@ -128,8 +141,8 @@ class Step:
             p.grad = None
         self.forward().backward(self.dy)
 
-    def bytes_beside(self) -> float:
-        """What the plan moves beside products and attention."""
+    def bytes_beside(self) -> float | None:
+        """What the plan moves beside products and attention; None where no plan says it."""
         with self._region(False if self.way.keeps else None):
             plans = self.model.explain(self.x).plans  # type: ignore[operator]
         costs = [step.cost for plan in plans for step in (*plan.forward, *plan.backward)]
@@ -141,27 +154,61 @@ class Step:
         return [*self.model.parameters(), *kept]
 
 
+class RivalStep(Step):
+    """The same of Transformer Engine's module, in a region of its own."""
+
+    def __init__(self, model: torch.nn.Module, x: torch.Tensor) -> None:
+        super().__init__(model, x, Way())
+
+    @contextlib.contextmanager
+    def _region(self, first: bool | None) -> Iterator[None]:
+        with libraries.fp8_region():
+            yield
+
+    def bytes_beside(self) -> None:
+        """It has no plan."""
+
+
+def rivals(case: str, hidden: int, x: torch.Tensor, card: Card) -> tuple[dict[str, RivalStep], dict[str, str]]:
+    """Transformer Engine's, where it is installed; and why it is left out, where it does not run."""
+    known, dropout = RIVALS[case]
+    make = libraries.installed(known, hidden, dropout).get(libraries.TE)
+    if make is None:
+        return {}, {}
+    try:
+        step = RivalStep(make().to(x.device, x.dtype), x)
+        step()
+        card.synchronize()
+    except Exception as error:
+        return {}, {libraries.TE: why(error)}
+    return {libraries.TE: step}, {}
+
+
 def entry(
     name: str, build: models.Builder, sizes: tuple[int, int], card: Card, effort: Effort, recipes: Sequence[str]
 ) -> dict[str, Any]:
     """All ways of a case, for the record."""
     tokens, hidden = sizes
-    pair = build(tokens, hidden)
-    model = pair.fused.to(card.device, torch.bfloat16)
-    x = torch.randn(pair.shape, device=card.device, dtype=torch.bfloat16).requires_grad_()
     ways = {PLAIN: Way()} | {way: how for recipe in recipes for way, how in RECIPES[recipe].items()}
-    steps = {way: Step(model, x, how) for way, how in ways.items()}
+    pairs = {memory: build(tokens, hidden, memory=memory) for memory in dict.fromkeys(w.memory for w in ways.values())}
+    made = {memory: pair.fused.to(card.device, torch.bfloat16) for memory, pair in pairs.items()}
+    shape = pairs[Way.memory].shape
+    x = torch.randn(shape, device=card.device, dtype=torch.bfloat16).requires_grad_()
+    others, left_out = rivals(name, hidden, x, card)
+    steps = {way: Step(made[how.memory], x, how) for way, how in ways.items()} | others
     results = contest(steps, effort, card)
     found: dict[str, dict[str, Any]] = {}
     for way, result in results.items():
         found[way] = {**result.as_data(), "over_bfloat16": result.over(results[PLAIN]), **_beyond(steps[way], card)}
+        for rival in others.keys() - {way}:
+            found[way]["over_transformer_engine"] = result.over(results[rival])
     busy = host_ms(steps, card)
     for way, data in found.items():
         data["host_ms"] = busy[way]
         data["host_over_bfloat16"] = data["host_ms"] / found[PLAIN]["host_ms"]
         data |= over_tensor_products(data, found.get(FP8, {}))
-    made = {"case": name, "tokens": tokens, "hidden": hidden, "contenders": found}
-    return {**made, "goals": judged(goals_of(name), made)}
+    about = {"case": name, "tokens": tokens, "hidden": hidden, "contenders": found}
+    return {**about, **({"left_out": left_out} if left_out else {}), "goals": judged(goals_of(name), about)}
 
 
 def over_tensor_products(data: Mapping[str, Any], tensorwise: Mapping[str, Any]) -> dict[str, float]:
@@ -181,7 +228,10 @@ def _beyond(step: Step, card: Card) -> dict[str, Any]:
 
 def _as_copies(step: Step, trace: Trace) -> dict[str, float]:
     """How long plain copies of what the plan moves beside its products take, and what the step would be with them."""
-    seconds = copied(_COPIED) * step.bytes_beside() / (2 * _COPIED)
+    moved = step.bytes_beside()
+    if moved is None:
+        return {}
+    seconds = copied(_COPIED) * moved / (2 * _COPIED)
     return {"copies_ms": 1e3 * seconds, "as_copies": 1 + seconds / (trace.products + trace.attention)}
 
 
@@ -219,6 +269,8 @@ def shown(entries: list[dict[str, Any]], console: Console) -> None:
             for kernel, count, ms in beside(data):
                 line = f"{e['case']}, {way}: {1e3 * ms:8.1f} us in {count:4.1f} {kernel}"
                 console.print(line, soft_wrap=True, markup=False)
+        for name, reason in e.get("left_out", {}).items():
+            console.print(f"{e['case']}: {name} is left out: {reason}", markup=False)
         for verdict in e["goals"]:
             console.print(f"{e['case']}: {sentence(verdict)}", markup=False)
 

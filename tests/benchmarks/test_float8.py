@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import te_fuser as te
 from benchmarks.common import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import float8 as bench
+from benchmarks.gpu.contest import libraries
+from benchmarks.gpu.contest.measure import TRIAL, Card
 from benchmarks.gpu.record import float8, records
 
 
@@ -35,12 +42,52 @@ def test_a_record_says_on_what_and_how(written: Path) -> None:
     assert written.name == "gpu-float8-cpu.json" and record["kind"] == "gpu-float8" and record["commit"] == "abc"
     assert {"gpu", "versions", "command", "written", "options", "seconds", "card"} <= record.keys()
     (entry,) = record["cases"]
-    assert list(entry["contenders"]) == ["bfloat16", "fp8", "fp8, kept weights"]
+    assert list(entry["contenders"]) == ["bfloat16", "fp8", "fp8, kept weights", "fp8, kept weights, lean"]
     for data in entry["contenders"].values():
         assert {"ms", "over_bfloat16", "host_ms", "host_over_bfloat16", "kept_mib"} <= data.keys()
     assert (
         entry["contenders"]["bfloat16"]["over_bfloat16"] == entry["contenders"]["bfloat16"]["host_over_bfloat16"] == 1
     )
+
+
+class PretendedMLP(torch.nn.Sequential):
+    """It runs in a region alone."""
+
+    within: Any = None
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__(torch.nn.Linear(hidden, inner), torch.nn.GELU(), torch.nn.Linear(inner, hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert PretendedMLP.within.amax_history_len == 16
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def pretended_region(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
+    PretendedMLP.within = fp8_recipe
+    try:
+        yield
+    finally:
+        PretendedMLP.within = None
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_transformer_engine_takes_part_where_it_is_installed(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.SimpleNamespace(LayerNormMLP=PretendedMLP if runs else None, fp8_autocast=pretended_region)
+    modules = {"transformer_engine.pytorch": package, "transformer_engine.common.recipe": te.recipe}
+    monkeypatch.setattr(libraries, "_is_there", lambda name: name == "transformer_engine.pytorch")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    card = Card(torch.device("cpu"))
+    entry = bench.entry("mlp, LayerNorm, GELU", bench.CASES["mlp, LayerNorm, GELU"], (64, 64), card, TRIAL, ["fp8"])
+    if not runs:
+        assert entry["left_out"] == {"Transformer Engine": "TypeError: 'NoneType' object is not callable"}
+        assert "Transformer Engine" not in entry["contenders"]
+        return
+    assert entry["contenders"]["Transformer Engine"]["ms"] > 0 and "left_out" not in entry
+    judged = {(v["contender"], v["what"], v["most"]) for v in entry["goals"]}
+    assert judged == {(way, "over_transformer_engine", 0.96) for way in (bench.FP8, bench.KEPT)}
 
 
 def test_a_way_beside_the_products_by_one_scale_for_each_tensor() -> None:

@@ -6,6 +6,7 @@ over the floor (or eager) of that same run, stands for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -72,6 +73,15 @@ def installed(case: str, hidden: int, dropout: float, tuned: bool = False) -> di
         for name, (package, maker) in _MAKERS.get(case, {}).items()
         if _is_there(package) and (tuned or name != QUACK_TUNED)
     }
+
+
+def fp8_region() -> contextlib.AbstractContextManager[None]:
+    """Transformer Engine's, by delayed scaling as our layers are measured by: HYBRID, the largest of 16 amaxes."""
+    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(
+        amax_history_len=16, amax_compute_algo="max"
+    )
+    region = importlib.import_module(_TE_PACKAGE).fp8_autocast
+    return region(enabled=True, fp8_recipe=recipe)  # type: ignore[no-any-return]
 
 
 def _is_there(package: str) -> bool:

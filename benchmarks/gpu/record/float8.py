@@ -17,6 +17,7 @@ GUIDE, QUICKSTART = ROOT / "docs/how-to/performance.md", ROOT / "docs/quickstart
 COLUMNS = (
     Column("ms", "ms"),
     Column("over bfloat16", "over_bfloat16", "{:.3f}"),
+    Column("over Transformer Engine", "over_transformer_engine", "{:.3f}"),
     Column("J", "joules"),
     Column("MHz", "mhz", "{:.0f}"),
     Column("kernels", "kernels", "{:.0f}"),
