@@ -7,6 +7,7 @@ maximum and minimum halve at ties, row_max shares ties evenly, abs 0 at 0 (`func
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from te_fuser.formula.expr import ZERO, Expr, add, concat, const, is_const, mul, part
@@ -45,6 +46,8 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
         leaf -> adjoint, reduced over the features where the leaf has none, not yet summed over rows.
     """
     order = topological(seeds)
+    if split := _read_in_parts(order):
+        order = topological([*(piece for pieces in split.values() for piece in pieces), *seeds])
     wanted = list(wanted)
     names = {leaf.attrs[0] for leaf in wanted}
     needs: set[int] = set()
@@ -62,10 +65,30 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
         if node.op == "input":
             parts[node.attrs[0]].append((node, g))
             continue
-        for argument, contribution in _spread(node, g):
+        pieces = split.get(node)
+        for argument, contribution in _among(pieces, g) if pieces else _spread(node, g):
             if id(argument) in needs:
                 collected.setdefault(id(argument), []).append(contribution)
     return {leaf: _assemble(leaf, parts[leaf.attrs[0]]) for leaf in wanted}
+
+
+def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
+    """What rounds its adjoint and is read in parts and in larger ones -> its parts, in this order.
+
+    The adjoint is rounded where all that arrives has been added up, so a larger one hands what it gets to its parts.
+    """
+    by_scale: dict[tuple[object, ...], list[Expr]] = {}
+    for node in order:
+        if node.op == "quantize_gradient" and node.has_features:
+            by_scale.setdefault((node.attrs, node.args[1]), []).append(node)
+    widths = {node: math.gcd(*[n.width for n in nodes]) for nodes in by_scale.values() for node in nodes}
+    counts = {node: node.width // width for node, width in widths.items() if width < node.width}
+    return {node: [part(node, k, count) for k in range(count)] for node, count in counts.items()}
+
+
+def _among(pieces: list[Expr], g: Expr) -> Iterable[tuple[Expr, Expr]]:
+    """An adjoint among the parts of its node."""
+    return [(piece, part(g, k, len(pieces))) for k, piece in enumerate(pieces)]
 
 
 def _total(node: Expr, contributions: list[Expr]) -> Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from te_fuser.formula import (
     log1p,
     maximum,
     minimum,
+    quantize_gradient,
     relu,
     row_max,
     row_mean,
@@ -299,6 +301,44 @@ def test_several_outputs_add_up() -> None:
     (got,) = Interpreter(t, {}, ROWS, t["x"]).run([adjoint])
     y = torch.tanh(t["x"])
     torch.testing.assert_close(got, (t["d1"] + 2 * y * t["d2"]) * (1 - y * y))
+
+
+def _halves(y: Any) -> Any:
+    a, b = split(y, 2)
+    return concat([a * sigmoid(b), a + b])
+
+
+def _thirds(y: Any) -> Any:
+    a, b, c = split(y, 3)
+    return concat([a * b, b * c, tanh(c)])
+
+
+READERS: dict[str, Formula] = {
+    "whole": lambda y: y * tanh(y),
+    "halves": _halves,
+    "thirds": _thirds,
+    "itself": lambda y: y,
+}
+
+
+@pytest.mark.parametrize("read", list(itertools.combinations(READERS, 2)), ids=" and ".join)
+def test_what_is_rounded_is_the_sum_of_what_arrives(read: tuple[str, str]) -> None:
+    """By outputs that read a value as a whole, or parts of it of any size."""
+
+    def outputs(x: Any, z: Any, scale: Any) -> list[Any]:
+        inner = quantize_gradient(x + tanh(z), scale, torch.float8_e5m2)
+        y = quantize_gradient(inner * READERS[read[0]](inner), scale, torch.float8_e5m2)
+        return [READERS[name](y) for name in read]
+
+    x, z, d1, d2 = (expr.leaf(n, Axes.FULL, WIDTH) for n in ("x", "z", "d1", "d2"))
+    scale = expr.leaf("scale", Axes.NONE, 1)
+    adjoints = differentiate(dict(zip(outputs(x, z, scale), (d1, d2), strict=True)), [x, z])
+    t = randoms(dict.fromkeys(("x", "z", "d1", "d2"), Axes.FULL)) | {"scale": torch.tensor(64.0, dtype=torch.float64)}
+    found = Interpreter(t, {}, ROWS, t["x"]).run([adjoints[x], adjoints[z]])
+    leaves = [t["x"].clone().requires_grad_(), t["z"].clone().requires_grad_()]
+    wanted = torch.autograd.grad(outputs(*leaves, t["scale"]), leaves, [t["d1"], t["d2"]])
+    for got, want in zip(found, wanted, strict=True):
+        same(got, want)
 
 
 def test_an_output_that_is_the_input() -> None:

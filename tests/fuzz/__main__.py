@@ -28,7 +28,7 @@ class _Progress:
             print(f"{self.done} of {self.total} lists, {now:.0f} s, {now / self.done:.2f} s each", flush=True)
 
 
-def fuzz(lists: int, number: int, kernels: str) -> FuzzCase | None:
+def fuzz(lists: int, number: int, kernels: str, regions: bool) -> FuzzCase | None:
     """The smallest list found that differs from its reference, or None."""
     progress = _Progress(lists)
     failing: list[FuzzCase] = []
@@ -45,7 +45,7 @@ def fuzz(lists: int, number: int, kernels: str) -> FuzzCase | None:
 
     chosen = settings(max_examples=lists, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     try:
-        seed(number)(chosen(given(fuzz_cases(kernels=kernels))(run)))()
+        seed(number)(chosen(given(fuzz_cases(kernels=kernels, regions=regions))(run)))()
     except Exception:
         if not failing:
             raise
@@ -58,11 +58,12 @@ def main() -> int:
     parser.add_argument("--lists", type=int, default=300, help="how many lists (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which lists (%(default)s)")
     parser.add_argument("--kernels", choices=("auto", "reference"), default="auto", help="how they run (%(default)s)")
+    parser.add_argument("--regions", action="store_true", help="in regions of FP8, by recipes that are drawn")
     given_arguments = parser.parse_args()
     torch.set_num_threads(1)
     if given_arguments.kernels == "auto" and compiler.find_compiler() is None:
         parser.error("generated kernels need a C++ compiler (g++ or clang++), or give --kernels reference")
-    case = fuzz(given_arguments.lists, given_arguments.seed, given_arguments.kernels)
+    case = fuzz(given_arguments.lists, given_arguments.seed, given_arguments.kernels, given_arguments.regions)
     if case is None:
         print(f"{given_arguments.lists} lists agree with their references")
         return 0

@@ -15,7 +15,7 @@ import te_fuser
 from te_fuser import compare, ops
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
-from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
@@ -98,7 +98,10 @@ RECIPES = {
     "forward_kept": DelayedScaling(override_linear_precision=(True, False, False)),
     "current": Float8CurrentScaling(),
     "mx": MXFP8BlockScaling(),
+    "blocks": Float8BlockScaling(),
 }
+WIDE = (16, 16, 32, 48, 24)  # features of products in regions; whole blocks with some that are none
+IN_BLOCKS = (128, 128, 256, 48)
 JUDGES = {"extreme": judge_kinds}  # what holds results against the reference, where it is not as verify does
 _BAD_LUCK = 1.5
 
@@ -222,7 +225,8 @@ class _Writer:
 
     def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str, numbers: str = "plain") -> None:
         self.draw, self.shape, self.dtype, self.now, self.numbers = draw, shape, dtype, dtype, numbers
-        self.quantizes = self.wide = False
+        self.quantizes = False
+        self.wide: tuple[int, ...] = ()
         self.setup: list[str] = []
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         self.outputs: list[str] = []
@@ -265,7 +269,7 @@ class _Writer:
         return [f"ops.Cast(torch.{dtype})"]
 
     def linear(self) -> list[str]:
-        sizes = (16, 16, 32, 48, 24) if self.wide else (1, 2, 3, 5, 8, 16, 24, 33)
+        sizes = self.wide or (1, 2, 3, 5, 8, 16, 24, 33)
         size = self.draw(st.sampled_from(sizes))
         op = self.pick(("ops.Linear({f}, %d)", "ops.MatMul({f}, %d)", "ops.Linear({f}, %d, bias=False)")) % size
         items = self.cast(self.dtype)
@@ -382,7 +386,9 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = Fa
     """
     dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:3]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
-    features = draw(st.sampled_from((16, 32, 48))) if regions else features
+    recipe = draw(st.sampled_from([*RECIPES])) if regions else ""
+    wide = IN_BLOCKS if recipe == "blocks" else WIDE if regions else ()
+    features = draw(st.sampled_from([n for n in wide if n != 24])) if wide else features
     rows, side = st.integers(0, 40), st.integers(1, 6)
     leading = draw(
         st.one_of(st.tuples(rows), st.tuples(st.integers(0, 6), side), st.just(()), st.tuples(side, side, side))
@@ -391,7 +397,7 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = Fa
     narrow = ("plain", "ties") if quantizes else ("plain",)
     numbers = draw(st.sampled_from(narrow if quantizes or regions else ("plain", "plain", *NUMBERS)))
     writer = _Writer(draw, shape, dtype, numbers)
-    writer.quantizes, writer.wide = quantizes, regions
+    writer.quantizes, writer.wide = quantizes, wide
     items = writer.list(8, 0)
     return FuzzCase(
         f"te_fuser.Sequential({', '.join([*items, 'memory=memory', 'kernels=kernels'])})",
@@ -412,5 +418,5 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = Fa
         numbers != "extreme" and not draw(st.integers(0, 3)),
         kernels,
         numbers,
-        draw(st.sampled_from([*RECIPES])) if regions else "",
+        recipe,
     )

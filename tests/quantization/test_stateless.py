@@ -33,6 +33,7 @@ RECIPES: dict[str, Recipe] = {
 }
 MODELS = {
     "mlp": lambda: te.Sequential(te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F))),
+    "gate beside": lambda: te.Sequential(ops.Linear(F, FFN), te.Residual(ops.SwiGLU(), ops.Linear(F, FFN))),
     "te.Linear": lambda: te.Linear(F, FFN),
     "te.LayerNormMLP": lambda: te.LayerNormMLP(F, FFN, activation="swiglu", normalization="RMSNorm"),
     "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
