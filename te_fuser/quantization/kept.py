@@ -18,6 +18,7 @@ from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.look import is_looking
 from te_fuser.ops.binding import Binding
+from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.facts import Facts
 from te_fuser.quantization.bindings import StateBinding
 from te_fuser.quantization.state import State, every_state, lock, not_in_capture, state_of
@@ -74,7 +75,7 @@ def keep(weights: Sequence[Binding], records: bool) -> None:
         _say_once()
     amaxes = [state.amaxes["weight"] for state in missing] if records else None
     with lock, torch.inference_mode(False), torch.no_grad():
-        taken = [w if w.dtype in KINDS else w.float() for w in (states[s].taken().detach() for s in missing)]
+        taken = [w if w.dtype in KINDS else w.float() for w in (own_part(states[s].taken()).detach() for s in missing)]
         made = [_like(w) for w in taken] if looks else _quantized(taken, missing, amaxes)
         for state, both in zip(missing, made, strict=True):
             state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))

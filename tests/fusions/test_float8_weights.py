@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.fuser.plan import planner
-from te_fuser.quantization import lowering
+from te_fuser.ops.dtensor import is_dtensor, own_part
+from te_fuser.quantization import lowering, microbatch
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
@@ -97,6 +101,31 @@ def test_what_a_kernel_stores_it_also_measures(recipe: Recipe, driver: FakeDrive
     assert more - launches == 2  # the gradients that two blocks get from those behind them
     for name, exact in wanted.items():
         assert torch.equal(found[name], exact), name
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), *RECIPES.values()], ids=["delayed", *RECIPES])
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("taken_away", [False, True])
+def test_weights_that_are_dtensors(
+    recipe: Recipe, first: bool | None, taken_away: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each this rank's part is quantized; gradients are DTensors, too."""
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
+    model, twin = te.parallelize(mlp(), mesh), mlp()
+    for rows in (24, 24, 7):
+        with microbatch(first):
+            found, wanted = step(model, recipe, rows), step(twin, recipe, rows)
+        for name, exact in wanted.items():
+            assert torch.equal(own_part(found[name]), exact), (name, rows)
+    assert all(is_dtensor(p) and is_dtensor(found[name]) for name, p in model.named_parameters())
 
 
 @every

@@ -17,6 +17,7 @@ from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.main_grad import has_main_grad
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Prepared:
     Attributes:
         function: what a call comes to, where that is one function of input and parameters as they come.
         before: makes parameters of others, among its slots, which are all parameters.
+        lying: the numbers of parameters that are DTensors.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class Prepared:
     extras: tuple[int, ...]
     function: Callable[..., torch.Tensor] | None = None
     before: Program | None = None
+    lying: tuple[int, ...] = ()
 
     def first(self, promised: Graph) -> Prepared:
         """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
@@ -102,6 +105,7 @@ def load(
         result,
         tuple(extras),
         before=_before(plan, loaded) if computed and plan.before else None,
+        lying=tuple([k for k, it in enumerate(graph.lies) if it is not None]),
     )
     return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
 
@@ -215,9 +219,7 @@ def _execute(
 ) -> Any:
     seed = draw_seed(x.device) if prepared.draws else None
     if prepared.before is not None:
-        slots = prepared.before.slots(parameters)
-        watched.run(prepared.before, slots)
-        parameters = slots[: len(parameters)]
+        parameters = _with_made(prepared.before, parameters, prepared.lying)
     if prepared.alone is not None:
         return _run(prepared.alone, [x, *parameters], seed)[0]
     values: dict[int, torch.Tensor] = {0: x}
@@ -232,6 +234,17 @@ def _execute(
     if not prepared.extras:
         return values[prepared.result]
     return (values[prepared.result], *(values[v] for v in prepared.extras))
+
+
+def _with_made(program: Program, parameters: Sequence[torch.Tensor], lying: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The parameters with what is made of others; of DTensors it is made of this rank's part, and they stay."""
+    slots = program.slots(parameters)
+    for k in lying:
+        slots[k] = own_part(slots[k])
+    watched.run(program, slots)
+    for k in lying:
+        slots[k] = parameters[k]
+    return slots[: len(parameters)]
 
 
 def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> Sequence[torch.Tensor]:
