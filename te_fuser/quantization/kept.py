@@ -164,7 +164,7 @@ def _is_of_others(state: State) -> bool:
     """Whether a parameter that kept 8 bits were made of was replaced since, or written in place."""
     for there, name, parameter, version in state.kept_of:
         then = parameter()
-        if then is None or there.get(name) is not then or version_of(then) != version:
+        if then is None or version_of(then) != version or there.get(name) is not then:
             return True
     return False
 
