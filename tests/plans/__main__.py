@@ -23,7 +23,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
         file_of(name, folder).write_text(text_of(case))
-        if folder != FOLDER:
+        if folder != FOLDER and not case.is_short:
             for device in DEVICES:
                 sources = Explanation(plans_of(case, device, "balanced"), True).sources()
                 text = "\n".join(f"// {title}\n{source}" for title, source in sources.items())

@@ -13,13 +13,14 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.recipe import DelayedScaling, Recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call: the ops, the input, what else is given, and what it runs within."""
+    """A call: the ops, the input, what else is given, what it runs within, and whether steps alone are written down."""
 
     parts: Callable[[], list[torch.nn.Module]]
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class Case:
     outputs: tuple[str, ...] = ()
     grad: bool = True
     within: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda kind: contextlib.nullcontext()
+    is_short: bool = False
 
     def model(self, memory: str) -> te_fuser.Sequential:
         """The model, without memory."""
@@ -103,6 +105,16 @@ def mlp(hidden: int, dtype: torch.dtype, kind: type[ops.RowOp], **options: Any) 
     ]
 
 
+def rms_swiglu(hidden: int, dtype: torch.dtype) -> list[torch.nn.Module]:
+    """RMSNorm, Linear, SwiGLU, Linear, without biases."""
+    return [
+        ops.RMSNorm(hidden, dtype=dtype),
+        ops.Linear(hidden, 8 * hidden, bias=False, dtype=dtype),
+        ops.SwiGLU(),
+        ops.Linear(4 * hidden, hidden, bias=False, dtype=dtype),
+    ]
+
+
 def frozen(parts: list[torch.nn.Module], *which: int) -> list[torch.nn.Module]:
     """The parts, some of which are not trained."""
     for k in which:
@@ -131,6 +143,11 @@ def packages(kind: str) -> Iterator[None]:
         for m in modules:
             patch.setattr(m.PACKAGE, "version", lambda: "99.0")
         yield
+
+
+def region(recipe: Recipe) -> Callable[[str], contextlib.AbstractContextManager[Any]]:
+    """A region of FP8."""
+    return lambda kind: te_fuser.autocast(recipe=recipe)
 
 
 @contextlib.contextmanager
@@ -244,6 +261,9 @@ CASES: dict[str, Case] = {
         (48, 4, 256),
         inputs={"scale": (4, 256), "shift": (4, 256), "other": (48, 4, 256)},
     ),
+    "float8 layer": Case(lambda: gpt(1, 4096, 32, BF16), TOKENS, BF16, within=region(DelayedScaling()), is_short=True),
+    "float8 mlp": Case(lambda: mlp(4096, BF16, ops.GELU), TOKENS, BF16, within=region(DelayedScaling()), is_short=True),
+    "float8 swiglu": Case(lambda: rms_swiglu(4096, BF16), TOKENS, BF16, within=region(DelayedScaling()), is_short=True),
     "dense mask": Case(
         lambda: [attention_branch(256, 4, BF16, 0.0, mask="given")],
         (128, 2, 256),

@@ -33,8 +33,8 @@ def plans_of(case: Case, device: Device, memory: str) -> list[Plan]:
 
 
 def text_of(case: Case) -> str:
-    """A case on all devices, for all choices of memory."""
-    return "\n".join(line.rstrip() for line in _lines(case)) + "\n"
+    """A case on all devices, for all choices of memory; a short one on one GPU, its steps and kernels by name."""
+    return "\n".join(line.rstrip() for line in (_short if case.is_short else _lines)(case)) + "\n"
 
 
 def _lines(case: Case) -> Iterator[str]:
@@ -49,6 +49,16 @@ def _lines(case: Case) -> Iterator[str]:
     yield "==== sources"
     for name, text in sources.items():
         yield f"{_digest(text)} {name}"
+
+
+def _short(case: Case) -> Iterator[str]:
+    device = device_named("h200")
+    for plan in plans_of(case, device, "balanced"):
+        for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
+            for step in steps:
+                yield f"{direction} {step.start}-{step.stop - 1} {step.name}"
+                if isinstance(step.task, KernelTask):
+                    yield f"  kernel {step.task.description.key[:16]}"
 
 
 def _digest(text: str) -> str:
