@@ -88,6 +88,15 @@ int is_negative(PyObject* tensor) {
   return is_equal(Reference::steal(PyObject_CallMethodNoArgs(tensor, name)), Py_True);
 }
 
+// Whether no tensor of a call is read with the other sign: x, and the named inputs. An error may be set.
+int are_as_stored(PyObject* x, PyObject* inputs) {
+  int as_stored = 1 - is_negative(x);
+  Py_ssize_t position = 0;
+  PyObject *name, *tensor;
+  while (as_stored == 1 && PyDict_Next(inputs, &position, &name, &tensor)) as_stored = 1 - is_negative(tensor);
+  return as_stored;
+}
+
 // The parameters of a call (known, x, inputs, outputs) that is like the known one; empty with or without an error set.
 Reference parameters_if_like(PyObject* const* arguments, Py_ssize_t given, const char* name) {
   if (!has_arguments(given, 4, name)) return Reference();
@@ -109,7 +118,7 @@ Reference parameters_if_like(PyObject* const* arguments, Py_ssize_t given, const
     same = parameters && key.compare(0, std::string::npos, PyBytes_AS_STRING(wanted), PyBytes_GET_SIZE(wanted)) == 0;
   }
   if (same == 1) same = hold(at(known, facts));
-  if (same == 1) same = 1 - is_negative(arguments[1]);
+  if (same == 1) same = are_as_stored(arguments[1], arguments[2]);
   return same == 1 && PyErr_Occurred() == nullptr ? parameters : Reference();
 }
 

@@ -280,13 +280,22 @@ CALLS = {
     ),
     "no_tensor": (lambda: [ops.GELU()], [1.0], {}, TypeError, ["takes a torch.Tensor, got list"]),
     "scalar": (lambda: [ops.GELU()], tensor(), {}, ValueError, [r"takes \[\.\.\., features\], got a scalar"]),
-    "sparse": (lambda: [ops.GELU()], torch.eye(8).to_sparse(), {}, TypeError, [r"dense.*\.to_dense\(\)"]),
+    "sparse": (lambda: [ops.GELU()], torch.eye(8).to_sparse(), {}, TypeError, [r"dense.*call \.to_dense\(\) first$"]),
+    "negative": (lambda: [ops.GELU()], torch._neg_view(X), {}, TypeError, [r"call \.resolve_neg\(\) first$"]),
+    "conjugate": (lambda: [ops.GELU()], (X + 0j).conj(), {}, TypeError, [r"call \.resolve_conj\(\) first$"]),
+    "negative_by_name": (
+        lambda: [ops.Add("c")],
+        X,
+        {"c": torch._neg_view(C)},
+        TypeError,
+        [r"^input 'c': .*call \.resolve_neg\(\) first$"],
+    ),
     "nested": (
         lambda: [ops.GELU()],
         torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
         {},
         TypeError,
-        [r"dense, materialized tensors; call .*\.to_padded_tensor\(\)"],
+        [r"dense, materialized tensors; call \.to_padded_tensor\(\) first$"],
     ),
     "nested_by_name": (
         lambda: [ops.Add("c")],
@@ -453,3 +462,12 @@ def test_good_input(name):
         ops.Add("c"),
     )
     assert_as_meant(model, x, c=other)
+
+
+@pytest.mark.parametrize("name", ["x", "c"])
+def test_a_negative_tensor_is_refused_of_a_call_like_the_last(name: str) -> None:
+    model, given = te_fuser.Sequential(ops.Add("c")), {"x": X.detach(), "c": C.detach()}
+    for _ in range(2):
+        model(**given)
+    with pytest.raises(TypeError, match=r"call \.resolve_neg\(\) first$"):
+        model(**{**given, name: torch._neg_view(given[name])})

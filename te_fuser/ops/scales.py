@@ -46,6 +46,7 @@ class HoldsScales(torch.nn.Module):
         for name, have in self._buffers.items():
             if have is not None and name.endswith((SCALE, HISTORY)):
                 self._buffers[name] = torch.full_like(have, 1.0 if name.endswith(SCALE) else 0.0)
+                _forget_recorded(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         states = self.__dict__.get(STATES)
@@ -57,9 +58,10 @@ class HoldsScales(torch.nn.Module):
 def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Make a module ready for the scales in a checkpoint: it gets buffers for them, and those it has else stay.
 
-    So do modules in it that load as torch.nn's, whose weights lists may read. A hook for
-    `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets. Scales without their
-    history, a history without scales, and numbers that calls cannot go by are errors of the load, `rest[-1]`.
+    So do modules in it that load as torch.nn's, whose weights lists may read. Amaxes that were recorded of a product
+    whose scales come are dropped. A hook for `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each
+    module of a load gets. Scales without their history, a history without scales, and numbers that calls cannot go by
+    are errors of the load, `rest[-1]`.
     """
     found_there = [*_scales_in(module, state_dict, prefix)]
     there = {key: found for key, _, _, found in found_there}
@@ -74,11 +76,19 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
         else:
             # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
             owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
+            _forget_recorded(owner, name)
             if owner is not module:
                 take_scales(owner)
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)
+
+
+def _forget_recorded(owner: torch.nn.Module, name: str) -> None:
+    """Drop the amaxes that calls recorded of a product, where this is its buffer, which another one is to replace."""
+    states = owner.__dict__.get(STATES)
+    if states is not None:
+        states.forget_recorded(name)
 
 
 _ALONE = (

@@ -17,13 +17,18 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
     agree on amaxes, all of them call this together.
 
     Returns:
-        path of a product + ".input", ".weight" or ".output_gradient" -> (scale, float32 []; the amaxes of its last
-        calls, newest first, float32 [amax_history_len]); of products that have run in a region, and whose weights are
-        the model's own: those of weights that come with a call are kept with its list.
+        path of a product + ".input", ".weight" or ".output_gradient", for a model that is one product these alone
+        without the dot -> (scale, float32 []; the amaxes of its last calls, newest first, float32 [amax_history_len]);
+        of products that have run in a region, and whose weights are the model's own: those of weights that come with a
+        call are kept with its list.
+
+    Raises:
+        TypeError: for what is no module.
     """
+    _check(model, "states")
     fold_to_look()
     return {
-        f"{path}.{role}": (state.scale[k].clone(), state.history[:, k].clone())
+        _name(path, role): (state.scale[k].clone(), state.history[:, k].clone())
         for path, state in _states_of(model).items()
         for k, role in enumerate(ROLES)
     }
@@ -33,19 +38,33 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
     """How often an amax was infinite or NaN, and so moved no scale: by the same names, where that happened at all.
 
     Raises:
+        TypeError: for what is no module.
         RuntimeError: inside of a region, whose amaxes are counted when it was left.
     """
+    _check(model, "not_finite")
     if any(entered()):
         raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
     fold(looks=True)
     found = {block: block.not_finite.tolist() for block in blocks()}  # one copy of each, which a GPU is waited for
     counts = {
-        f"{path}.{role}": found[state.block][state.row][k]
+        _name(path, role): found[state.block][state.row][k]
         for path, state in _states_of(model).items()
         for k, role in enumerate(ROLES)
         if state.block is not None
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def _check(model: object, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"te_fuser.quantization.{function} takes the model whose products it tells of, a torch.nn.Module, got "
+            f"{type(model).__name__}: give what runs in the region"
+        )
+
+
+def _name(path: str, role: str) -> str:
+    return f"{path}.{role}" if path else role
 
 
 def _states_of(model: torch.nn.Module) -> dict[str, State]:

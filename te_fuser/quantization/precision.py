@@ -44,13 +44,23 @@ def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> N
 
 
 def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
-    if not isinstance(model, torch.nn.Module) or not isinstance(recipes, Mapping):
-        raise TypeError(f"precision takes a module and a mapping, pattern -> recipe, got {model!r} and {recipes!r}")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"precision takes a module and a mapping, got {type(model).__name__} as the module: give a model"
+        )
+    if not isinstance(recipes, Mapping):
+        raise TypeError(
+            "precision takes a module and a mapping, pattern -> recipe or None, got "
+            f'{type(recipes).__name__} as the mapping: {{"*": recipe}} is for all products'
+        )
     named = products_of(model)
     found = []
     for pattern, recipe in recipes.items():
         if not isinstance(pattern, str) or not (recipe is None or isinstance(recipe, Recipe)):
-            raise TypeError(f"precision takes a pattern and a recipe or None, got {pattern!r}: {recipe!r}")
+            raise TypeError(
+                f"precision takes a pattern and a recipe or None, got {pattern!r}: {recipe!r}; make a recipe of "
+                "te_fuser.recipe, DelayedScaling() say"
+            )
         if recipe is not None:
             try_recipe(recipe)
         paths = [path for path in named if _matches(path, pattern)]

@@ -215,6 +215,13 @@ class State:
             self.block.live[self.row, :, 0] = numbers
         if self.block is not None and self.block.looked is not None:
             self.block.looked.amaxes[self.row] = 0.0
+            self.block.looked.scales[self.row] = scale
+
+    def forget_recorded(self) -> None:
+        """Drop the amaxes since the last fold: they are not of the scales that come in place of its own."""
+        if self.block is not None:
+            with lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                self.block.amaxes[self.row] = 0.0
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
@@ -391,6 +398,12 @@ class States(dict[str, State], Aside):
 
     def buffers(self) -> list[str]:
         return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def forget_recorded(self, buffer: str) -> None:
+        """Have the product with a buffer of that name drop what was recorded."""
+        for state in self.values():
+            if buffer in (state.prefix + SCALE, state.prefix + HISTORY):
+                state.forget_recorded()
 
     def before_copying(self) -> None:
         """Have buffers that say what was recorded."""

@@ -47,7 +47,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
         scale: one positive number, float32 on x's device or of Python's.
 
     Raises:
-        TypeError: for other dtypes, and what is no tensor.
+        TypeError: for other dtypes, what is no tensor, and a scale that is no number.
         ValueError: for a scale of several elements, or a number that is not finite and positive; for an x without
             dimensions.
     """
@@ -69,9 +69,14 @@ def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor
     """A scale as a tensor; one on a device is taken as it is, so that nobody waits for its value."""
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1 or scale.dtype != torch.float32:
-            raise ValueError(f"a scale is one number in float32, got {scale.dtype} {list(scale.shape)}")
+            raise ValueError(f"quantize: a scale is one number in float32, got {scale.dtype} {list(scale.shape)}")
         return scale.detach().reshape(())
-    made = torch.tensor(scale, dtype=torch.float32)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"quantize: a scale is a number, or a tensor of one in float32, got {scale!r}")
+    try:
+        made = torch.tensor(scale, dtype=torch.float32)
+    except (OverflowError, RuntimeError):  # which Python's whole numbers may raise
+        made = torch.tensor(math.inf)
     if not 0.0 < float(made) < math.inf:
-        raise ValueError(f"a scale is finite and positive, in float32, got {scale!r}")
+        raise ValueError(f"quantize: a scale is finite and positive, in float32, got {scale!r}")
     return made.to(device)

@@ -276,7 +276,7 @@ class Float8BlockScaling(Recipe):
         _check_format(self, Format.E4M3)
         _check_quantized(self)
         for name, dims in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
-            if getattr(self, name) != dims:
+            if type(getattr(self, name)) is not int or getattr(self, name) != dims:
                 raise ValueError(f"{_said(self, name)}: blocks are 1 x 128 of x and dy, 128 x 128 of W; leave it out")
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
@@ -309,7 +309,7 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_format(self, Format.E4M3)
-        if self.margin != 0 or isinstance(self.margin, bool):
+        if type(self.margin) is not int or self.margin != 0:
             raise ValueError(f"{_said(self, 'margin')}: scales of 32 numbers have none; leave it out")
 
     @property

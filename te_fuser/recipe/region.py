@@ -280,13 +280,19 @@ class Entered(contextlib.ContextDecorator):
         """The function in this region.
 
         Raises:
-            TypeError: for a class, and for functions whose calls run nothing yet: generators and coroutines.
+            TypeError: for what is no function, a class, and functions whose calls run nothing yet: generators and
+                coroutines.
         """
         later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if isinstance(func, type) or any(runs_later(func) for runs_later in later):
             raise TypeError(
                 f"a region decorates a function that runs when it is called, got {func!r}, which would run outside of "
                 "it: write `with autocast(..):` inside"
+            )
+        if not callable(func):
+            raise TypeError(
+                f"a region decorates a function, got {func!r}: write @autocast(recipe=..) above one, or "
+                "`with autocast(recipe=..):`"
             )
         return super().__call__(func)
 

@@ -139,7 +139,7 @@ def test_data_and_scale_stay_together() -> None:
     with on():
         y = model(x, is_first_microbatch=True)
     y.sum().backward()
-    scale = states(model)[".weight"][0].item()  # this folds
+    scale = states(model)["weight"][0].item()  # this folds
     with on(), torch.no_grad():
         y = model(x, is_first_microbatch=False)
     assert scale != 1.0
@@ -147,7 +147,7 @@ def test_data_and_scale_stay_together() -> None:
     w = model.get_parameter("weight")
     assert inverse == 1.0 and torch.equal(data8.float(), w.to(torch.float8_e4m3fn).float())
     assert torch.equal(turned.float(), data8.float().mT)
-    x8 = te.quantization.quantize(x, torch.float8_e4m3fn, states(model)[".input"][0].item())
+    x8 = te.quantization.quantize(x, torch.float8_e4m3fn, states(model)["input"][0].item())
     torch.testing.assert_close(y.double(), x8.dequantize().double() @ data8.double().mT, rtol=1e-6, atol=1e-5)
 
 
@@ -155,8 +155,8 @@ def test_only_calls_that_quantize_a_weight_record_it() -> None:
     model = te.Linear(F, FFN)
     for first, wanted in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 3)):
         step(model, data(0), first)
-        assert int((states(model)[".weight"][1] > 0).sum()) == wanted, first
-    assert int((states(model)[".input"][1] > 0).sum()) == 4  # all that it remembers
+        assert int((states(model)["weight"][1] > 0).sum()) == wanted, first
+    assert int((states(model)["input"][1] > 0).sum()) == 4  # all that it remembers
 
 
 def test_backwards_that_come_late() -> None:

@@ -93,9 +93,26 @@ def test_states_inside_of_a_region_are_those_of_its_entry() -> None:
     for factor in (1.0, 2.0):
         with te.autocast(recipe=RECIPE):
             model(factor * x)
-            scale, history = states(model)[".input"]
+            scale, history = states(model)["input"]
     assert float(history[0]) == float(x.abs().max()) and torch.equal(scale, torch.tensor(448.0) / history[0])
-    assert float(states(model)[".input"][1][0]) == 2.0 * float(x.abs().max())
+    assert float(states(model)["input"][1][0]) == 2.0 * float(x.abs().max())
+
+
+def test_a_product_by_itself_has_no_path() -> None:
+    """As its parameters have none."""
+    model = te.Linear(16, 32)
+    with te.autocast(recipe=RECIPE):
+        y = model(torch.randn(4, 16))
+    y.backward(torch.full_like(y, float("inf")))
+    assert [*states(model)] == [*ROLES] and not_finite(model) == {"output_gradient": 1}
+
+
+@pytest.mark.parametrize("given", [3, None, torch.ones(2), [te.Linear(16, 32)]])
+@pytest.mark.parametrize("function", [states, not_finite])
+def test_models_are_modules(function: Callable[[Any], Any], given: Any) -> None:
+    words = rf"quantization\.{function.__name__} takes the model .*, got {type(given).__name__}: give"
+    with pytest.raises(TypeError, match=words):
+        function(given)
 
 
 def test_counts_are_asked_outside_of_regions() -> None:

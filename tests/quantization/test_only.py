@@ -96,7 +96,7 @@ def test_each_weight_has_the_scale_of_its_largest_number() -> None:
         assert torch.equal(codes(narrow.get_parameter(f"{n}_weight").data), codes(wanted))
     with te.quantized_model_init():
         zeros = te.Linear(F, FFN, init_method=torch.nn.init.zeros_)
-    assert float(states(zeros)[".weight"][0]) == 1.0 and not run(zeros, data(3, F)).any()
+    assert float(states(zeros)["weight"][0]) == 1.0 and not run(zeros, data(3, F)).any()
 
 
 @pytest.mark.parametrize("name", MODELS)

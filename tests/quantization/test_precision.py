@@ -89,8 +89,8 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda: te.precision(te.LayerNorm(16), {"*": None}), ValueError, "has none whose sizes"),
     "no recipe": (lambda: te.precision(Model(), {"*": "fp8"}), TypeError, "'fp8'"),
     "no pattern": (lambda: te.precision(Model(), {3: None}), TypeError, "a pattern and a recipe or None, got 3"),
-    "no mapping": (lambda: te.precision(Model(), RECIPE), TypeError, "a module and a mapping"),
-    "no module": (lambda: te.precision([], {}), TypeError, "a module and a mapping"),
+    "no mapping": (lambda: te.precision(Model(), RECIPE), TypeError, r"got DelayedScaling as the mapping: {"),
+    "no module": (lambda: te.precision([], {}), TypeError, "got list as the module"),
 }
 
 

@@ -81,6 +81,11 @@ REFUSED = {
     "infinite": (lambda: quantize(X, E4M3, math.inf), ValueError, "finite and positive, in float32, got inf"),
     "too large": (lambda: quantize(X, E4M3, 1e39), ValueError, "finite and positive, in float32, got 1e[+]39"),
     "too small": (lambda: quantize(X, E4M3, 1e-46), ValueError, "finite and positive, in float32, got 1e-46"),
+    "too large a whole number": (lambda: quantize(X, E4M3, 10**40), ValueError, "quantize: .* finite and positive"),
+    "no scale": (lambda: quantize(X, E4M3, None), TypeError, "quantize: a scale is a number.*got None"),  # type: ignore
+    "a text": (lambda: quantize(X, E4M3, "1"), TypeError, "quantize: a scale is a number.*got '1'"),  # type: ignore
+    "a flag": (lambda: quantize(X, E4M3, True), TypeError, "quantize: a scale is a number.*got True"),
+    "some scales": (lambda: quantize(X, E4M3, [1.0]), TypeError, r"a scale is a number.*got \[1.0\]"),  # type: ignore
     "a list": (lambda: quantize([1.0], E4M3, 1.0), TypeError, "takes a torch.Tensor, got list"),  # type: ignore
 }
 

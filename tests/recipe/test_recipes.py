@@ -99,6 +99,8 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "current in e5m2": (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ValueError, "E5M2"),
     "blocks in hybrid": (lambda: Float8BlockScaling(fp8_format=Format.HYBRID), ValueError, "it takes Format.E4M3"),
     "blocks of x": (lambda: Float8BlockScaling(x_block_scaling_dim=2), ValueError, "x_block_scaling_dim=2.*1 x 128"),
+    "blocks by tensor": (lambda: Float8BlockScaling(x_block_scaling_dim=torch.ones(2)), ValueError, "leave it out"),
+    "mx margin by tensor": (lambda: MXFP8BlockScaling(margin=torch.ones(2)), ValueError, "leave it out"),
     "blocks fast": (lambda: Float8BlockScaling(fp8_gemm_fprop=FAST), ValueError, "sums over blocks are split"),
     "mx margin": (lambda: MXFP8BlockScaling(margin=1), ValueError, "margin=1"),
     "mx hybrid": (lambda: MXFP8BlockScaling(fp8_format=Format.HYBRID), ValueError, "it takes Format.E4M3"),
@@ -135,6 +137,20 @@ def test_a_recipe_of_ones_own_says_all_that_regions_ask() -> None:
     torch.testing.assert_close(y, x8 @ weight.T)
     turned = dequantized(x.T, torch.float8_e4m3fn, rows)
     torch.testing.assert_close(linear.weight.grad, turned.sum(1).expand(64, 128))  # ones have no error in 8 bits
+
+
+OWN = OwnScales(QParams(), (1, 64))
+
+
+@pytest.mark.parametrize("given", [3, [OWN] * 3, (OWN, OWN), (OWN, OWN, 1), (OWN, OWN, OwnScales(QParams(), (1, 0)))])
+def test_scales_that_are_none_are_refused_where_a_region_is_entered(given: Any) -> None:
+    class Odd(Recipe):
+        own_scales = given
+
+    with pytest.raises(TypeError, match=r"^Odd: own_scales are three OwnScales.*, got "), te.autocast(recipe=Odd()):
+        pass
+    with pytest.raises(TypeError, match=r"^Odd: own_scales are three"):
+        te.precision(te.Linear(64, 64), {"*": Odd()})
 
 
 def test_a_recipe_that_says_nothing_of_scales_is_none() -> None:

@@ -151,6 +151,12 @@ def test_bad_arguments(call: Any, words: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("given", [3, None, torch.ones(2)])
+def test_what_is_no_function_is_not_decorated(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"a region decorates a function, got .*: write @autocast"):
+        te.autocast(recipe=RECIPE)(given)
+
+
 class InBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

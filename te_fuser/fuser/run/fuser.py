@@ -44,7 +44,6 @@ _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
 _SURROUNDINGS_KEPT = 8  # listings for these, of one Fuser
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of tensors that run
-_DENSE = "te_fuser takes dense, materialized tensors; call .to_dense(), .resolve_conj() or .to_padded_tensor() first"
 
 
 class Fuser:
@@ -367,9 +366,20 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
-        if t.layout != torch.strided or t.is_nested:
-            raise TypeError(f"input {name!r}: {_DENSE}")
+        if (remedy := _remedy(t)) is not None:
+            raise TypeError(f"input {name!r}: te_fuser takes dense, materialized tensors; call {remedy} first")
     return found
+
+
+def _remedy(t: torch.Tensor) -> str | None:
+    """What makes a dense tensor of one whose memory does not hold its numbers as they are; None: that one does."""
+    if t.is_nested:
+        return ".to_padded_tensor()"
+    if t.layout != torch.strided:
+        return ".to_dense()"
+    if t.is_conj():
+        return ".resolve_conj()"
+    return ".resolve_neg()" if t.is_neg() else None
 
 
 def check_options(memory: str | int, kernels: str, fallback: str) -> None:
@@ -423,8 +433,8 @@ def check_input(x: Any, planning: bool = False) -> None:
             "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
             f"{REFERENCE}, which is plain PyTorch"
         )
-    if x.layout != torch.strided or x.is_conj() or x.is_neg() or x.is_nested:
-        raise TypeError(_DENSE)
+    if (remedy := _remedy(x)) is not None:
+        raise TypeError(f"te_fuser takes dense, materialized tensors; call {remedy} first")
     if x.dim() == 0:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
