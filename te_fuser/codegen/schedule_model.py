@@ -66,7 +66,7 @@ _MOST_TILES, _ENOUGH_TILES = 8, 4  # blocks on a multiprocessor
 _MADE_IN = ("float32", "bfloat16", "float16")  # what waits to be quantized by blocks
 _BLOCK_VECTORS, _BLOCK_AHEAD = (8, 4), (2, 4, 1)
 _BLOCK_BYTES = 64
-_BLOCK_REGISTERS = 72  # of a thread that quantizes by blocks
+_BLOCK_REGISTERS = 64  # of a thread that quantizes by blocks
 _BLOCK_SHARED = 160 * _KIB  # of a block whose values wait there
 _LINE = 128  # bytes
 # Vectors of a row per thread: with more, the compiler takes more registers than it is given.
