@@ -81,7 +81,7 @@ class _Captured:
         ]
         held = [(label, t) for label, _, _, t in self._tensors if t is not None and t.layout is torch.strided]
         self._memory = [(label, t, t.data_ptr(), t.requires_grad) for label, t in held]
-        self._main_grads = [(label, t, address) for label, t in held if (address := _main_grad_at(t))]
+        self._main_grads = [(label, t, address, _over(t)) for label, t in held if (address := _main_grad_at(t))]
 
     def check(self) -> None:
         """Compare with the model as it is.
@@ -117,9 +117,14 @@ class _Captured:
                     "and the graph goes by the old connection: capture again"
                 )
             telling.start(group)
-        for label, tensor, address in self._main_grads:
+        for label, tensor, address, over in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")
+            if _over(tensor) is not over:
+                raise ValueError(
+                    f"{label} has overwrite_main_grad={not over}, and the graph was captured with {over}: capture "
+                    "again, or leave it and fill main_grad with zeros before a step"
+                )
 
     def _changed_op(self, name: str) -> ValueError:
         """What to say of an op with other attributes."""
@@ -202,6 +207,11 @@ def _main_grad_at(p: torch.Tensor) -> int:
     """Where a parameter's main_grad lies; 0 where it has none."""
     held = held_main_grad(p)
     return 0 if held is None else held.data_ptr()
+
+
+def _over(p: torch.Tensor) -> bool:
+    """Whether a parameter says that its gradient is written over its main_grad."""
+    return bool(getattr(p, "overwrite_main_grad", False))
 
 
 def _by_name(given: Any) -> dict[str, torch.Tensor]:

@@ -205,6 +205,10 @@ def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert weight.main_grad is held and torch.equal(held, torch.ones(3, 4)) and not weight.grad_added_to_main_grad
     replayed(x).sum().backward()
     assert not torch.equal(held, torch.ones(3, 4)) and weight.grad_added_to_main_grad
+    weight.overwrite_main_grad = True
+    with pytest.raises(ValueError, match=r"^parameter 0.weight has overwrite_main_grad=True, .* captured with False"):
+        replayed(x)
+    weight.overwrite_main_grad = False
     weight.main_grad = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"the main_grad of parameter 0.weight has other memory"):
         replayed(x)

@@ -76,22 +76,23 @@ def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
         p = there[name]
         if p is not None:
             of = _scaled[p][1] if moved and p in _scaled else id(there)
-            _scaled[p] = _version(p), of
+            _scaled[p] = version_of(p), of
 
 
 def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
     """Why the scale of a module with these parameters is not that of its weight in 8 bits, in words; None: it is."""
     if p not in _scaled:  # a copy's, which has the numbers and scales of what it is a copy of
-        _scaled[p] = _version(p), id(there)
+        _scaled[p] = version_of(p), id(there)
     version, of = _scaled[p]
     if of != id(there):
         return "is another product's, too, which has a scale of its own: use one module in both places"
-    if version != _version(p):
+    if version != version_of(p):
         return "was written in place, which its scale knows nothing of: use load_state_dict, which brings both"
     return None
 
 
-def _version(p: torch.Tensor) -> int:
+def version_of(p: torch.Tensor) -> int:
+    """How often a tensor was written in place; 0 of one that knows nothing of it, as those of inference mode."""
     return 0 if p.is_inference() else p._version
 
 

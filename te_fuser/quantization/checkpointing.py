@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from te_fuser.ops.binding import Binding
+from te_fuser.ops.given import GivenBinding
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
+from te_fuser.quantization.precision import any_since, is_another_since, now
 from te_fuser.quantization.state import ROLES, Numbers, State, known_state_of, lock, state_of
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
@@ -61,6 +63,7 @@ class _Kept:
         self._regions = region.entered()
         self._is_first = region.is_first_microbatch()
         self._used: list[Any] = []
+        self._precision: int = now() if self._around is None else self._around._precision
         self.scales: Snapshot | None = None if self._around is None else self._around.scales
         self.entries: set[int] = {region.entries()} if self._around is None else self._around.entries
 
@@ -74,12 +77,22 @@ class _Kept:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
+        if any_since(self._precision):
+            region.settings_changed()  # so that calls are looked at again, each with its products
         micro_batch, token = region.microbatch(self._is_first), _running_again.set(self)
         try:
             with region.recomputed(self._regions), _by(self.scales, self.entries), micro_batch, reading(self._used):
                 yield
         finally:
             _running_again.reset(token)
+
+    def refuse_another_precision(self, weight: Binding, path: str, recipe: Recipe) -> None:
+        if is_another_since(weight, self._precision, recipe):
+            raise RuntimeError(
+                f"{path or 'MatMul'}: te_fuser.precision was called between a forward and its backward, which computes "
+                "that forward again, in which this product ran otherwise: call it before the forward, or behind the "
+                "backward"
+            )
 
 
 _running_again: ContextVar[_Kept | None] = ContextVar("te_fuser_running_again", default=None)
@@ -145,6 +158,20 @@ def refuse_another(state: State, recipe: Recipe) -> None:
     is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
         raise RuntimeError(f"a forward runs inside of a backward, in another region than it ran in before: {_REMEDY}")
+
+
+def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None:
+    """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now.
+
+    Args:
+        recipe: of the region.
+
+    Raises:
+        RuntimeError: naming the product's path.
+    """
+    kept = _running_again.get()
+    if kept is not None and not isinstance(weight, GivenBinding):
+        kept.refuse_another_precision(weight, path, recipe)
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:

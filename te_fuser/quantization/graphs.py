@@ -130,8 +130,15 @@ def _differ(then: region.Key, now: region.Key) -> str:
     if then.calibrating != now.calibrating:
         return f"this graph was captured with calibrating={then.calibrating}, and is called with {now.calibrating}"
     if (parts := then.says_microbatch) != now.says_microbatch:
-        said = "and calls have to say it, too" if parts else "and this call says it"
-        return f"this graph was captured {'with' if parts else 'without'} is_first_microbatch, {said}"
+        if parts:
+            return (
+                "this graph was captured in quantization.microbatch(True), and is called without saying which "
+                "micro-batch it is: replay it in quantization.microbatch(True or False)"
+            )
+        return (
+            "this graph was captured outside of quantization.microbatch(True), and quantizes weights in each replay, "
+            "but is called in one: replay it without, or capture in quantization.microbatch(True)"
+        )
     if then.agrees != now.agrees:
         return "this graph was captured where other ranks agree on amaxes than here"
     return "te_fuser.precision was called since the capture, and the graph goes by what was before"

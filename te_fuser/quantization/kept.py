@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -17,11 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.look import is_looking
-from te_fuser.ops.binding import Binding
+from te_fuser.ops.binding import Binding, place_of
 from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.facts import Facts
+from te_fuser.ops.narrow import version_of
 from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.state import State, every_state, lock, not_in_capture, state_of
+from te_fuser.quantization.state import Source, State, every_state, lock, not_in_capture, state_of
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -67,11 +69,13 @@ def keep(weights: Sequence[Binding], records: bool) -> None:
         return
     states = {state_of(weight): weight for weight in weights}
     looks = is_looking()
-    first = region.is_first_microbatch() and not (looks or region.recomputing())
-    missing = [s for s in states if first or not (s.is_kept or looks and s.kept) or not _lies_beside(s)]
+    renews = not (looks or region.recomputing())
+    first = renews and region.is_first_microbatch()
+    there = {s for s in states if (s.is_kept or looks and s.kept) and _lies_beside(s)}
+    missing = [s for s in states if first or s not in there or (renews and _is_of_others(s))]
     if missing:
         not_in_capture("weights are quantized to be kept")
-    if missing and not (first or looks):
+    if not (first or looks or all(s.is_kept for s in missing)):
         _say_once()
     amaxes = [state.amaxes["weight"] for state in missing] if records else None
     with lock, torch.inference_mode(False), torch.no_grad():
@@ -79,7 +83,7 @@ def keep(weights: Sequence[Binding], records: bool) -> None:
         made = [_like(w) for w in taken] if looks else _quantized(taken, missing, amaxes)
         for state, both in zip(missing, made, strict=True):
             state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
-            state.is_kept = not looks
+            state.is_kept, state.kept_of = not looks, () if looks else _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
@@ -141,40 +145,66 @@ def _say_once() -> None:
     )
 
 
-def kept_facts(states: Iterable[State]) -> Facts:
+def kept_facts(states: Sequence[State]) -> Facts:
     """What holds while calls read what is kept of these, and nothing else is to be done."""
     kept = tuple([(vars(state), "is_kept", True) for state in states])
     if not kept:
         return Facts()
-    return Facts(items=kept, calls=((region.keeps_or_notes, False),))
+    return Facts(items=kept, calls=((region.keeps_or_notes, False), (functools.partial(_any_of_others, states), False)))
+
+
+def _sources(weight: Binding) -> tuple[Source, ...]:
+    """The parameters that a weight is, or is made of, and their versions; of one that a module computes none."""
+    places = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
+    found = [(module._parameters, last, module._parameters.get(last)) for module, last in places]
+    return tuple([(there, last, weakref.ref(p), version_of(p)) for there, last, p in found if p is not None])
+
+
+def _is_of_others(state: State) -> bool:
+    """Whether a parameter that kept 8 bits were made of was replaced since, or written in place."""
+    for there, name, parameter, version in state.kept_of:
+        then = parameter()
+        if then is None or version_of(then) != version or there.get(name) is not then:
+            return True
+    return False
+
+
+def _any_of_others(states: Sequence[State]) -> bool:
+    """Whether any was, of states that calls read here; what computes a forward again reads what that read."""
+    return not region.recomputing() and any(map(_is_of_others, states))
 
 
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """In here calls read what was kept when it was noted."""
-    before = [(state, dict(state.kept), state.is_kept, then) for state, then, _ in used]
-    for state, _, _, then in before:
-        _put(state, then, True)
+    found = [(state, then) for state, then, _ in used]
+    before = [(state, *_held(state)) for state, _ in found]
+    for state, then in found:
+        _put(state, then, True, ())
     try:
         yield
     finally:
-        for state, kept, is_kept, _ in before:
-            _put(state, kept, is_kept)
+        for held in before:
+            _put(*held)
 
 
 @contextlib.contextmanager
 def kept_undisturbed() -> Iterator[None]:
     """Afterwards there is kept of each weight what was kept before."""
-    before = [(state, dict(state.kept), state.is_kept) for state in every_state()]
+    before = [(state, *_held(state)) for state in every_state()]
     try:
         yield
     finally:
-        for state, kept, is_kept in before:
-            _put(state, kept, is_kept)
+        for held in before:
+            _put(*held)
 
 
-def _put(state: State, kept: dict[str, torch.Tensor], is_kept: bool) -> None:
+def _held(state: State) -> tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]:
+    return dict(state.kept), state.is_kept, state.kept_of
+
+
+def _put(state: State, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
     with lock:
         state.kept.clear()
         state.kept.update(kept)
-        state.is_kept = is_kept
+        state.is_kept, state.kept_of = is_kept, kept_of

@@ -31,7 +31,7 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, OwnAmaxBinding, OwnBinding, ScaleBinding
-from te_fuser.quantization.checkpointing import ran_outside, ran_within
+from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
 from te_fuser.quantization.exchanged import agreeing, quantized_first
 from te_fuser.quantization.folding import read_in_capture
 from te_fuser.quantization.graphs import refuse_by_hand
@@ -96,6 +96,8 @@ class Regions(surroundings.Surrounding):
 
     def entered(self, listed: Sequence[ListedOp], key: region.Key) -> None:
         refuse_narrow_weights(filter(_is_product, listed))
+        for item in filter(_is_product, listed):
+            refuse_another_precision(weight_in(item), item.path, key.recipe)
         around, calibrating = key.recipe, key.calibrating
         weights = [weight_in(item) for item in listed if why_not(item, around) is None]
         weights = [weight for weight in weights if not _is_planned_alone(weight)]

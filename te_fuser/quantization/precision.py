@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +20,11 @@ from te_fuser.recipe.recipes import Recipe
 from te_fuser.recipe.region import settings_changed
 
 _KEY = "_fp8_precision"  # of a module's attributes
+_UNSAID = object()
+_REMEMBERED = 16
+_count, _latest = itertools.count(1), [0]
+# Module -> weight's name -> when the recipe was changed, the last times, and what was said before.
+_changed: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, deque[tuple[int, object]]]] = weakref.WeakKeyDictionary()
 
 
 class Chosen(dict[str, Recipe | None], Aside):  # type: ignore[misc]
@@ -39,7 +47,13 @@ def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> N
     """
     found = _matched(model, recipes)
     for weight, recipe in found:
-        weight.owner.__dict__.setdefault(_KEY, Chosen())[weight.name] = recipe
+        chosen = weight.owner.__dict__.setdefault(_KEY, Chosen())
+        before = chosen.get(weight.name, _UNSAID)
+        if before != recipe:
+            changed = _changed.setdefault(weight.owner, {}).setdefault(weight.name, deque(maxlen=_REMEMBERED))
+            _latest[0] = now()
+            changed.append((_latest[0], before))
+        chosen[weight.name] = recipe
     settings_changed()
 
 
@@ -79,6 +93,22 @@ def _matches(path: str, pattern: str) -> bool:
 def _near(pattern: str, paths: list[str]) -> str:
     near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
     return f"near it: {', '.join(map(repr, near))}" if near else "this model has none whose sizes are multiples of 16"
+
+
+def now() -> int:
+    """A number for `any_since` and `is_another_since`."""
+    return next(_count)
+
+
+def any_since(then: int) -> bool:
+    """Whether a recipe of any product was changed since then."""
+    return _latest[0] > then
+
+
+def is_another_since(weight: Binding, then: int, recipe: Recipe) -> bool:
+    """Whether a product runs by another recipe than it would have then, in a region of this one."""
+    since = [before for when, before in _changed.get(weight.owner, {}).get(weight.name, ()) if when > then]
+    return bool(since) and (recipe if since[0] is _UNSAID else since[0]) != recipe_for(weight, recipe)
 
 
 def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:

@@ -31,6 +31,7 @@ _INDICES_KEPT = 16
 lock = threading.RLock()
 _changes = [0]
 Numbers = dict[str, torch.Tensor]  # by role
+Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], int]
 _blocks: list[Block] = []
 _all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
@@ -155,6 +156,7 @@ class State:
             of the amax.
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
         kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
+        kept_of: the parameters that these were made of, where they are, with their versions of then.
         recipe: by which its last call ran that recorded.
         entry: the number of the outermost region of that call.
         ran_by, ran_in: the recipe of its last call of all, whatever that recorded, None: outside of regions; and the
@@ -171,6 +173,7 @@ class State:
         self.blanks: Numbers = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
+        self.kept_of: tuple[Source, ...] = ()
         self.recipe: Recipe | None = None
         self.ran_by: Recipe | None = None
         self.ran_in = -1

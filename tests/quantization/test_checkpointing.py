@@ -307,3 +307,23 @@ def test_one_inside_of_another_has_its_scales(way: str) -> None:
             pass
         found.append([y, *torch.autograd.grad(y.square().sum(), [given, *m.parameters()])])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("other", [None, DelayedScaling(margin=1), Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("called", [False, True], ids=["", "called"])
+@pytest.mark.parametrize("way", WAYS)
+def test_products_run_again_by_what_was_said_of_them(way: str, called: bool, other: Recipe | None) -> None:
+    """Another recipe in between is refused in words; one that was taken back, or is another model's, is nothing."""
+    m, x = model(), torch.randn(8, 16, requires_grad=True)
+    with te.autocast(recipe=RECIPE):
+        ys = [WAYS[way](m, x) for _ in range(3)]
+    te.precision(model(), {"1": other})
+    ys[0].sum().backward()
+    te.precision(m, {"1": other})
+    if called:
+        with te.autocast(recipe=RECIPE):
+            m(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^1\.matmul: te_fuser\.precision was called between .*: call it before"):
+        ys[1].sum().backward()
+    te.precision(m, {"1": RECIPE})
+    ys[2].sum().backward()

@@ -223,7 +223,7 @@ def test_other_regions_than_that_of_the_capture(name: str, stream: Stream) -> No
     around, words = ELSEWHERE[name]
     with around(), pytest.raises(ValueError, match=words):
         replayed(leaf(0))
-    with on(), microbatch(True), pytest.raises(ValueError, match="captured without is_first_microbatch, and this call"):
+    with on(), microbatch(True), pytest.raises(ValueError, match=r"captured outside of quantization\.micro"):
         replayed(leaf(0))
     te.precision(model, {"1": None})
     with on(), pytest.raises(ValueError, match=r"te_fuser.precision was called since the capture"):
@@ -268,7 +268,7 @@ def test_micro_batches(name: str, stream: Stream) -> None:
             for optimizer in optimizers:
                 optimizer.step()
     assert_equal(states(model), states(twin))
-    with on(), pytest.raises(ValueError, match="captured with is_first_microbatch, and calls have to say it, too"):
+    with on(), pytest.raises(ValueError, match=r"captured in quantization\.microbatch\(True\), and is"):
         replayed(leaf(0))
 
 

@@ -133,6 +133,60 @@ def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
     assert not any(one[KEPT[0]] is other[KEPT[0]] for one, other in zip(kept_of(model), before, strict=True))
 
 
+def _written(model: Any) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(-0.5)
+
+
+def _loaded(model: Any, assign: bool = False) -> None:
+    model.load_state_dict({n: -0.5 * t if "fp8" not in n else t for n, t in model.state_dict().items()}, assign=assign)
+
+
+def _replaced(model: Any) -> None:
+    for m in model.modules():
+        for name, p in m.named_parameters(recurse=False):
+            setattr(m, name, torch.nn.Parameter(-0.5 * p.detach()))
+
+
+CHANGES = {"written": _written, "loaded": _loaded, "assigned": lambda m: _loaded(m, True), "replaced": _replaced}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("name", ["Linear", "joined", "LayerNormMLP", "checkpointed", "apart"])
+def test_weights_that_are_others_are_quantized_again(name: str, how: str) -> None:
+    """By a False, too, and kept from then on; nothing has to be said."""
+    model = made(name)
+    step(model, data(0), True)
+    step(model, data(1), False)  # which knows how it goes
+    CHANGES[how](model)
+    twin = copy.deepcopy(model)
+    before = kept_of(model)
+    for number in (2, 3):
+        assert_equal(step(model, data(number), False), step(twin, data(number), None))
+        now = kept_of(model)
+        assert all((one[KEPT[0]] is other[KEPT[0]]) is (number == 3) for one, other in zip(now, before, strict=True))
+        before = now
+
+
+@pytest.mark.parametrize("how", ["te", "inner"])
+def test_what_runs_again_reads_what_it_read_before_a_write(how: str) -> None:
+    """Its weights in 8 bits, that is: a write in between changes none of them."""
+    model, plain = (made("checkpointed" if how == "inner" else "LayerNormMLP") for _ in range(2))
+    outputs = []
+    for m in (model, plain):
+        with on():
+            m(data(0), is_first_microbatch=True)
+            outputs.append(te.checkpoint(m, data(1), is_first_microbatch=False) if how == "te" else m(data(1)))
+    with torch.no_grad():
+        model.fc1_weight.mul_(-2.0)  # to 8 bits and back it would be another one
+        model.fc1_weight.mul_(-0.5)
+    kept_now = kept_of(model)
+    for g, w in zip(to_input(model, outputs[0]), to_input(plain, outputs[1]), strict=True):
+        assert torch.equal(g, w)
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), kept_now, strict=True) for k in KEPT)
+
+
 def test_data_and_scale_stay_together() -> None:
     """Folds in between move the scale of the weight; what is kept is divided by that of then."""
     model, x = te.Linear(F, FFN, bias=False), data(0)
