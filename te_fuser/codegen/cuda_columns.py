@@ -14,6 +14,7 @@ class ColumnText(CudaKernelText):
     """No row reductions: a thread owns `kVector` columns and walks down the rows."""
 
     index, is_there = "base + ahead * step", "row < rows"  # of a row in flight
+    coming: Mapping[int, str] = {}  # what comes by way of shared memory, and where a thread has its share
 
     def write(self) -> str:
         """The function."""
@@ -77,24 +78,34 @@ class ColumnText(CudaKernelText):
     def _rows_ahead(self) -> None:
         """The rows from `base` on that a thread has in flight."""
         text = self.text
-        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
+        leaves = [n for n in self._leaves(True) if id(n) not in self.coming]
+        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
         numbers = [n for n in self.d.nodes if n.op == "input" and n.axes == Axes.ROWS]
         self._numbers = {id(n): self.names.fresh(f"{n.attrs[0]}_ahead") for n in numbers}
         if travels or numbers:
             text("// All loads first, so that they are on their way together.")
-            for n in self._leaves(True):
+            for n in leaves:
                 text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
             for name in self._numbers.values():
                 text(f"float {name}[kAhead];")
             with text.loop("ahead", "kAhead"), self._row():
-                if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
+                if any(n.axes & Axes.OUTER == 0 for n in leaves):
                     self._sample()
-                for n in self._leaves(True):
+                for n in leaves:
                     text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
                 for n in numbers:
                     text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
         with text.loop("ahead", "kAhead"), self._row():
-            self._one_row({**self._stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
+            there = {i: f"{name}[ahead]" for i, name in travels.items()}
+            self._one_row({**self._stays, **there, **self._come()})
+
+    def _come(self) -> dict[int, str]:
+        """The vectors of a row in shared memory, read where they are used: so they take registers of one row alone."""
+        come = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True) if id(n) in self.coming}
+        for n in self._leaves(True):
+            if id(n) in come:
+                self.text(f"const {self.vector_type(n)} {come[id(n)]} = {self.load(n)};")
+        return come
 
     @contextlib.contextmanager
     def _row(self) -> Iterator[None]:

@@ -6,8 +6,8 @@ kernels store them, and column sums and maxima are theirs, too.
 
 What is stored by blocks of 128 waits in shared memory, as it would be stored by rows, until the whole tile is there:
 then its scales are known. Each thread reads there what it has put there itself. What it is made of comes to the same
-place, a whole tile at once, before anything is computed. Where tiles have all their columns, the largest magnitudes are
-found while it is made, and the loop is there twice: a tile that has all its rows asks for none.
+place, a whole tile at once, and a turn waits for its own rows alone. Where tiles have all their columns, the largest
+magnitudes are found while it is made, and the loop is there twice: a tile that has all its rows asks for none.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TileText(ColumnText):
             self.text.lines += loop
 
     def _fetch(self) -> None:
-        """All of the tile that goes by way of shared memory."""
+        """All of the tile that goes by way of shared memory, a turn after the other."""
         if not self.coming:
             return
         with self.text.loop("turn", "kTurns"), self.names.scope():
@@ -160,8 +160,7 @@ class TileText(ColumnText):
                     if id(n) in self.coming:
                         source = self.address(self.load_pointer(n), n.axes, n.attrs[2], n.attrs[1])
                         self.text(f"te::fetch<kVector>(&{self._share(n)}, {source});")
-        self.text("te::depart();")
-        self.text("te::arrived<0>();")
+            self.text("te::depart();")
 
     def _share(self, n: Expr) -> str:
         return f"{self.coming[id(n)]}.at(turn / kPart, early + ahead)"
@@ -191,6 +190,8 @@ class TileText(ColumnText):
             yield
 
     def _four_rows(self) -> None:
+        if self.coming:
+            self.text("te::arrived<kTurns - 1>();")
         for name in self.turned.values():
             self.text(f"te::FourRows<kVector> {name};")
         self._rows_ahead()
@@ -198,6 +199,8 @@ class TileText(ColumnText):
             self.text(f"te::put_columns({self.shelf[key]}, lane, four, {name});")
         for number, name in enumerate(self.found.values()):
             self.text(f"{name}.raise_rows(block_scales[{number}], four);")
+        if self.coming:
+            self.text("te::depart();")  # nothing: so that each turn waits for all but as many
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:

@@ -43,6 +43,7 @@ class _Watch:
         self.groups: dict[str, Group] = {}
         self._standing: weakref.WeakKeyDictionary[Any, _Standing] = weakref.WeakKeyDictionary()
         self._changed, self._ended, self._thread = threading.Event(), False, threading.Thread()
+        self._ending: list[threading.Thread] = []
 
     def watch(self, groups: Iterable[Group]) -> None:
         """Look at these groups, too; with the patience of now."""
@@ -56,8 +57,10 @@ class _Watch:
         """Look no more: a thread in native code at the end of the interpreter would abort it."""
         self._ended = True
         self._changed.set()
-        if self._thread.is_alive():
-            self._thread.join(_END)
+        until = time.monotonic() + _END
+        for thread in (self._thread, *self._ending):
+            if thread.is_alive():
+                thread.join(max(until - time.monotonic(), 0.0))
 
     def other(self, group: Group) -> str:
         """Another rank of the group that is elsewhere, in words; empty where none is, as far as can be known."""
@@ -85,7 +88,7 @@ class _Watch:
         found = _Standing(telling.stands(group))
         if before is not None and before.at == found.at:
             if telling.given_up(group):  # by another one that is in this collective, too
-                _end(group)
+                self._end(group)
                 return
             if other := telling.ahead(group, waits=True):
                 found = _Standing(found.at, other, before.since or now)
@@ -93,7 +96,13 @@ class _Watch:
         late = found.other and now - found.since >= _SHARE * min(config.patience, telling.timeout(group))
         if late and telling.stands(group) == found.at:
             _give_up(group, found.other)
-            _end(group)
+            self._end(group)
+
+    def _end(self, group: Group) -> None:
+        """End what this rank waits for, beside the looks at others: where a graph has captured it that takes long."""
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        self._ending.append(threading.Thread(target=_end, args=(group,), name="te_fuser: end of a group", daemon=True))
+        self._ending[-1].start()
 
 
 _watch = _Watch()

@@ -197,6 +197,14 @@ def test_tiles_of_what_is_read_are_on_their_way_at_once() -> None:
     assert kernels["bfloat16"].launches[0].shared_bytes == 128 * 128 * (2 + 2)
     assert kernels["float32"].launches[0].shared_bytes == 128 * 128 * (4 + 1)
     assert kernels["bfloat16"].schedules[0].blocks_per_multiprocessor == 3
+    turn = kernels["bfloat16"].source.split("#pragma unroll 1")[1]
+    assert turn.index("te::arrived<kTurns - 1>();") < turn.index("x_coming.at") < turn.index("te::depart();")
+    assert "_vector[kAhead]" not in turn  # each row is read when it is computed
+
+
+def test_rows_that_are_read_late_leave_registers_for_four_blocks() -> None:
+    d = gelu(Kit("bfloat16", "bfloat16"), 4096, E4M3)
+    assert cuda.generate(d).schedules[0].blocks_per_multiprocessor == 4
 
 
 def test_a_kernel_says_how_it_lies() -> None:

@@ -252,6 +252,37 @@ def test_a_backend_that_can_end_what_waits_does() -> None:
 
 
 @on_ranks
+def test_an_end_that_takes_long_holds_up_no_other() -> None:
+    """NCCL's takes long where a graph has captured the group: a second one is heard of meanwhile."""
+    rank, groups = dist.get_rank(), [dist.new_group(range(WORLD)) for _ in range(2)]
+    models = [sequential(ops.LayerNorm(FEATURES), ops.AllGather(group), ops.Linear(FEATURES, 4)) for group in groups]
+    for m in models:
+        m(tensor(4, FEATURES))
+    with mock.patch.object(config, "patience", 1.0):
+        if rank:
+            for m in models:
+                with pytest.raises(Disagreement, match="waits in a collective"):
+                    m(tensor(6, FEATURES))
+        else:
+            begun: list[Group] = []
+            second = threading.Event()
+
+            def end(group: Group) -> None:
+                begun.append(group)
+                second.set() if len(begun) == 2 else second.wait(TIMEOUT)
+
+            with (
+                mock.patch.object(telling, "entered", return_value=10**6),
+                mock.patch.object(stuck, "_abort", side_effect=end),
+            ):
+                stuck.watch([])
+                assert second.wait(TIMEOUT)
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@on_ranks
 def test_who_is_late_is_not_stuck() -> None:
     """It has started no collective that the other one has not."""
     rank, m = dist.get_rank(), model()
