@@ -471,3 +471,23 @@ def test_a_negative_tensor_is_refused_of_a_call_like_the_last(name: str) -> None
         model(**given)
     with pytest.raises(TypeError, match=r"call \.resolve_neg\(\) first$"):
         model(**{**given, name: torch._neg_view(given[name])})
+
+
+def test_a_negative_parameter_is_refused() -> None:
+    model = te_fuser.Sequential(ops.Scale(8))
+    model[0].weight = torch.nn.Parameter(torch._neg_view(torch.rand(8)))
+    with pytest.raises(TypeError, match=r"^weight has its negative bit set: put weight\.resolve_neg\(\) in its place"):
+        model(X)
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_gradients_that_arrive_with_a_negative_bit(ends: int) -> None:
+    model = te_fuser.Sequential(ops.GELU(), ops.Output("inner"), ops.SiLU())
+    x = X.detach().float().requires_grad_()
+    y = model(x, outputs=("inner",)) if ends == 2 else model(x)
+    dy = [torch.randn_like(x) for _ in range(ends)]
+    found, wanted = (
+        torch.autograd.grad(y, x, [wrap(g) for g in dy], retain_graph=True)[0]
+        for wrap in (lambda g: torch._neg_view(-g), lambda g: g)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

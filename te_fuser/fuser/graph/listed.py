@@ -114,7 +114,13 @@ class ParameterSpecs:
 
     @classmethod
     def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
-        """What is known of a parameter that is `t` in this call."""
+        """What is known of a parameter that is `t` in this call.
+
+        Raises:
+            TypeError: for one whose memory has its numbers with the other sign.
+        """
+        if t.is_neg():
+            raise TypeError(f"{binding.name} has its negative bit set: put {binding.name}.resolve_neg() in its place")
         kind = torch.Tensor if stands_in(t) else type(t)
         lies, spec = None, spec_of(t, absent)
         if kind not in _PLAIN and is_dtensor(t):

@@ -269,9 +269,9 @@ def _exchanged(
 def _arriving(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
     """The gradients of the results that take one; zeros for those that nobody used."""
     if len(grads) == 1:
-        return grads  # type: ignore[return-value]
+        return [grads[0].resolve_neg()] if grads[0].is_neg() else grads  # type: ignore[union-attr, return-value]
     needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, segment.gradients_in, strict=True)) if slot is not None]
-    return [g if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
+    return [g.resolve_neg() if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
 
 
 def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
