@@ -26,6 +26,7 @@ _SHARE = 0.5  # of the patience: so the one that waits hears why before it gives
 _LOOKS = 16  # in that time
 _LONGEST = 10.0  # seconds from one look to the next
 _END = 2.0  # seconds that the end of the process waits for a look
+_ABORTED = 15.0  # and for the end of a group: NCCL gives up on one that a graph has captured after 10
 
 
 class _Standing(NamedTuple):
@@ -57,10 +58,10 @@ class _Watch:
         """Look no more: a thread in native code at the end of the interpreter would abort it."""
         self._ended = True
         self._changed.set()
-        until = time.monotonic() + _END
-        for thread in (self._thread, *self._ending):
+        begun = time.monotonic()
+        for thread, longest in ((self._thread, _END), *[(thread, _ABORTED) for thread in self._ending]):
             if thread.is_alive():
-                thread.join(max(until - time.monotonic(), 0.0))
+                thread.join(max(begun + longest - time.monotonic(), 0.0))
 
     def other(self, group: Group) -> str:
         """Another rank of the group that is elsewhere, in words; empty where none is, as far as can be known."""
