@@ -178,6 +178,7 @@ ASPECTS = {
         "dtensor_parameters",
         "engines",
         "float8",
+        "float8_two_meshes",
         "fully_shard",
         "gpu_bodies",
         "lockstep",

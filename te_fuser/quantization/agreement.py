@@ -15,9 +15,10 @@ from te_fuser.ops import telling
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import latest
 from te_fuser.ops.group import Group, groups_given
+from te_fuser.quantization.block import ROLES, Block
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
-from te_fuser.quantization.state import ROLES, Block, State, state_of
+from te_fuser.quantization.state import State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, settings, settings_changed
 

@@ -11,10 +11,11 @@ import torch
 
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.given import GivenBinding
+from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
 from te_fuser.quantization.precision import any_since, is_another_since, now
-from te_fuser.quantization.state import ROLES, Numbers, State, known_state_of, lock, state_of
+from te_fuser.quantization.state import Numbers, State, known_state_of, lock, state_of
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe

@@ -21,22 +21,8 @@ from te_fuser.ops.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.narrow import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
-from te_fuser.quantization.state import (
-    ROLES,
-    Block,
-    Looked,
-    Numbers,
-    State,
-    apart,
-    before_saving,
-    blocks,
-    changes,
-    has_recorded,
-    lock,
-    not_in_capture,
-    note_recording,
-    show,
-)
+from te_fuser.quantization.block import ROLES, Block, Looked, apart, changes, not_in_capture
+from te_fuser.quantization.state import Numbers, State, before_saving, blocks, has_recorded, lock, note_recording, show
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import (

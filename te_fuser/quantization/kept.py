@@ -23,7 +23,8 @@ from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.narrow import version_of
 from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.state import Source, State, every_state, lock, not_in_capture, state_of
+from te_fuser.quantization.block import not_in_capture
+from te_fuser.quantization.state import Source, State, every_state, lock, state_of
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []

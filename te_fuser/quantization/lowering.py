@@ -31,6 +31,7 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, OwnAmaxBinding, OwnBinding, ScaleBinding
+from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
 from te_fuser.quantization.exchanged import agreeing, quantized_first
 from te_fuser.quantization.folding import read_in_capture
@@ -52,7 +53,6 @@ from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, weight_in
 from te_fuser.quantization.refusing import refuse_dtype
 from te_fuser.quantization.state import (
-    ROLES,
     AsPut,
     State,
     blocks,

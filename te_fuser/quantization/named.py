@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import fold, fold_to_look
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import ROLES, State, blocks, state_of
+from te_fuser.quantization.state import State, blocks, state_of
 from te_fuser.recipe.region import entered
 
 

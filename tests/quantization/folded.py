@@ -8,8 +8,9 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import fold
-from te_fuser.quantization.state import ROLES, State, ensure, state_of
+from te_fuser.quantization.state import State, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)

@@ -19,8 +19,9 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.ops.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
+from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import fold
-from te_fuser.quantization.state import ROLES, AsPut, blocks, ensure, newest, prefix_of, state_of
+from te_fuser.quantization.state import AsPut, blocks, ensure, newest, prefix_of, state_of
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 

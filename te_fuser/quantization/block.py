@@ -1,0 +1,130 @@
+"""Slots for what calls record of many products on one device, and the numbers that CUDA graphs read of these."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from te_fuser.kernels.fold_amaxes import APART
+from te_fuser.recipe import region
+
+if TYPE_CHECKING:
+    from te_fuser.quantization.state import State
+
+ROLES = ("input", "weight", "output_gradient")
+_PRODUCTS = 256  # of a block
+_INDICES_KEPT = 16
+_changes = [0]
+
+
+def changed(dead: object = None) -> None:
+    _changes[0] += 1
+
+
+def changes() -> int:
+    """A number that is another one once a product is new, gone, or runs by another recipe."""
+    return _changes[0]
+
+
+def not_in_capture(what: str) -> None:
+    """Refuse what replays would do again, or not at all.
+
+    Raises:
+        RuntimeError: while a stream is captured.
+    """
+    if region.is_capturing():
+        raise RuntimeError(
+            f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
+        )
+
+
+class Looked(NamedTuple):
+    """What folds put into histories for who looked, since the last region was entered: the next fold goes on with it.
+
+    Attributes:
+        amaxes: float32 [products, 3], the largest of these folds.
+        scales: those of before, float32 [products, 3].
+    """
+
+    amaxes: torch.Tensor
+    scales: torch.Tensor
+
+
+class Block:
+    """Slots for the amaxes of many products on one device.
+
+    Attributes:
+        amaxes: float32 [products, 3], the largest magnitudes since the last fold, 0 where there was nothing.
+        not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
+        live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
+            memory: for CUDA graphs; None before the first capture.
+        looked: what histories have of the steps that go on; None where nobody looked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
+        self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
+        self.live: torch.Tensor | None = None
+        self.looked: Looked | None = None
+        self.device = self.amaxes.device
+        self._states: list[weakref.ref[State] | None] = []
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot was given away."""
+        return len(self._states) == _PRODUCTS
+
+    def states(self) -> list[State]:
+        """The products that are there."""
+        return [state for ref in self._states if ref is not None and (state := ref()) is not None]
+
+    def index(self, rows: tuple[int, ...]) -> torch.Tensor:
+        """These rows as an index; it is kept, as a copy to a GPU waits for that."""
+        found = self._indices.get(rows)
+        if found is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            found = self._indices[rows] = torch.tensor(rows, device=self.device)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """How many slots were given away."""
+        return len(self._states)
+
+    def made_live(self) -> torch.Tensor:
+        """`live`, from now on.
+
+        Raises:
+            RuntimeError: while a stream is captured, where there is none yet.
+        """
+        if self.live is None:
+            not_in_capture("scales are read by a first graph")
+            self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
+            for state in self.states():
+                self.live[state.row, :, 0] = torch.stack([*state.scales.values(), *state.inverses.values()])
+        return self.live
+
+    def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
+        """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
+        assert self.live is not None
+        self.live[:, :, 0].index_copy_(0, self.index(rows), numbers)
+
+    def add(self, state: State, before: Block | None, row: int) -> int:
+        """Give a product a row, with what it had in a row of another block."""
+        self._states.append(weakref.ref(state, changed))
+        changed()
+        mine = len(self._states) - 1
+        if before is not None:
+            self.amaxes[mine].copy_(before.amaxes[row])
+            self.not_finite[mine].copy_(before.not_finite[row])
+            before._states[row] = None
+        return mine
+
+
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
