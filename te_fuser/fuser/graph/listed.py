@@ -119,7 +119,7 @@ class ParameterSpecs:
         Raises:
             TypeError: for one whose memory has its numbers with the other sign.
         """
-        if t.is_neg():
+        if not is_compiling() and t.is_neg():
             raise TypeError(f"{binding.name} has its negative bit set: put {binding.name}.resolve_neg() in its place")
         kind = torch.Tensor if stands_in(t) else type(t)
         lies, spec = None, spec_of(t, absent)
