@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
+from te_fuser.convert.call import Call, argument_names, cache_name
 from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left
 from te_fuser.convert.watched import answers, modules_as_they_are, scalars_of
 from te_fuser.ops.facts import Facts, still_hold
@@ -34,34 +36,8 @@ from te_fuser.sequential import Sequential
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(f"te_fuser.convert takes models of transformers 5.17 or newer, got {transformers.__version__}")
 
-# Arguments of a call that attention functions read, and the op does not.
-_BEYOND = ("position_bias", "cache")
 _MODULE, _FUNCTION = "module", "function"  # who runs attention, where it is no op
 _EAGER = "eager_attention_forward"  # the name of a family's function
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a layer is called with beside its input.
-
-    Attributes:
-        mask: what transformers made of the attention mask: None, [B, 1, S, T] booleans, True = seen, or what is added.
-        past: the cache of keys and values, or None.
-        angles: cosines and sines, [B or 1, S, D] each; None where nothing turns.
-        others: all else, by keyword.
-    """
-
-    mask: Any
-    past: Any
-    angles: tuple[torch.Tensor, torch.Tensor] | None = None
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tables(self) -> dict[str, torch.Tensor]:
-        """The angles as `RotaryByAngles` takes them, [S, B or 1, 1, D]."""
-        if self.angles is None:
-            return {}
-        return {name: t.transpose(0, 1).unsqueeze(2) for name, t in zip(("cos", "sin"), self.angles, strict=True)}
 
 
 @dataclass
@@ -107,6 +83,13 @@ class Block(ops.Together):
     attention: ClassVar[str] = "self_attn"  # the path of the attention module
     attention_class: ClassVar[Any]
     of_config: ClassVar[tuple[str, ...]] = ("_attn_implementation",)  # what is read there in calls
+    arguments: ClassVar[tuple[str, ...]]  # of the class's forward, those that may be given by position
+    cache: ClassVar[str]  # the one among them that is the cache of keys and values
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "was" in cls.__dict__:
+            cls.arguments, cls.cache = argument_names(cls.was.forward)[1:], cache_name(cls.was.forward)
 
     @classmethod
     def why_not(cls, layer: Any) -> str | None:
@@ -151,20 +134,40 @@ class Block(ops.Together):
         """The modules whose numbers and flags these are."""
         return [self._attention()]
 
-    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """The layer's own forward."""
-        raise NotImplementedError
-
     def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """What the attention module gives of x."""
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------- running
 
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        """y of x, [B, S, features], by a call as the layer's class takes it.
+
+        A call with arguments that lists know nothing of runs by the layer's class.
+        """
+        names = self.arguments
+        if self.cache == "cache" and "past_key_values" in keywords:  # its name before
+            keywords.setdefault("cache", keywords.pop("past_key_values"))
+        arguments = dict(zip(names, args, strict=False)) | keywords
+        if len(arguments) != len(args) + len(keywords) or names[0] not in arguments:
+            return self.was.forward(self, *args, **keywords)  # type: ignore[no-any-return]  # raises
+        x = arguments.pop(names[0])
+        call = Call(arguments, self.cache)
+        if _is_traced(x) or any(GLOBAL_HOOKS) or self._is_beyond_lists(call):
+            return self.was.forward(self, x, **arguments)  # type: ignore[no-any-return]
+        return self.run(x, call)
+
+    def _is_beyond_lists(self, call: Call) -> bool:
+        """Whether a call says something of which lists of ops know nothing."""
+        unknown = call.unknown()
+        if unknown:
+            words = f"called with {', '.join(unknown)}, which lists of ops know nothing of"
+            self.__dict__["_te_fuser_unknown"] = f"it was {words}"
+            warnings.warn(f"{type(self).__name__} is {words}: it runs as transformers has it", stacklevel=3)
+        return bool(unknown)
+
     def run(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """y of x, [B, S, features]."""
-        if _is_traced(x) or any(GLOBAL_HOOKS):
-            return self.original(x, call)
+        """y of x, [B, S, features], by lists."""
         now = self._now()
         how = self._how(x, call, now)
         if how == _MODULE:
@@ -188,8 +191,6 @@ class Block(ops.Together):
         if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
         if not now.knows or not _sees_itself(x, call, now):
-            return _FUNCTION
-        if any(call.others.get(name) is not None for name in _BEYOND):
             return _FUNCTION
         return _hides(x, call, now)
 
@@ -220,6 +221,8 @@ class Block(ops.Together):
         now, left = self._now(), dict(self.__dict__["_te_fuser"].left)
         if has_own_forward(self) and not keeps_forward(self):
             left[""] = "it has a forward of its own"
+        elif "_te_fuser_unknown" in self.__dict__:
+            left[""] = self.__dict__["_te_fuser_unknown"]
         if not now.left and not now.knows:
             name = now.attention.config._attn_implementation
             left[self.attention] = f"attention is computed by its function, {name!r}"
@@ -322,7 +325,7 @@ class Block(ops.Together):
         for name in itertools.chain(*self.__dict__.get("_kept_together", ())):
             for p in self._found((name,)):  # none where an adapter stands there now
                 p.data = p.detach().clone()
-        for name in ("_te_fuser", "_te_fuser_options", "_kept_together", "_wholes"):
+        for name in ("_te_fuser", "_te_fuser_options", "_te_fuser_unknown", "_kept_together", "_wholes"):
             self.__dict__.pop(name, None)
         become(self, self.was)
 
@@ -357,7 +360,7 @@ def _hides(x: torch.Tensor, call: Call, now: _Now) -> str:
     """What attention to the layer's own positions hides."""
     mask = call.mask
     if mask is None:
-        asked = call.others.get("is_causal")
+        asked = call.arguments.get("is_causal")
         causal = now.attention.is_causal if asked is None else asked
         return "causal" if causal and x.shape[1] > 1 and not now.is_eager else "none"
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,14 +177,12 @@ def _checked(model: nn.Module) -> float:
         if any(p.is_meta for p in stack.parameters()):
             raise ValueError("convert cannot check a model on the meta device: give check=False")
         with in_eval_mode(stack), torch.inference_mode(False):
-            found = _results(stack)
             with _as_they_were(stack):
                 wanted = _results(stack)
+            found = _results(stack, wanted)
         for what, want in wanted.items():
             scale, apart = want.abs().max().item(), distance(found[what], want).largest
-            # In float64 too the original's norms round to float32.
-            allowed = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
-            if apart > allowed * max(torch.finfo(want.dtype).tiny, scale):
+            if apart > _allowed(want):
                 raise RuntimeError(
                     f"convert: the {what} of {type(stack).__name__} lies {apart:.2e} from the original's, whose "
                     f"largest is {scale:.2e}: one of its modules computes something else than its class does, or not "
@@ -194,8 +192,19 @@ def _checked(model: nn.Module) -> float:
     return worst
 
 
-def _results(stack: Any) -> dict[str, torch.Tensor]:
-    """The last layer's output for random tokens, and the gradient of their embeddings."""
+def _allowed(want: torch.Tensor) -> float:
+    """How far from the original is taken for rounding; in float64 too its norms round to float32."""
+    eps: float = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
+    return eps * max(torch.finfo(want.dtype).tiny, want.abs().max().item())
+
+
+def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """The last layer's output for random tokens, the gradient of their embeddings, and the output by caches.
+
+    By those caches that are `wanted`; by none said, the output in one call for each cache by which it comes in pieces.
+    """
+    from te_fuser.convert.call import decoders  # needs transformers
+
     embed = stack.get_input_embeddings()
     rng = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(embed.weight.shape[0], _ROWS, generator=rng, device="cpu").to(embed.weight.device)
@@ -203,7 +212,15 @@ def _results(stack: Any) -> dict[str, torch.Tensor]:
         x = embed(tokens).detach().requires_grad_()
         y = stack(inputs_embeds=x, use_cache=False).last_hidden_state
         dy = torch.randn(y.shape, generator=rng, device="cpu").to(y)
-        return {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
+        found = {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
+        for name, decode in decoders(stack, x.detach()).items():
+            if name in wanted:
+                found[name] = decode()
+            elif not wanted:
+                with suppress(Exception):  # modules of one's own may take no cache
+                    if distance(decode(), y.detach()).largest <= _allowed(y.detach()):
+                        found[name] = y.detach()
+    return found
 
 
 @contextmanager

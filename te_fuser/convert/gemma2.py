@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2 as theirs
 
 from te_fuser import ops
-from te_fuser.convert.block import Call
 from te_fuser.convert.gemma import GemmaLike
 from te_fuser.convert.parts import Parts
 
 
 class FourNorms(GemmaLike):
     """x + norm(attend(norm(x))), then x + norm(mlp(norm(x)))."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        """y of x = hidden_states, as transformers' layer takes its call."""
-        others["position_ids"] = position_ids
-        return self.run(hidden_states, Call(attention_mask, past_key_values, position_embeddings, others))
 
     def back(self, parts: Parts) -> list[nn.Module]:
         attended = [*self.norm(parts, "post_attention_layernorm"), ops.Add("residual"), ops.Fork("middle")]

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import EncoderDecoderCache
 from transformers.models.gpt2 import modeling_gpt2 as theirs
 from transformers.pytorch_utils import Conv1D
 
 from te_fuser import ops
 from te_fuser.convert.activations import activation_for
-from te_fuser.convert.block import Block, Call
+from te_fuser.convert.block import Block
+from te_fuser.convert.call import Call
 from te_fuser.convert.parts import Parts, Theirs
 from te_fuser.ops.base import FusableOperation
 
@@ -29,28 +29,8 @@ class GPT2Block(Block, theirs.GPT2Block):
     def why_not(cls, layer: Any) -> str | None:
         return "it attends to an encoder too" if hasattr(layer, "crossattention") else None
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        use_cache: bool | None = False,
-        **others: Any,
-    ) -> torch.Tensor:
-        """y of x = hidden_states, as transformers' layer takes its call."""
-        past = past_key_values.self_attention_cache if type(past_key_values) is EncoderDecoderCache else past_key_values
-        call = Call(attention_mask, past, None, {**others, "use_cache": use_cache})
-        if encoder_hidden_states is None:
-            return self.run(hidden_states, call)
-        return self.was.forward(self, hidden_states, past, attention_mask, encoder_hidden_states)  # type: ignore[no-any-return]
-
-    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.was.forward(self, x, **_keywords(call))  # type: ignore[no-any-return]
-
     def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y, _ = self._attention()(x, **_keywords(call))
+        y, _ = self._attention()(x, **call.arguments)
         return y  # type: ignore[no-any-return]
 
     # --------------------------------------------------------------------------------------- lists
@@ -93,10 +73,6 @@ class GPT2Block(Block, theirs.GPT2Block):
     def _attention_dropout(self) -> float:
         attention = self._attention()
         return attention.attn_dropout.p if attention.training else 0.0  # type: ignore[no-any-return]
-
-
-def _keywords(call: Call) -> dict[str, Any]:
-    return {"attention_mask": call.mask, "past_key_values": call.past, **call.others}
 
 
 def _norm(parts: Parts, path: str) -> list[nn.Module]:

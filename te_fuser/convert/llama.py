@@ -10,7 +10,8 @@ from transformers.models.llama import modeling_llama as theirs
 
 from te_fuser import ops
 from te_fuser.convert.activations import gate_for
-from te_fuser.convert.block import Block, Call
+from te_fuser.convert.block import Block
+from te_fuser.convert.call import Call
 from te_fuser.convert.parts import Parts, Theirs
 from te_fuser.ops.base import FusableOperation
 
@@ -23,25 +24,8 @@ class LlamaLike(Block):
     norm_class: ClassVar[Any]
     mlp_class: ClassVar[Any]
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: Any = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        """y of x = hidden_states, as transformers' layer takes its call."""
-        others |= {"position_ids": position_ids, "use_cache": use_cache}
-        return self.run(hidden_states, Call(attention_mask, past_key_values, position_embeddings, others))
-
-    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        return self.was.forward(self, x, **_keywords(call))  # type: ignore[no-any-return]
-
     def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        y, _ = self._attention()(hidden_states=x, **_keywords(call))
+        y, _ = self._attention()(hidden_states=x, **call.arguments)
         return y  # type: ignore[no-any-return]
 
     # --------------------------------------------------------------------------------------- lists
@@ -102,16 +86,6 @@ class LlamaLike(Block):
     def _dropout(self) -> float:
         attention = self._attention()
         return attention.attention_dropout if attention.training else 0.0  # type: ignore[no-any-return]
-
-
-def _keywords(call: Call) -> dict[str, Any]:
-    """What a layer and its attention module are called with beside x."""
-    return {
-        "attention_mask": call.mask,
-        "past_key_values": call.past,
-        "position_embeddings": call.angles,
-        **call.others,
-    }
 
 
 class LlamaDecoderLayer(LlamaLike, theirs.LlamaDecoderLayer):

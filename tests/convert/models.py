@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GATED, "sliding_window": 5, "sliding_window_pattern": 2}),
 }
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
+_LAYER = inspect.signature(transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward)
+CACHE = next(name for name in ("cache", "past_key_values") if name in _LAYER.parameters)  # another name before 5.24
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, **config: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 import te_fuser
 from tests.convert.models import (
+    CACHE,
     FAMILY,
     assert_alike,
     both,
@@ -93,7 +94,7 @@ def test_several_positions_behind_a_cache(family: str) -> None:
     for each in (model, original):
         cache = transformers.DynamicCache(config=each.config)
         with ways(model) as how:
-            pieces = [each(piece, past_key_values=cache, use_cache=True).logits for piece in IDS.split([4, 3, 2], 1)]
+            pieces = [each(piece, **{CACHE: cache}, use_cache=True).logits for piece in IDS.split([4, 3, 2], 1)]
         found.append({"logits": torch.cat(pieces, 1), **{f"key {k}": c.keys for k, c in enumerate(cache.layers)}})
     assert_alike(*found)
     assert not how and set(ways_of(model)) == {"function"}
@@ -102,9 +103,9 @@ def test_several_positions_behind_a_cache(family: str) -> None:
 def ways_of(model: Any) -> list[str]:
     """How attention of two positions behind others is run."""
     cache = transformers.DynamicCache(config=model.config)
-    model(IDS, past_key_values=cache)
+    model(IDS, **{CACHE: cache})
     with ways(model) as how:
-        model(IDS[:, :2], past_key_values=cache)
+        model(IDS[:, :2], **{CACHE: cache})
     return how
 
 
@@ -115,8 +116,8 @@ def test_other_caches() -> None:
         lambda c: transformers.StaticCache(c, max_cache_len=20),
     ):
         call: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "attention_mask": padded()}
-        want = original.generate(IDS, past_key_values=make(original.config), **call)
-        assert torch.equal(model.generate(IDS, past_key_values=make(model.config), **call), want)
+        want = original.generate(IDS, **{CACHE: make(original.config)}, **call)
+        assert torch.equal(model.generate(IDS, **{CACHE: make(model.config)}, **call), want)
     beams: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(IDS, **beams), original.generate(IDS, **beams))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser.ops.joined import lie_together
-from tests.convert.models import FAMILY, assert_alike, both, model_of, results, tokens, transformers
+from tests.convert.models import CACHE, FAMILY, assert_alike, both, model_of, results, tokens, transformers
 
 IDS = tokens()
 
@@ -177,8 +177,8 @@ def test_the_second_call_is_known(check: bool) -> None:
     cache = transformers.DynamicCache(config=model.config)
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
-        model(IDS[:, :1], past_key_values=cache)
+        model(IDS, **{CACHE: cache})
+        model(IDS[:, :1], **{CACHE: cache})
     lists: Any = [made for m in model.model.layers for made in m.__dict__["_te_fuser"].lists.values()]
     assert len(lists) == 6 and all(made._structure.alone._known is not None for made in lists)
 
