@@ -27,7 +27,7 @@ from transformers.utils import output_capturing
 
 from te_fuser import ops
 from te_fuser.convert.call import Call, argument_names, cache_name
-from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left
+from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left, why_shared
 from te_fuser.convert.watched import answers, modules_as_they_are, scalars_of
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
@@ -240,7 +240,7 @@ class Block(ops.Together):
 
     def _make(self) -> _Made:
         parts, attention = Parts(self), self._attention()
-        why = why_left(attention, self.attention_class) or self.attention_left()
+        why = why_left(attention, self.attention_class) or why_shared(attention) or self.attention_left()
         self._look(parts)
         if why is not None:
             parts.left = {path: said for path, said in parts.left.items() if not path.startswith(f"{self.attention}.")}

@@ -14,6 +14,7 @@ from torch import nn
 from te_fuser import ops
 from te_fuser.convert.watched import answers
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.hooks import hooks_of
 
@@ -126,6 +127,14 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
             return f"its {name} is a {type(parameter).__name__}"
+    return None
+
+
+def why_shared(attention: nn.Module) -> str | None:
+    """Why an attention module runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
+    for name, module in attention.named_children():
+        if has_own_forward(module) and any(is_dtensor(p) for p in module._parameters.values()):
+            return f"its {name} is cut for the ranks of a mesh (tp_plan), each of which has some of its heads"
     return None
 
 
