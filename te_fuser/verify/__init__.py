@@ -56,7 +56,7 @@ def verify(
         **inputs: for a model and x, the tensors that ops read by name.
 
     Returns:
-        The report; print it to see its table.
+        The report; it prints as one line, and its `table()` has all cases.
 
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
