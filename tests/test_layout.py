@@ -313,6 +313,19 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
     assert sorted(named & concrete) == []
 
 
+@pytest.mark.parametrize(
+    "module",
+    [te_fuser, *(found for name in te_fuser.__all__ if inspect.ismodule(found := getattr(te_fuser, name)))],
+    ids=lambda module: module.__name__,
+)
+def test_completion_shows_what_is_public(module):
+    assert dir(module) == sorted(module.__all__) and all(hasattr(module, name) for name in dir(module))
+
+
+def test_packages_of_users_are_public():
+    assert {"formula", "fusions", "ops", "parallel", "quantization", "recipe", "utils"} <= {*dir(te_fuser)}
+
+
 def test_autograd_functions():
     """Segments are the only nodes that plans make; references, joined parameters and late inputs have one each.
 
