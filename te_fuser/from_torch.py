@@ -19,6 +19,7 @@ from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
+from te_fuser.ops.words import no_tensor
 from te_fuser.sequential import Sequential
 
 _OPS = (FusableOperation, Sequential)
@@ -53,7 +54,7 @@ def from_torch(
     if not isinstance(module, nn.Module):
         raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
     if not (x is None or isinstance(x, torch.Tensor)):
-        raise TypeError(f"from_torch takes a tensor for x, got {type(x).__name__}: give an input of the module")
+        raise no_tensor("from_torch(module, x)", x)
     conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if conversion.masked and attention is None:

@@ -93,6 +93,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.checks",  # of arguments, not an op
     "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
     "te_fuser.ops.gradient_sums",  # of tensors, not an op
@@ -110,6 +111,7 @@ ABSTRACT = {
     "te_fuser.ops.telling",  # the same
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
+    "te_fuser.ops.words",  # of errors, not an op
     "te_fuser.fusions.library",
     "te_fuser.fusions.makers",
     "te_fuser.fusions.match",
@@ -153,6 +155,7 @@ OP_HELPERS = {
     "telling",
     "tensor_function",
     "transposed",
+    "words",
 }
 ASPECTS = {
     "": {
