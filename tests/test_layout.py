@@ -52,7 +52,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "parts"},
     "sequential": {"ops", "fuser", "flatten", "look", "parts"},
     "variants": {"flatten", "sequential"},
-    "convert": {"ops", "sequential", "compare"},
+    "convert": {"ops", "sequential", "compare", "from_torch"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -70,7 +70,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "parallel": {"formula", "ops", "flatten", "fuser", "parts", "presets", "sequential"},
+    "parallel": {"formula", "ops", "flatten", "from_torch", "fuser", "parts", "presets", "sequential"},
     "presets": {"ops", "checkpointing", "parts", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }

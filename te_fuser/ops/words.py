@@ -94,7 +94,7 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
             said = ", ".join(f"{name}={value!r}" for name, value in others if name in names)
             why = f"takes {positions} arguments by position, got {len(given)}: "
             why += f"write {said}" if said else "name the others, or leave them out"
-        raise TypeError(f"{kind.__name__}() {why}; its arguments are {inspect.Signature(takes)}") from None
+        raise TypeError(f"{kind.__name__}() {why}\n  {kind.__name__}{inspect.Signature(takes)}") from None
 
 
 def meant(word: str, names: Collection[str]) -> str:

@@ -73,12 +73,15 @@ WORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "script_around": (scripted(nn.Sequential(nn.Linear(8, 8), model())), "^torch.jit.script reads"),
     "by_position": (
         lambda: ops.LayerNorm(64, 1e-5, True),  # type: ignore[misc]
-        r"^LayerNorm\(\) takes 2 arguments by position, got 3: write elementwise_affine=True; its arguments are "
-        r"\(features, eps=1e-05, \*, .*bias=True",
+        r"^LayerNorm\(\) takes 2 arguments by position, got 3: write elementwise_affine=True\n"
+        r"  LayerNorm\(features, eps=1e-05, \*, .*bias=True",
     ),
     "by_position_of_a_list": (lambda: te_fuser.LayerNorm(64, 1e-5, True, 3), "by position, got 4: name the others"),
     "by_position_without_any": (lambda: ops.ReLU(True), r"0 arguments by position, got 1: name the others, or leave"),
-    "misspelt": (lambda: ops.Linear(8, 8, biass=True), r"argument 'biass'; did you mean 'bias'\?.*\(in_features, out"),  # type: ignore[call-arg]
+    "misspelt": (
+        lambda: ops.Linear(8, 8, biass=True),  # type: ignore[call-arg]
+        r"^Linear\(\) takes no argument 'biass'; did you mean 'bias'\?\n  Linear\(in_features, out_features",
+    ),
     "misspelt_of_a_list": (lambda: Sequential(ops.GELU(), memry="lean"), r"did you mean 'memory'\?"),  # type: ignore[call-arg]
     "misspelt_of_a_preset": (lambda: te_fuser.Linear(8, 8, biass=True), r"^Linear\(\) .*'biass'; did you mean 'bias'"),
     "word_of_torch": (lambda: ops.DotProductAttention(num_heads=2, head_dim=4), "'num_heads'; here that is heads"),  # type: ignore[call-arg]
@@ -88,7 +91,7 @@ WORDS: dict[str, tuple[Callable[[], Any], str]] = {
         "'batch_first'; here that is attn_input_format=\"bshd\"",
     ),
     "nothing_to_say": (lambda: ops.ReLU(inplace=True), "'inplace'; leave it out"),
-    "missing": (lambda: ops.Linear(8), r"^Linear\(\) cannot be made: missing .*'out_features'; its arguments are"),  # type: ignore[call-arg]
+    "missing": (lambda: ops.Linear(8), r"^Linear\(\) cannot be made: missing .*'out_features'\n  Linear\("),  # type: ignore[call-arg]
 }
 
 
