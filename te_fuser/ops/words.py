@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
@@ -91,7 +92,7 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
             why = f"takes no argument {unknown[0]!r}{meant(unknown[0], names)}"
         elif len(given) > positions:
             others = zip(_names_in_torch(kind.__name__)[positions:], given[positions:], strict=False)
-            said = ", ".join(f"{name}={value!r}" for name, value in others if name in names)
+            said = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in others if name in names)
             why = f"takes {positions} arguments by position, got {len(given)}: "
             why += f"write {said}" if said else "name the others, or leave them out"
         raise TypeError(f"{kind.__name__}() {why}\n  {kind.__name__}{inspect.Signature(takes)}") from None

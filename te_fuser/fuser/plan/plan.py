@@ -157,7 +157,7 @@ class Plan:
         """A line for each of the first steps; `model.explain(x)` has them all, with what they move and take."""
         lines = [f"Plan of {len(self.graph.nodes)} ops, input {list(self.x.shape)}, on {self.device.name}"]
         for direction, steps in (("forward", self.forward), ("backward", self.backward)):
-            lines += [direction, *(f"  {step}" for step in steps[:_SHOWN])]
+            lines += [direction, *(f"  {step}" for step in steps[:_SHOWN])] if steps else []
             lines += [f"  ... and {len(steps) - _SHOWN} more"] if len(steps) > _SHOWN else []
         return "\n".join(lines)
 
