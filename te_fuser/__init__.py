@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from te_fuser import fusions, ops, utils
+from te_fuser import formula, fusions, ops, quantization, recipe, utils
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
@@ -65,6 +65,7 @@ __all__ = [
     "config",
     "convert",
     "cuda_graph",
+    "formula",
     "fp8_autocast",
     "fp8_model_init",
     "from_torch",
@@ -74,11 +75,14 @@ __all__ = [
     "parallel",
     "parallelize",
     "precision",
+    "quantization",
     "quantized_model_init",
+    "recipe",
     "revert",
     "utils",
     "verify",
 ]
+__dir__ = __all__.copy  # for completion; the rest can still be had by its name
 __version__ = "0.1.0"
 
 

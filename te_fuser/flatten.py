@@ -19,10 +19,12 @@ from te_fuser.ops.facts import Facts
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.ops.words import TakesArguments, no_module
 from te_fuser.parts import Border, Group, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
+_NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
 class Options(dict[str, Any]):
@@ -50,7 +52,7 @@ class Option:
             model._given[self.name] = value
 
 
-class OpList(torch.nn.Sequential):
+class OpList(torch.nn.Sequential, TakesArguments):
     """What flattening knows of a list of ops.
 
     `flattens` promises, of the class that defines `forward`, that it only turns its call into x, named inputs and
@@ -67,7 +69,24 @@ class OpList(torch.nn.Sequential):
     _given: Options
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """The same as torch.nn.Module's, for what can be called."""
+        self._check_module(module)
+        super().add_module(name, module)
+
+    def _check_module(self, module: Any) -> None:
+        """Refuse what no list can run.
+
+        Raises:
+            TypeError: saying what to write.
+        """
+        runs = isinstance(module, torch.nn.Module) and getattr(module.forward, "__func__", None) is not _NO_FORWARD
+        if not (module is None or runs):
+            raise no_module(type(self).__name__, module)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):
+            self._check_module(value)
         super().__setattr__(name, value)
         self._may_be_another(name)
 

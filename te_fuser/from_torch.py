@@ -17,11 +17,13 @@ from te_fuser import ops
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
+from te_fuser.ops.words import no_tensor
 from te_fuser.sequential import Sequential
 
 _OPS = (FusableOperation, Sequential)
+_SHOWN = 3  # lines of a hint
 _SIZES = ("in_features", "normalized_shape", "embed_dim")  # what modules call the trailing sizes of their input
 
 
@@ -53,7 +55,7 @@ def from_torch(
     if not isinstance(module, nn.Module):
         raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
     if not (x is None or isinstance(x, torch.Tensor)):
-        raise TypeError(f"from_torch takes a tensor for x, got {type(x).__name__}: give an input of the module")
+        raise no_tensor("from_torch(module, x)", x)
     conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if conversion.masked and attention is None:
@@ -61,13 +63,49 @@ def from_torch(
     try:
         made = conversion.convert(module, "")
     except _Cannot as no:
-        raise TypeError(f"from_torch cannot turn {type(module).__name__} into ops: {no}") from None
+        alone = "" if any(module.children()) else "in a te_fuser.Sequential it runs by itself, as it is"
+        to_do = lines_to_write(module, "model") or alone
+        kind = type(module).__name__
+        raise TypeError(f"from_torch cannot turn {kind} into ops: {no}{'; ' * bool(to_do)}{to_do}") from None
     if check:
         _check(module, made, x, mask, attention is not None and attention.batch_first)
     if conversion.left:
         named = "; ".join(f"{path!r} ({kind}): {why}" for path, (kind, why) in conversion.left.items())
         warnings.warn(f"from_torch left these as they are, to run by themselves: {named}", stacklevel=2)
     return made
+
+
+def lines_to_write(module: nn.Module, name: str) -> str:
+    """How to convert the largest parts of a module that from_torch takes, as a hint; empty where there are none.
+
+    Those count that are called with x alone when they are ops, too: whoever calls them need not change.
+    """
+    found = [*_parts(module, name)]
+    more = f", and so {len(found) - _SHOWN} more of its parts" if len(found) > _SHOWN else ""
+    lines = ", ".join(f"{part} = te_fuser.from_torch({part})" for part in found[:_SHOWN])
+    return f"of its parts convert those that are torch.nn's: {lines}{more}" if found else ""
+
+
+def converts(module: nn.Module) -> bool:
+    """Whether from_torch makes ops of a module, which may stand in its place."""
+    if isinstance(module, (*_OPS, nn.MultiheadAttention)):  # the latter as ops is called with x alone
+        return False
+    try:
+        return any(True for _ in walk(_Conversion(False, "none").convert(module, "")))
+    except Exception:  # of a user's as_ops, too
+        return False
+
+
+def _parts(module: nn.Module, name: str) -> Iterator[str]:
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+    if type(module).__module__.startswith("torch.nn.") and not (listed or isinstance(module, nn.ModuleDict)):
+        return
+    for key, child in module.named_children():
+        path = f"{name}[{key}]" if listed else f"{name}.{key}"
+        if converts(child):
+            yield path
+        elif not isinstance(child, _OPS):
+            yield from _parts(child, path)
 
 
 class SelfAttention(Sequential):

@@ -88,8 +88,10 @@ class Sequential(OpList):
         """Insert a module; those behind it move by one.
 
         Raises:
+            TypeError: when it is no module.
             ValueError: when those have names, which cannot move.
         """
+        self._check_module(module)
         first = index + len(self) if index < 0 else index
         named = [name for k, name in enumerate(self._modules) if k >= first and name != str(k)]
         if named:

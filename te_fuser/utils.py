@@ -12,6 +12,16 @@ import torch.nn.functional as F
 
 from te_fuser.recipe import fp8_autocast
 
+__all__ = [
+    "BasicMLP",
+    "DotProductAttention",
+    "share_parameters_with_basic_te_model",
+    "share_parameters_with_fused_te_model",
+    "share_parameters_with_transformerlayer_te_model",
+    "speedometer",
+]
+__dir__ = __all__.copy
+
 
 def speedometer(
     module: torch.nn.Module,

@@ -143,7 +143,7 @@ CALLS = {
         X,
         {"c": [1.0]},
         TypeError,
-        ["^input 'c' is a list; te_fuser takes plain tensors by name"],
+        [r"^input 'c' takes a torch.Tensor, got list: give torch\.tensor\(x\)$"],
     ),
     "never_closed": (
         lambda: [ops.GELU(), ops.Fork("a"), ops.GELU()],
@@ -185,7 +185,7 @@ CALLS = {
         torch.ones(5, 8, dtype=torch.int64),
         {},
         TypeError,
-        [r"^op 0 \(GELU '0'\)", "takes floating-point tensors, got int64", r"convert with \.float\(\)"],
+        [r"^op 0 \(GELU '0'\)", "got int64: put a torch.nn.Embedding before it", r"else convert with \.float\(\)"],
     ),
     "booleans_by_name": (
         lambda: [ops.GELU(), ops.Add("c")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -385,7 +386,7 @@ def test_an_input_that_the_module_does_not_take() -> None:
     assert_alike(module, normal(B, S, E))
     with pytest.raises(ValueError, match=r"the module does not take x \[3\]: give x"):
         from_torch(module, normal(3))
-    with pytest.raises(TypeError, match="takes a tensor for x, got str: give an input of the module"):
+    with pytest.raises(TypeError, match=r"^from_torch\(module, x\) takes a torch.Tensor, got str"):
         from_torch(module, "x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="with an x on the meta device: give one with values, or check=False"):
         from_torch(module, torch.empty(B, S, E, device="meta"))
@@ -440,3 +441,59 @@ def test_it_is_converted_wherever_that_happens() -> None:
         from_torch(nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cannot turn ModuleList into ops: no op means what it does"):
         from_torch(nn.ModuleList([nn.Linear(E, E)]))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.conv = nn.LayerNorm(E), nn.MultiheadAttention(E, 3), nn.Conv1d(E, E, 1)
+        self.mlp = nn.Sequential(nn.Linear(E, 2 * E), nn.GELU(), nn.Linear(2 * E, E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.mlp(y) + self.attention(y, y, y)[0] + self.conv(y.mT).mT
+
+
+class Stack(nn.Module):
+    """A model with a forward of its own, and parts in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.heads = nn.ModuleList([Block(), Block()]), nn.ModuleDict({"a": nn.Linear(E, E)})
+        self.ours = ops.Linear(E, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.ours(self.heads["a"](x))
+
+
+@pytest.mark.parametrize("of_whom", [from_torch, te_fuser.convert])
+def test_a_model_with_a_forward_of_its_own_is_told_the_lines_for_its_parts(of_whom: Callable[[Any], Any]) -> None:
+    model, x = Stack().double(), normal(B, S, E)
+    wanted, found = model(x), list[str]()
+    while True:  # a few are told at a time
+        try:
+            of_whom(model)
+        except TypeError as error:
+            lines = re.findall(r"(model\S+) = te_fuser.from_torch\(\1\)", str(error))
+        if not lines:
+            break
+        found += lines
+        for line in lines:
+            exec(f"{line} = te_fuser.from_torch({line})", {"model": model, "te_fuser": te_fuser})
+    assert found == [*(f"model.layers[{k}].{part}" for k in (0, 1) for part in ("norm", "mlp")), "model.heads.a"]
+    assert isinstance(model.layers[0].mlp, te_fuser.Sequential) and isinstance(model.heads["a"], ops.Linear)
+    torch.testing.assert_close(model(x), wanted)
+    of_one = model.layers[1]
+    of_one.mlp[0].weight.grad = None
+    model(x).sum().backward()
+    assert of_one.mlp[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(3, 4), nn.Conv1d(2, 2, 1)])
+def test_what_no_op_means_is_told_to_stand_in_a_list_as_it_is(module: nn.Module) -> None:
+    with pytest.raises(TypeError, match="no op means what it does; in a te_fuser.Sequential it runs by itself, as it"):
+        from_torch(module)
+    with pytest.raises(TypeError, match=f"{type(module).__name__} has none of them$"):
+        te_fuser.convert(module)

@@ -52,7 +52,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "parts"},
     "sequential": {"ops", "fuser", "flatten", "look", "parts"},
     "variants": {"flatten", "sequential"},
-    "convert": {"ops", "sequential", "compare"},
+    "convert": {"ops", "sequential", "compare", "from_torch"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -70,7 +70,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "parallel": {"formula", "ops", "flatten", "fuser", "parts", "presets", "sequential"},
+    "parallel": {"formula", "ops", "flatten", "from_torch", "fuser", "parts", "presets", "sequential"},
     "presets": {"ops", "checkpointing", "parts", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -93,6 +93,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.checks",  # of arguments, not an op
     "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
     "te_fuser.ops.gradient_sums",  # of tensors, not an op
@@ -110,6 +111,7 @@ ABSTRACT = {
     "te_fuser.ops.telling",  # the same
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
+    "te_fuser.ops.words",  # of errors, not an op
     "te_fuser.fusions.library",
     "te_fuser.fusions.makers",
     "te_fuser.fusions.match",
@@ -153,6 +155,7 @@ OP_HELPERS = {
     "telling",
     "tensor_function",
     "transposed",
+    "words",
 }
 ASPECTS = {
     "": {
@@ -311,6 +314,19 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
     named |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     named |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert sorted(named & concrete) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [te_fuser, *(found for name in te_fuser.__all__ if inspect.ismodule(found := getattr(te_fuser, name)))],
+    ids=lambda module: module.__name__,
+)
+def test_completion_shows_what_is_public(module):
+    assert dir(module) == sorted(module.__all__) and all(hasattr(module, name) for name in dir(module))
+
+
+def test_packages_of_users_are_public():
+    assert {"formula", "fusions", "ops", "parallel", "quantization", "recipe", "utils"} <= {*dir(te_fuser)}
 
 
 def test_autograd_functions():

@@ -303,3 +303,17 @@ def test_what_is_known_of_a_module_holds_while_it_is_what_it_was() -> None:
     assert not model.plans(x)[1].backward
     with torch.no_grad():
         assert not model.plans(x_of(5, 8))[0].backward
+
+
+@pytest.mark.parametrize("layers", [1, 12])
+def test_what_looking_gives_fits_a_screen_by_itself(layers: int) -> None:
+    """A console shows repr() of what a line gives."""
+    mlp = [op for _ in range(layers) for op in (ops.LayerNorm(8), ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8))]
+    model, x = te_fuser.Sequential(*mlp, kernels="reference"), torch.randn(4, 8, requires_grad=True)
+    plan = model.plan(x)
+    model(x)
+    text = repr(plan)
+    assert text.startswith(f"Plan of {6 * layers} ops, input [4, 8], on cpu\nforward\n  {plan.forward[0]!r}\n")
+    assert len(text) < 3000 and len(text.splitlines()) <= 30
+    assert ("more" in text) == (layers > 1) and all(s.name in text for s in (plan.forward[11:12] or plan.backward))
+    assert all(len(repr(what)) < 300 for what in (*plan.steps, *plan.kept, *model.plans_kept()))

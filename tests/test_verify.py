@@ -487,3 +487,23 @@ def test_a_model_that_takes_no_example_says_so() -> None:
     model = te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="given"), kernels="reference")
     with pytest.raises(VerificationError, match="attention_mask"):
         verify(model)
+
+
+def test_a_report_is_a_line_where_all_passes_and_its_table_has_all_cases() -> None:
+    report = check(te_fuser.Sequential(ops.LayerNorm(8)), dtypes=[torch.float32])
+    cases = {row.case for row in report.rows}
+    line = f"Sequential: {len(report.rows)} checks passed, in {len(cases)} cases; report.table() shows them"
+    assert str(report) == repr(report) == line
+    assert all(case in report.table() for case in cases)
+
+
+def test_a_failure_is_told_by_the_simplest_case_first() -> None:
+    report = check(WrongGradient(), raise_on_failure=False)
+    first = next(row for row in report.rows if not row.passed)
+    assert first.case == "float32 [1, features]"  # of no variant
+    assert str(report.error()).startswith(f"WrongGradient: {first} (and ")
+    lines = str(report).splitlines()
+    failed = len(report.failures)
+    assert lines[0].startswith(f"WrongGradient: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
+    assert lines[1].strip() == str(first) and lines[-1].strip() == f"... and {failed - 5} more"
+    assert "failed" in report.table()

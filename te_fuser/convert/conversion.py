@@ -13,6 +13,7 @@ from torch import nn
 
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
+from te_fuser.from_torch import converts, lines_to_write
 from te_fuser.ops.scales import drop_scales
 from te_fuser.sequential import Sequential
 
@@ -78,9 +79,10 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
     Sequential(**options)  # raises for an option that there is not
     conversion, new = _swapped(model, options)
     if not conversion.converted and not conversion._refused:
+        to_do = "take te_fuser.from_torch(model)" if converts(model) else lines_to_write(model, "model")
         raise TypeError(
             f"convert knows the layers of transformers' GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3, and "
-            f"{type(model).__name__} has none of them: for modules of torch.nn take te_fuser.from_torch"
+            f"{type(model).__name__} has none of them{': ' * bool(to_do)}{to_do}"
         )
     try:
         for module in new:

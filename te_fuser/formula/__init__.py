@@ -61,3 +61,4 @@ __all__ = [
     "tanh",
     "where",
 ]
+__dir__ = __all__.copy

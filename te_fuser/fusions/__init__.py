@@ -69,3 +69,4 @@ __all__ = [
     "state",
     "unregister",
 ]
+__dir__ = __all__.copy

@@ -132,3 +132,4 @@ __all__ = [
     "Unflatten",
     "UnfusedOperation",
 ]
+__dir__ = __all__.copy

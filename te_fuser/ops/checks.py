@@ -41,14 +41,16 @@ def may_look(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def check_floating(x: Spec) -> None:
+def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
     """Refuse integers and booleans.
 
     Raises:
         TypeError: when x holds no floating-point numbers.
     """
     if not x.dtype.is_floating_point:
-        raise TypeError(f"te_fuser ops take floating-point tensors, got {text_of(x.dtype)}: convert with .float()")
+        may_be_ids = not x.dtype.is_complex and x.dtype != torch.bool
+        ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if may_be_ids else ""
+        raise TypeError(f"{takes} floating-point tensors, got {text_of(x.dtype)}: {ids}convert with .float()")
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:

@@ -15,3 +15,4 @@ __all__ = [
     "leave_sums_to_engine",
     "parallelize",
 ]
+__dir__ = __all__.copy

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from te_fuser.from_torch import converts
 from te_fuser.ops import Bound, Cut, FusableOperation, telling
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
@@ -128,18 +129,20 @@ def _arguments(sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None
 def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:
     """Warn of modules in lists that are no ops and have no style: every rank runs them whole."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, Sequential)]
-    found: dict[str, str] = {}
+    found: dict[str, torch.nn.Module] = {}
     for path, listed in lists:
         for name, module in listed.named_modules(prefix=path):
             knows = isinstance(module, (FusableOperation, Sequential, Together))
             if not knows and name not in styles and any(True for _ in module.parameters(recurse=False)):
-                found[name] = type(module).__name__
+                found[name] = module
     if found:
-        first = ", ".join(f"{name} ({kind})" for name, kind in [*found.items()][:_SHOWN])
+        first = ", ".join(f"{name} ({type(module).__name__})" for name, module in [*found.items()][:_SHOWN])
+        known = sorted({type(module).__name__ for module in found.values() if converts(module)})
+        ops = f"; te_fuser.from_torch makes ops of {', '.join(known)}" if known else ""
         wrong = ", and gradients of their parameters, of which each has a term, are not added up" * sequence_parallel
         warnings.warn(
             f"parallelize leaves {first}{' and more' * (len(found) > _SHOWN)} as they are: no ops, but modules of "
-            f"their own in a list. Every rank runs them whole{wrong}; te_fuser.from_torch makes ops of PyTorch's",
+            f"their own in a list. Every rank runs them whole{wrong}{ops}",
             stacklevel=4,
         )
 

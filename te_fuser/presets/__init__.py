@@ -24,3 +24,4 @@ __all__ = [
     "TransformerLayer",
     "apply_rotary_pos_emb",
 ]
+__dir__ = __all__.copy

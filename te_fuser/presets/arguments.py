@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -17,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from te_fuser.ops.checks import whole_number
+from te_fuser.ops.words import meant
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
@@ -169,8 +169,7 @@ def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
 
 def _nearest(preset: type, name: str) -> str:
     names = sorted(inspect.signature(preset).parameters)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names)}"
+    return meant(name, names) or f"; it takes {', '.join(names)}"
 
 
 def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.Signature:

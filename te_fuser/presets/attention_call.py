@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
+from te_fuser.ops.words import meant
 from te_fuser.presets.arguments import check_choice, check_flag, stacklevel_of_user
 
 Window = tuple[int | None, int | None] | None
@@ -379,9 +379,7 @@ def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] 
     """
     for name in given:
         if name not in ARGUMENTS and name not in others:
-            close = difflib.get_close_matches(name, (*ARGUMENTS, *others), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{who} takes no argument {name!r} in a call{hint}")
+            raise TypeError(f"{who} takes no argument {name!r} in a call{meant(name, (*ARGUMENTS, *others))}")
 
 
 def _type(call: AttentionCall) -> str:

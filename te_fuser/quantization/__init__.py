@@ -17,3 +17,4 @@ __all__ = [
     "quantized_model_init",
     "states",
 ]
+__dir__ = __all__.copy

@@ -9,6 +9,7 @@ import torch
 
 from te_fuser.formula.float8 import check_float8, rounded
 from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.ops.words import no_tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
     """
     check_float8(dtype)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"quantize takes a torch.Tensor, got {type(x).__name__}")
+        raise no_tensor("quantize", x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize takes float32, bfloat16 and float16, got {x.dtype}: convert with .float()")
     if x.dim() == 0:

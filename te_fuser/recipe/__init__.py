@@ -26,3 +26,4 @@ __all__ = [
     "autocast",
     "fp8_autocast",
 ]
+__dir__ = __all__.copy

@@ -14,6 +14,7 @@ from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.group import Group as RankGroup
 from te_fuser.ops.telling import telling_errors
+from te_fuser.ops.words import no_tensor
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck
@@ -56,7 +57,7 @@ def verify(
         **inputs: for a model and x, the tensors that ops read by name.
 
     Returns:
-        The report; print it to see its table.
+        The report; it prints as one line, and its `table()` has all cases.
 
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
@@ -81,7 +82,7 @@ def verify(
 def _check_given(x: object, dtypes: object) -> None:
     """Refuse what is no tensor and what are no dtypes."""
     if x is not None and not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a tensor to call the model with, verify(model, x), got {x!r}")
+        raise no_tensor("verify(model, x)", x)
     listed = isinstance(dtypes, Sequence) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
     if dtypes is not None and not listed:
         raise TypeError(f"dtypes are a list of PyTorch's, verify(model, dtypes=[torch.float32]), got {dtypes!r}")

@@ -1,14 +1,12 @@
-"""What a verification found: rows, as a table and as an error."""
+"""What a verification found: rows, in one line, as a table and as an error."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from te_fuser.compare import Row
 
-if TYPE_CHECKING:
-    from rich.table import Table
+_FEW = 5  # failures that are named
 
 
 class VerificationError(AssertionError):
@@ -40,12 +38,26 @@ class VerifyReport:
         return tuple(row for row in self.rows if not row.passed)
 
     def error(self) -> VerificationError:
-        """The worst failure in words, and how many more there are."""
-        failures = sorted(self.failures, key=lambda row: (not row.note, -max(row.error, row.rms_error)))
+        """The failure in the simplest case, which is run first, and how many more there are."""
+        failures = self.failures
         more = f" (and {len(failures) - 1} more of {len(self.rows)} checks)" if len(failures) > 1 else ""
         return VerificationError(f"{self.title}: {failures[0]}{more}")
 
-    def __rich__(self) -> Table:
+    def __str__(self) -> str:
+        """A line where all passed; else the first failures, the simplest cases first."""
+        ran, left = (len(dict.fromkeys(cases)) for cases in ((r.case for r in self.rows), (c for c, _ in self.skipped)))
+        failed = [str(row) for row in self.failures]
+        passed = f"{len(failed)} of {len(self.rows)} checks failed" if failed else f"{len(self.rows)} checks passed"
+        not_run = f", {left} not run" if left else ""
+        more = [f"... and {len(failed) - _FEW} more"] if len(failed) > _FEW else []
+        head = f"{self.title}: {passed}, in {ran} cases{not_run}; report.table() shows them"
+        return "\n  ".join([head, *failed[:_FEW], *more])
+
+    __repr__ = __str__
+
+    def table(self) -> str:
+        """Every case with the tensor that came closest to its limit, and what was not run, with the reason."""
+        from rich.console import Console
         from rich.table import Table
 
         table = Table(title=self.title, title_justify="left")
@@ -60,12 +72,7 @@ class VerifyReport:
             cases = [case for case, reason in self.skipped if reason == why]
             more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
             table.add_row(f"{cases[0]}{more}", "", "", "", f"not run: {why}")
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
         console = Console(width=140, color_system=None)
         with console.capture() as capture:
-            console.print(self)
+            console.print(table)
         return capture.get()

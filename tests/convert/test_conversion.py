@@ -77,7 +77,7 @@ def test_layers_of_other_classes_are_left() -> None:
 def test_what_cannot_be_converted() -> None:
     with pytest.raises(TypeError, match=r"convert takes a model of transformers, got \[1\]"):
         te_fuser.convert([1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Linear has none of them: for modules of torch.nn take te_fuser.from_torch"):
+    with pytest.raises(TypeError, match=r"Linear has none of them: take te_fuser.from_torch\(model\)"):
         te_fuser.convert(nn.Linear(2, 2))
     layer = model_of("llama").model.layers[0]
     with pytest.raises(ValueError, match="on a model with embeddings, and finds none: give check=False"):
@@ -89,7 +89,7 @@ def test_what_cannot_be_converted() -> None:
     with pytest.raises(ValueError, match="meta device: give check=False"):
         te_fuser.convert(empty)
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
-    with pytest.raises(TypeError, match="unexpected"):
+    with pytest.raises(TypeError, match="no argument 'memories'; did you mean 'memory'"):
         te_fuser.convert(model_of("llama"), memories="lean")
 
 

@@ -416,6 +416,8 @@ def test_modules_that_are_no_ops_are_named() -> None:
     model = te_fuser.Sequential(ops.LayerNorm(F), nn.Sequential(nn.Linear(F, F), nn.GELU()), nn.Tanh())
     with pytest.warns(UserWarning, match=r"parallelize leaves 1.0 \(Linear\) as they are: no ops.*te_fuser.from_torch"):
         parallelize(copy.deepcopy(model), mesh)
+    with pytest.warns(UserWarning, match=r"leaves 0 \(Embedding\) as they are: .*Every rank runs them whole$"):
+        parallelize(te_fuser.Sequential(nn.Embedding(3, F), ops.Linear(F, F)), mesh)
     with pytest.warns(UserWarning, match="of which each has a term, are not added up; te_fuser"):
         parallelize(copy.deepcopy(model), mesh, sequence_parallel=True)
     with warnings.catch_warnings():

@@ -11,6 +11,7 @@ import torch
 from te_fuser.dtypes import FLOATING, STORED, text_of
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, Spec
+from te_fuser.ops.checks import check_floating as refuse_integers
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -234,5 +235,4 @@ def check_floating(label: str, spec: Spec) -> None:
     """Refuse dtypes that no value may have."""
     if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():
         raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
-    if not spec.dtype.is_floating_point:
-        raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")
+    refuse_integers(spec, f"{label}: takes")

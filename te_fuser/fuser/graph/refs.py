@@ -79,6 +79,9 @@ class RefKind:
     bytes: Callable[[Graph, Ref], int] = lambda graph, ref: 0
     label: Callable[[Graph, Ref], str] | None = None
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 class Ref(NamedTuple):
     """A tensor of a plan.

@@ -67,6 +67,7 @@ class Choice:
 
 
 DIRECTIONS = ("forward", "backward")
+_SHOWN = 12  # steps of each direction, where a plan stands for itself in a console
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 
 
@@ -151,6 +152,14 @@ class Plan:
     notes: tuple[str, ...] = ()
     refused: Callable[[], Iterable[Refusal]] = tuple
     before: tuple[Step, ...] = ()
+
+    def __repr__(self) -> str:
+        """A line for each of the first steps; `model.explain(x)` has them all, with what they move and take."""
+        lines = [f"Plan of {len(self.graph.nodes)} ops, input {list(self.x.shape)}, on {self.device.name}"]
+        for direction, steps in (("forward", self.forward), ("backward", self.backward)):
+            lines += [direction, *(f"  {step}" for step in steps[:_SHOWN])] if steps else []
+            lines += [f"  ... and {len(steps) - _SHOWN} more"] if len(steps) > _SHOWN else []
+        return "\n".join(lines)
 
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:

@@ -35,6 +35,7 @@ from te_fuser.ops.dtensor import is_dtensor, waited
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
+from te_fuser.ops.words import no_tensor
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -365,6 +366,8 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     found = {name: t if type(t) in PLAIN else waited(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
+            if not isinstance(t, torch.Tensor):
+                raise no_tensor(f"input {name!r}", t)
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
         if (remedy := _remedy(t)) is not None:
             raise TypeError(f"input {name!r}: te_fuser takes dense, materialized tensors; call {remedy} first")
@@ -405,7 +408,7 @@ def check_tensor(x: Any, where: str = "") -> None:
     """
     refuse_proxy(x)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"te_fuser takes a torch.Tensor{where}, got {type(x).__name__}")
+        raise no_tensor(f"te_fuser{where}", x)
 
 
 def check_input(x: Any, planning: bool = False) -> None:

@@ -91,6 +91,8 @@ class KeptPlan:
         seen = ", ".join(" with ".join(str(list(shape)) for shape in shapes) for shapes in self.shapes)
         return f"plan of {steps}: for {seen or 'shapes that are not known any more'}"
 
+    __repr__ = __str__
+
 
 class PlanCache:
     """The plans of one list of ops.

@@ -188,6 +188,11 @@ class Step:
     chain: bool = True
     price: Price | None = field(default=None, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        takes, gives = (", ".join(name for name, _ in named) for named in (self.inputs, self.outputs))
+        ops = f"op {self.start}" if self.stop == self.start + 1 else f"ops {self.start}-{self.stop - 1}"
+        return f"<Step {self.name}, {ops}: {takes} -> {gives}>"
+
     def reads(self) -> list[Ref]:
         """The refs it reads."""
         return [r for _, r in self.inputs]

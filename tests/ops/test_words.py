@@ -1,0 +1,135 @@
+"""A newcomer's mistakes: each error says the line to write."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import te_fuser
+from te_fuser import Residual, Sequential, ops
+
+IDS = torch.ones(2, 8, dtype=torch.int64)
+EMBED = "got int64: put a torch.nn.Embedding before it where these are ids of tokens"
+LIST = r"takes modules, got {}: write {}\(\*layers\)"
+
+
+def layers() -> list[nn.Module]:
+    return [ops.LayerNorm(8), ops.GELU()]
+
+
+def model() -> Sequential:
+    return Sequential(*layers())
+
+
+def preset() -> nn.Module:
+    return te_fuser.LayerNormLinear(8, 8, device="cpu")
+
+
+def scripted(module: nn.Module) -> Callable[[], Any]:
+    return lambda: torch.jit.script(module)
+
+
+# What is tried -> the error's words.
+WORDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "ids": (lambda: model()(IDS), EMBED),
+    "ids_of_an_op": (lambda: ops.Linear(8, 8)(IDS.int()), EMBED.replace("int64", "int32")),
+    "ids_of_a_preset": (lambda: preset()(IDS), EMBED),
+    "module_list": (lambda: Sequential(nn.ModuleList(layers())), LIST.format("ModuleList", "Sequential")),
+    "a_list": (lambda: Sequential(layers()), LIST.format("list", "Sequential")),
+    "a_list_of_a_branch": (lambda: Residual(layers()), LIST.format("list", "Residual")),
+    "a_generator": (lambda: Sequential(m for m in layers()), LIST.format("<genexpr>", "Sequential")),
+    "a_list_put_in": (lambda: model().insert(0, layers()), LIST.format("list", "Sequential")),  # type: ignore[arg-type]
+    "a_dict": (lambda: Sequential({"a": ops.GELU()}), r"write Sequential\(collections.OrderedDict\(layers\)\)"),
+    "module_dict": (lambda: Sequential(nn.ModuleDict({"a": ops.GELU()})), "OrderedDict"),
+    "a_class": (lambda: Sequential(ops.GELU), r"got GELU: a class is no module yet: write GELU\(\)"),
+    "a_class_of_torch": (lambda: model().append(nn.Tanh), r"write Tanh\(\)"),  # type: ignore[arg-type]
+    "a_class_at_a_place": (lambda: model().__setitem__(1, ops.SiLU), r"write SiLU\(\)"),  # type: ignore[arg-type]
+    "a_function": (lambda: Sequential(torch.relu), "got relu: take ops.ReLU"),
+    "a_function_of_two_words": (lambda: Sequential(nn.functional.log_softmax), "take ops.LogSoftmax"),
+    "a_function_that_is_no_op": (lambda: Sequential(torch.sin), "torch.nn.Module whose forward calls it"),
+    "a_lambda": (lambda: Sequential(lambda x: x), "torch.nn.Module whose forward calls it"),
+    "a_word": (lambda: Sequential("gelu"), "got str: give it ops of te_fuser.ops or any torch.nn.Module"),
+    "numpy": (lambda: model()(np.ones((2, 8))), r"takes a torch.Tensor, got ndarray: give torch\.from_numpy\(x\)$"),
+    "numpy_of_an_op": (lambda: ops.GELU()(np.ones((2, 8))), r"torch\.from_numpy\(x\)$"),  # type: ignore[arg-type]
+    "numpy_of_a_preset": (lambda: preset()(np.ones((2, 8))), r"torch\.from_numpy\(x\)$"),
+    "numpy_to_plan": (lambda: model().plan(np.ones((2, 8))), r"torch\.from_numpy\(x\)$"),  # type: ignore[arg-type]
+    "numpy_to_verify": (lambda: te_fuser.verify(model(), np.ones(8)), r"torch\.from_numpy\(x\)$"),  # type: ignore[arg-type]
+    "numpy_by_name": (
+        lambda: Sequential(ops.Add("c"))(torch.ones(8), c=np.ones(8)),
+        r"^input 'c' takes a torch.Tensor, got ndarray: give torch\.from_numpy\(x\)$",
+    ),
+    "script": (scripted(model()), "^torch.jit.script reads .* torch.compile, or .* model.reference.*works-with.md"),
+    "script_of_an_op": (scripted(ops.GELU()), "^torch.jit.script reads Python that a GELU does not have"),
+    "script_of_a_preset": (scripted(preset()), "^torch.jit.script reads"),
+    "script_around": (scripted(nn.Sequential(nn.Linear(8, 8), model())), "^torch.jit.script reads"),
+    "by_position": (
+        lambda: ops.LayerNorm(64, 1e-5, True),  # type: ignore[misc]
+        r"^LayerNorm\(\) takes 2 arguments by position, got 3: write elementwise_affine=True\n"
+        r"  LayerNorm\(features, eps=1e-05, \*, .*bias=True",
+    ),
+    "by_position_of_a_list": (lambda: te_fuser.LayerNorm(64, 1e-5, True, 3), "by position, got 4: name the others"),
+    "by_position_without_any": (lambda: ops.ReLU(True), r"0 arguments by position, got 1: name the others, or leave"),
+    "misspelt": (
+        lambda: ops.Linear(8, 8, biass=True),  # type: ignore[call-arg]
+        r"^Linear\(\) takes no argument 'biass'; did you mean 'bias'\?\n  Linear\(in_features, out_features",
+    ),
+    "misspelt_of_a_list": (lambda: Sequential(ops.GELU(), memry="lean"), r"did you mean 'memory'\?"),  # type: ignore[call-arg]
+    "misspelt_of_a_preset": (lambda: te_fuser.Linear(8, 8, biass=True), r"^Linear\(\) .*'biass'; did you mean 'bias'"),
+    "word_of_torch": (lambda: ops.DotProductAttention(num_heads=2, head_dim=4), "'num_heads'; here that is heads"),  # type: ignore[call-arg]
+    "causal": (lambda: ops.DotProductAttention(2, 4, is_causal=True), "'is_causal'; here that is mask=\"causal\""),  # type: ignore[call-arg]
+    "word_of_torch_to_a_preset": (
+        lambda: te_fuser.TransformerLayer(8, 8, 2, batch_first=True),
+        "'batch_first'; here that is attn_input_format=\"bshd\"",
+    ),
+    "nothing_to_say": (lambda: ops.ReLU(inplace=True), "'inplace'; leave it out"),
+    "missing": (lambda: ops.Linear(8), r"^Linear\(\) cannot be made: missing .*'out_features'\n  Linear\("),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_mistakes(name: str) -> None:
+    call, words = WORDS[name]
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_what_is_none_of_them() -> None:
+    x = torch.randn(2, 8)
+    assert Sequential(OrderedDict(a=ops.GELU()))(x).shape == x.shape
+
+    class Looped(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    torch.testing.assert_close(Sequential(Looped(layers()))(x), Looped(layers())(x))
+    assert Sequential(torch.jit.script(nn.Linear(8, 8)), ops.GELU())(x).shape == x.shape
+    later = nn.Module()
+    later.forward = torch.sin
+    torch.testing.assert_close(Sequential(later)(x), x.sin())
+
+
+@pytest.mark.parametrize("kind", [ops.Linear, ops.ReLU, ops.LayerNorm, Sequential, te_fuser.TransformerLayer])
+def test_signatures_are_those_of_constructors(kind: type) -> None:
+    """Whoever looks for `device`, as torch.nn.utils.skip_init does, finds what the class takes."""
+    assert "given" not in inspect.signature(kind).parameters
+    taken = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    assert {*inspect.signature(kind).parameters} >= {*taken} - {"self", "keywords"}
+
+
+def test_copies_are_made_without_arguments() -> None:
+    for module in (ops.Linear(8, 4), Sequential(ops.Linear(8, 4)), preset()):
+        for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            x = torch.randn(2, 8)
+            torch.testing.assert_close(made(x), module(x))
+    assert nn.utils.skip_init(ops.Linear, 8, 4).weight.shape == (4, 8)  # type: ignore[arg-type]
