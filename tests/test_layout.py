@@ -71,7 +71,7 @@ KNOWS = {
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
     "parallel": {"formula", "ops", "flatten", "fuser", "parts", "presets", "sequential"},
-    "presets": {"ops", "checkpointing", "parts", "recipe", "sequential", "variants"},
+    "presets": {"ops", "checkpointing", "fuser", "parts", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).

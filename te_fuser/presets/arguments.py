@@ -36,6 +36,29 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "delay_wgrad_compute": (False, None),
     "symmetric_ar_type": (None,),
 }
+SETTLED = frozenset(
+    {  # what the ops of a list have, each for itself
+        "activation",
+        "apply_residual_connection_post_layernorm",
+        "attention_dropout",
+        "attn_mask_type",
+        "drop_path_rate",
+        "enc_dec_attn_mask_type",
+        "enc_dec_window_size",
+        "eps",
+        "hidden_dropout",
+        "layernorm_epsilon",
+        "normalization",
+        "output_layernorm",
+        "parallel_attention_mlp",
+        "self_attn_mask_type",
+        "softcap",
+        "softmax_scale",
+        "softmax_type",
+        "window_size",
+        "zero_centered_gamma",
+    }
+)
 
 
 @dataclass(frozen=True)
