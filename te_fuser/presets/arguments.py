@@ -212,6 +212,22 @@ def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.S
     return signature.replace(parameters=[*own[:-1], *keywords])
 
 
+def check_positions(preset: type, args: tuple[Any, ...]) -> None:
+    """Refuse more arguments by position than a preset's constructor takes so.
+
+    Raises:
+        TypeError: naming those that it takes, and the first one that it does not.
+    """
+    kinds = inspect.Parameter
+    known = list(inspect.signature(preset).parameters.values())
+    names = [p.name for p in known if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    if len(args) > len(names) and not any(p.kind is kinds.VAR_POSITIONAL for p in known):
+        raise TypeError(
+            f"{preset.__name__}() takes {', '.join(names)} by position, got {args[len(names)]!r} behind them: give it "
+            "by its keyword"
+        )
+
+
 def default_device(device: torch.device | str | None) -> torch.device:
     """`device`; where it is None torch's default if one was set, else the GPU if there is one, else the CPU."""
     if device is not None:

@@ -26,6 +26,7 @@ from te_fuser.presets.arguments import (
     Placed,
     RandomState,
     check_flag,
+    check_positions,
     default_device,
     signature_of,
     taken,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.tune.tune import TuneReport
 
 Shared = TypeVar("Shared", bound=ops.Cut)
+Made = TypeVar("Made", bound="Preset")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Preset(Together, Variants):
         common: an object of it; the group of ranks is `tp_group`.
 
     Raises:
-        TypeError: for an unknown keyword, naming the nearest.
+        TypeError: for an unknown keyword, naming the nearest; for more by position than the constructor takes so.
         NotImplementedError: for a value that asks for what is missing.
         AttributeError: when what its ops have is to be changed later.
     """
@@ -132,6 +134,10 @@ class Preset(Together, Variants):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = signature_of(cls.__init__, cls.arguments)  # for help, and for whoever looks for `device`
+
+    def __new__(cls: type[Made], *args: Any, **keywords: Any) -> Made:
+        check_positions(cls, args)
+        return super().__new__(cls)
 
     def __init__(self, **keywords: Any) -> None:
         options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}

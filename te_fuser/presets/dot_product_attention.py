@@ -103,9 +103,13 @@ class DotProductAttention(ContextParallel):
         kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(num_gqa_groups=num_gqa_groups, **keywords)
+        super().__init__(
+            num_gqa_groups=num_gqa_groups, qkv_format=qkv_format, attn_mask_type=attn_mask_type, **keywords
+        )
         said = self.common
         self._context = context_of(type(self).__name__, said.cp_group, said.cp_global_ranks, said.cp_comm_type)
         self.common = said = replace(said, cp_group=None, cp_stream=None)  # which no pickle takes
