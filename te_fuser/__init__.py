@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from te_fuser import fusions, ops, utils
+from te_fuser import fusions, ops, recipe, utils
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
@@ -75,6 +75,7 @@ __all__ = [
     "parallelize",
     "precision",
     "quantized_model_init",
+    "recipe",
     "revert",
     "utils",
     "verify",
@@ -83,6 +84,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("common", "pytorch"):  # other names of what is here, as scripts of Transformer Engine have them
+        return importlib.import_module(f"te_fuser.{name}")
     if name not in ("parallel", "parallelize"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = importlib.import_module("te_fuser.parallel")  # loads DTensor, which one process does without
