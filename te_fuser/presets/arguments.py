@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -83,6 +83,8 @@ class Placed:
     tp_group: Any = None
     tp_size: int = 1
     sequence_dim: int = 0
+    # Of arguments for user buffers (`ub_*`) the one without which the others ask for nothing, where there is one.
+    overlap_switch: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -163,7 +165,11 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
             raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
-        _check_asks_nothing(preset, name, keywords[name])
+        if not _asks_nothing(arguments, name, keywords):
+            what = "user buffers, which" if name.startswith("ub_") else "what"
+            raise NotImplementedError(
+                f"{preset.__name__}: {name}={keywords[name]!r} asks for {what} te_fuser does not have; leave {name} out"
+            )
         level = stacklevel_of_user()
         warnings.warn(
             f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
@@ -182,12 +188,14 @@ def stacklevel_of_user() -> int:
     return level
 
 
-def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
+def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether an argument that does nothing here has a value by which it would do nothing there."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
-    if nothing is not None and not any(value is n for n in nothing):
-        raise NotImplementedError(
-            f"{kind.__name__}: {name}={value!r} asks for what te_fuser does not have; leave {name} out"
-        )
+    if nothing is None or any(keywords[name] is n for n in nothing):
+        return True
+    switch, several = arguments.overlap_switch, keywords.get("tp_size", 1) != 1 or keywords.get("tp_group") is not None
+    overlaps = several and keywords.get("sequence_parallel") and (switch is None or keywords.get(switch))
+    return name.startswith("ub_") and not overlaps
 
 
 def _nearest(preset: type, name: str) -> str:

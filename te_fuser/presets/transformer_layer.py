@@ -65,6 +65,7 @@ class TransformerLayerArguments(HeadsArguments):
     activation: str = "gelu"
     activation_params: Mapping[str, float] | None = None
     attn_input_format: str = "sbhd"
+    overlap_switch = "ub_tp_comm_overlap"
 
     def __post_init__(self) -> None:
         super().__post_init__()

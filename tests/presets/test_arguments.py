@@ -81,8 +81,6 @@ NOTHING = {
     "save_original_input": True,
 }
 MISSING = {
-    "ub_overlap_ag": True,
-    "ub_split_rs": True,
     "delay_wgrad_compute": True,
     "symmetric_ar_type": "multimem_all_reduce",
 }
@@ -100,6 +98,37 @@ def test_arguments_that_do_nothing(name: str) -> None:
     for argument, value in {**MISSING, **({} if attends else MISSING_IN_OTHERS)}.items():
         with pytest.raises(NotImplementedError, match=f"{name}: {argument}=.* asks for what te_fuser does not have"):
             PRESETS[name](**{argument: value})
+
+
+CUT = {"sequence_parallel": True, "tp_size": 2}
+LAYER = {"ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True}
+
+
+@each
+def test_user_buffers_are_asked_for_where_ranks_cut_the_sequence(name: str) -> None:
+    on = {"ub_tp_comm_overlap": True} if name == "TransformerLayer" else {}
+    x = torch.randn(3, 2, 4)
+    given = tuple(torch.randn(3, 2, 2, 4) for _ in range(3)) if name == "DotProductAttention" else (x,)
+    for argument in ("ub_overlap_ag", "ub_split_rs"):
+        for cut in ({}, {"sequence_parallel": True}, {"tp_size": 2}):
+            with pytest.warns(DeprecationWarning, match=f"{name}: {argument} does nothing here") as seen:
+                made = PRESETS[name](**{argument: True}, **on, **cut, device="cpu")
+            assert len(seen) == 1 + len(on)
+            assert "tp_size" in cut or made.eval()(*given).isfinite().all()
+        words = "=True asks for user buffers, which te_fuser does not have; leave"
+        with pytest.raises(NotImplementedError, match=f"{name}: {argument}{words} {argument} out"):
+            PRESETS[name](**{argument: True}, **CUT, **on)
+
+
+def test_user_buffers_of_a_layer_that_says_no_overlap() -> None:
+    for cut in ({}, CUT):
+        with pytest.warns(DeprecationWarning) as seen:
+            te_fuser.TransformerLayer(4, 8, 2, **LAYER, **cut, set_parallel_mode=bool(cut), device="cpu")
+        assert [str(w.message).split()[1] for w in seen] == list(LAYER)
+    with pytest.warns(DeprecationWarning, match="ub_overlap_ag does nothing"):
+        te_fuser.TransformerLayer(4, 8, 2, ub_overlap_ag=True, **CUT, set_parallel_mode=True, device="cpu")
+    with pytest.raises(NotImplementedError, match="ub_tp_comm_overlap=True asks for user buffers"):
+        te_fuser.TransformerLayer(4, 8, 2, **{**LAYER, "ub_tp_comm_overlap": True}, **CUT, device="cpu")
 
 
 def test_the_warning_stands_at_the_callers_line() -> None:
