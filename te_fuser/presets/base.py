@@ -173,13 +173,16 @@ class Preset(Together, Variants):
 
     # ---------------------------------------------------------------------------------- parameters
 
-    def declare(self, name: str, shape: Iterable[int], fill: Fill | float, **marks: Any) -> None:
+    def declare(self, name: str, shape: Iterable[int] | None, fill: Fill | float, **marks: Any) -> None:
         """Make a parameter; `reset_parameters` fills it.
 
         Args:
+            shape: None for one that there is not: as torch.nn's, a preset says None of it.
             fill: a function that is called with it, or a number.
             **marks: attributes that it carries, however it is moved, copied or loaded: see `cut` and `whole`.
         """
+        if shape is None:
+            return self.register_parameter(name, None)
         made = torch.empty(*shape, dtype=self.common.params_dtype, device=default_device(self.common.device))
         self.register_parameter(name, torch.nn.Parameter(made))
         self._declared[name] = Declared(fill, marks)
@@ -267,6 +270,8 @@ class Preset(Together, Variants):
         appended = {name: others.pop(name) for name in [*others] if name.isdecimal()}
         self._modules.update({**others, **found, **appended})
         self._listed = frozenset(found)
+        said = SETTLED.intersection(vars(self.common)).difference(dir(type(self)))
+        vars(self).update({name: getattr(self.common, name) for name in said if name not in vars(self)})
 
     def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
         """What stands in the list: what `relist` put there, or has taken its place, and what was appended.

@@ -117,6 +117,7 @@ class DotProductAttention(ContextParallel):
         if len(channels) != 2:
             raise ValueError(f"kv_channels is a size, or (of keys, of values), got {kv_channels!r}")
         self.channels = tuple(check_size("kv_channels", size) for size in channels)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.channels
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
         self.attention_dropout = check_probability(attention_dropout, "attention_dropout")
@@ -126,6 +127,7 @@ class DotProductAttention(ContextParallel):
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
             self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, bool(said.set_parallel_mode)))
+        self.num_gqa_groups_per_partition = self.own_heads[1]
         self.reset_parameters()
         self.relist()
 

@@ -95,9 +95,12 @@ class MultiheadAttention(ContextParallel):
         self.num_gqa_groups = groups_of(num_attention_heads, said.num_gqa_groups)
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
-        self.channels = kv_channels or channels_of(hidden_size, num_attention_heads)
+        self.hidden_size_per_attention_head = self.channels = kv_channels or channels_of(
+            hidden_size, num_attention_heads
+        )
         self.sequence_dim = sequence_dim_of(said.qkv_format)
         self._make_parts(attention_dropout)
+        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = self.core_attention.own_heads
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
         self._returns_norm = self.input_layernorm and bool(said.return_layernorm_output)

@@ -163,6 +163,7 @@ class TransformerLayer(ContextParallel):
         self.layer_type, self.layer_number = said.layer_type, said.layer_number
         self.sequence_dim = sequence_dim_of(said.attn_input_format)
         self.self_attention = self._attention(num_attention_heads, "self")
+        self.kv_channels = self.self_attention.channels
         if self.decodes:
             self.inter_attention = self._attention(num_attention_heads, "cross")
         common = {"return_layernorm_output": False, "return_layernorm_output_gathered": False}
