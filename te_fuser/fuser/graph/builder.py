@@ -58,14 +58,13 @@ class GraphBuilder:
             raise TypeError(f"{error}, or run under torch.autocast") from error
 
     def _builds_under_autocast(self) -> bool:
-        """Whether a call outside of torch.autocast would be none that is refused inside."""
-        kind = self.call.x.device.type
-        if self.call.autocast is not None or kind == "meta":
+        """Whether a call that is made outside of torch.autocast would be taken inside."""
+        if self.call.autocast is not None:
             return False
-        try:
-            inside = dataclasses.replace(self.call, autocast=torch.get_autocast_dtype(kind))
-            GraphBuilder(self.listed, inside).build()
-        except Exception:
+        try:  # also of devices that have no autocast
+            dtype = torch.get_autocast_dtype(self.call.x.device.type)
+            GraphBuilder(self.listed, dataclasses.replace(self.call, autocast=dtype)).build()
+        except (RuntimeError, TypeError, ValueError, LookupError):
             return False
         return True
 
