@@ -87,6 +87,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("common", "pytorch"):  # other names of what is here, as scripts of Transformer Engine have them
+        return importlib.import_module(f"te_fuser.{name}")
     if name not in ("parallel", "parallelize"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = importlib.import_module("te_fuser.parallel")  # loads DTensor, which one process does without

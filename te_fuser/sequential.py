@@ -178,7 +178,7 @@ class Sequential(OpList):
         Raises:
             ValueError: when plain modules split the list into several plans; see `plans`.
         """
-        found = self.plans(x, outputs=outputs, device=device, **inputs)
+        found = Sequential.plans(self, x, outputs=outputs, device=device, **inputs)  # a preset's takes its calls
         if len(found) != 1:
             by_options = any(part.notes for part in self._prepared() if isinstance(part, Group))
             what = "plain modules and lists with other options" if by_options else "plain modules"

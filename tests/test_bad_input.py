@@ -68,7 +68,7 @@ CALLS = {
         [
             r"^op 1 \(MatMul '1\.matmul'\)",
             "weight is float32, its input float64",
-            r"\.to\(\), or run under torch.autocast",
+            r"convert the input with \.to\(torch\.float32\), or the model with \.to\(torch\.float64\)$",
         ],
     ),
     "dtype_of_a_norm": (
@@ -76,7 +76,11 @@ CALLS = {
         X,
         {},
         TypeError,
-        [r"^op 0 \(LayerNorm '0'\)", "weight is bfloat16, its input float64", r"convert one with \.to\(\)"],
+        [
+            r"^op 0 \(LayerNorm '0'\)",
+            "weight is bfloat16, its input float64",
+            r"convert the input with \.to\(torch.bfloat16",
+        ],
     ),
     "dtype_in_the_middle": (
         lambda: [ops.Cast(torch.bfloat16), ops.Linear(8, 8, dtype=torch.float32)],

@@ -31,6 +31,13 @@ def weight_kind(m: Match, at: int) -> str:
     return "wgrad_onto" if m[at].accumulate_into_main_grad else "wgrad"
 
 
+def why_not_onto(m: Match, at: int) -> str | None:
+    """Why the gradient of the weight of op `at` cannot go to its main_grad in the same step; None where it may."""
+    if m[at].accumulate_into_main_grad and m[at].own_dtype_of("weight") != m[at].dtype_of("weight"):
+        return "it reads the weight as it is cast, and main_grad is that of the weight itself"
+    return None
+
+
 def with_weight_gradient(m: Match, product: Cost, at: int) -> Cost:
     """What dy W and what goes with it takes, and then the gradient of the weight of op `at`, where it is needed."""
     if not m[at].weight.requires_grad:
@@ -59,7 +66,7 @@ def _cost(m: Match) -> Cost:
 @fusion(
     backward=[Bias, GELU, MatMul],
     reads=("0.output", "2.weight"),
-    when=lambda m: why_no_quack(m, 2, 1, 0) or why_no_product(m, weight_kind(m, 2), at=2) or True,
+    when=lambda m: why_no_quack(m, 2, 1, 0) or why_not_onto(m, 2) or why_no_product(m, weight_kind(m, 2), at=2) or True,
     cost=_cost,
 )
 def bias_gelu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:

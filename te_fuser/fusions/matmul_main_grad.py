@@ -49,7 +49,7 @@ def _why_not(m: Match) -> bool | str:
     details=Details(
         gradients=(
             Gradient(("input",), ("0.weight",), "input_gradient"),
-            Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+            Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient", by_attributes=("0.weight",)),
         ),
         choose=_choose,
     ),

@@ -113,7 +113,9 @@ class Backward:
     def declared(self, onto: bool = False) -> Callable[[Any], Fusion]:
         """The decorator of a fusion, of products whose dW goes to main_grad, or of others."""
         first, second = self.nodes
-        reads = (*second.reads, f"{self._at}.weight") if onto else second.reads
+        if onto:
+            weight = (f"{self._at}.weight",)
+            second = replace(second, reads=(*second.reads, *weight), by_attributes=weight)
 
         def why_not(m: Match) -> bool | str:
             if m[self._at].accumulate_into_main_grad != onto:
@@ -127,7 +129,7 @@ class Backward:
             backward=self.pattern,
             when=why_not,
             cost=costs,
-            details=Details(gradients=(first, replace(second, reads=reads)), choose=self._choose),
+            details=Details(gradients=(first, second), choose=self._choose),
         )
 
     def _choose(self, m: Match, method: str) -> Body | Callable[..., Any]:

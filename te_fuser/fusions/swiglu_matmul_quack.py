@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser.fusions.bias_gelu_matmul_quack import weight_gradient, weight_kind, with_weight_gradient
+from te_fuser.fusions.bias_gelu_matmul_quack import weight_gradient, weight_kind, why_not_onto, with_weight_gradient
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.declaration import fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
@@ -28,7 +28,8 @@ def _why_not(m: Match) -> bool | str:
     why = why_no_quack_product(m, 1, "it is for bfloat16 alone")
     if not why and not cast(SwiGLU, m[0]).gate_first:
         why = "its gate is the first half of SwiGLU's input, and here it is the second (gate_first=False)"
-    return why or why_not_here(m, quack_matmul.unusable_by_gates) or why_no_product(m, weight_kind(m, 1), at=1) or True
+    why = why or why_not_here(m, quack_matmul.unusable_by_gates) or why_not_onto(m, 1)
+    return why or why_no_product(m, weight_kind(m, 1), at=1) or True
 
 
 def _cost(m: Match) -> Cost:

@@ -94,7 +94,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
     if held is None:
         raise RuntimeError(
             f"accumulate_into_main_grad: the weight {want} has no main_grad; set weight.main_grad to a tensor of that "
-            "shape before backward, and give the weight in the dtype of the product (under autocast it is another one)"
+            "shape before backward"
         )
     if held.shape != weight.shape or held.device != weight.device:
         raise RuntimeError(

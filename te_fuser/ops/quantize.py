@@ -58,7 +58,7 @@ class Quantize(RowOp):
         if self.takes is not None and x.dtype != self.takes:
             raise TypeError(
                 f"takes x in {text_of(self.takes)}, as the product behind it does, got {text_of(x.dtype)}: convert one "
-                "with .to(), or run under torch.autocast"
+                "with .to()"
             )
         return super().infer(x)
 

@@ -70,10 +70,9 @@ class Affine(Preset):
         columns = self.share(self.in_features, "in_features") if self.parallel_mode == "row" else self.in_features
         for name, size in zip(self.parts["weight"], rows, strict=True):
             self.declare(name, [size, columns], self.common.fill(), **cut(dim, is_cut))
-        if self.use_bias:
-            marks = cut(0, True) if self.parallel_mode == "column" else self.whole()
-            for name, size in zip(self.parts["bias"], rows, strict=True):
-                self.declare(name, [size], 0.0, **marks)
+        marks = cut(0, True) if self.parallel_mode == "column" else self.whole()
+        for name, size in zip(self.parts["bias"], rows, strict=True):
+            self.declare(name, [size] if self.use_bias else None, 0.0, **marks)
         if len(sizes) > 1:
             self.keep_together(*self.parts["weight"])
             if self.use_bias:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -36,6 +36,45 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "delay_wgrad_compute": (False, None),
     "symmetric_ar_type": (None,),
 }
+# Arguments that the ops of a list have, each for itself: attributes of presets, to be read alone.
+SETTLED = frozenset(
+    {
+        "activation",
+        "activation_params",
+        "apply_residual_connection_post_layernorm",
+        "attention_dropout",
+        "attention_type",
+        "attn_input_format",
+        "attn_mask_type",
+        "bottom_right_diagonal",
+        "drop_path_rate",
+        "enc_dec_attn_mask_type",
+        "enc_dec_bottom_right_diagonal",
+        "enc_dec_window_size",
+        "eps",
+        "hidden_dropout",
+        "input_layernorm",
+        "layer_type",
+        "layernorm_epsilon",
+        "normalization",
+        "output_layernorm",
+        "parallel_attention_mlp",
+        "qk_norm_before_rope",
+        "qk_norm_eps",
+        "qk_norm_type",
+        "qkv_format",
+        "return_layernorm_output",
+        "return_layernorm_output_gathered",
+        "rotary_pos_interleaved",
+        "self_attn_mask_type",
+        "set_parallel_mode",
+        "softcap",
+        "softmax_scale",
+        "softmax_type",
+        "window_size",
+        "zero_centered_gamma",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +99,8 @@ class Placed:
     tp_group: Any = None
     tp_size: int = 1
     sequence_dim: int = 0
+    # Of arguments for user buffers (`ub_*`) the one without which the others ask for nothing, where there is one.
+    overlap_switch: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -140,7 +181,11 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
             raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
-        _check_asks_nothing(preset, name, keywords[name])
+        if not _asks_nothing(arguments, name, keywords):
+            what = "user buffers, which" if name.startswith("ub_") else "what"
+            raise NotImplementedError(
+                f"{preset.__name__}: {name}={keywords[name]!r} asks for {what} te_fuser does not have; leave {name} out"
+            )
         level = stacklevel_of_user()
         warnings.warn(
             f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
@@ -159,12 +204,14 @@ def stacklevel_of_user() -> int:
     return level
 
 
-def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
+def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether an argument that does nothing here has a value by which it would do nothing there."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
-    if nothing is not None and not any(value is n for n in nothing):
-        raise NotImplementedError(
-            f"{kind.__name__}: {name}={value!r} asks for what te_fuser does not have; leave {name} out"
-        )
+    if nothing is None or any(keywords[name] is n for n in nothing):
+        return True
+    switch, several = arguments.overlap_switch, keywords.get("tp_size", 1) != 1 or keywords.get("tp_group") is not None
+    overlaps = several and keywords.get("sequence_parallel") and (switch is None or keywords.get(switch))
+    return name.startswith("ub_") and not overlaps
 
 
 def _nearest(preset: type, name: str) -> str:
@@ -186,6 +233,22 @@ def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.S
         if name not in there
     ]
     return signature.replace(parameters=[*own[:-1], *keywords])
+
+
+def check_positions(preset: type, args: tuple[Any, ...]) -> None:
+    """Refuse more arguments by position than a preset's constructor takes so.
+
+    Raises:
+        TypeError: naming those that it takes, and the first one that it does not.
+    """
+    kinds = inspect.Parameter
+    known = list(inspect.signature(preset).parameters.values())
+    names = [p.name for p in known if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    if len(args) > len(names) and not any(p.kind is kinds.VAR_POSITIONAL for p in known):
+        raise TypeError(
+            f"{preset.__name__}() takes {', '.join(names)} by position, got {args[len(names)]!r} behind them: give it "
+            "by its keyword"
+        )
 
 
 def default_device(device: torch.device | str | None) -> torch.device:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -17,14 +17,16 @@ from te_fuser.checkpointing import checkpoint
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.ops.dtensor import filled
 from te_fuser.ops.gradient_sums import LEFT, with_sum
-from te_fuser.parts import Group, GroupRun
+from te_fuser.parts import Group
 from te_fuser.presets.arguments import (
     OPTIONS,
+    SETTLED,
     Common,
     Fill,
     Placed,
     RandomState,
     check_flag,
+    check_positions,
     default_device,
     signature_of,
     taken,
@@ -33,7 +35,12 @@ from te_fuser.recipe.region import microbatch
 from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
 
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
+    from te_fuser.fuser.tune.tune import TuneReport
+
 Shared = TypeVar("Shared", bound=ops.Cut)
+Made = TypeVar("Made", bound="Preset")
 
 
 @dataclass(frozen=True)
@@ -101,31 +108,6 @@ def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
     return run
 
 
-_SETTLED = frozenset(
-    {  # what the ops of a list have, each for itself
-        "activation",
-        "apply_residual_connection_post_layernorm",
-        "attention_dropout",
-        "attn_mask_type",
-        "drop_path_rate",
-        "enc_dec_attn_mask_type",
-        "enc_dec_window_size",
-        "eps",
-        "hidden_dropout",
-        "layernorm_epsilon",
-        "normalization",
-        "output_layernorm",
-        "parallel_attention_mlp",
-        "self_attn_mask_type",
-        "softcap",
-        "softmax_scale",
-        "softmax_type",
-        "window_size",
-        "zero_centered_gamma",
-    }
-)
-
-
 class Preset(Together, Variants):
     """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
 
@@ -138,7 +120,7 @@ class Preset(Together, Variants):
         common: an object of it; the group of ranks is `tp_group`.
 
     Raises:
-        TypeError: for an unknown keyword, naming the nearest.
+        TypeError: for an unknown keyword, naming the nearest; for more by position than the constructor takes so.
         NotImplementedError: for a value that asks for what is missing.
         AttributeError: when what its ops have is to be changed later.
     """
@@ -152,6 +134,10 @@ class Preset(Together, Variants):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = signature_of(cls.__init__, cls.arguments)  # for help, and for whoever looks for `device`
+
+    def __new__(cls: type[Made], *args: Any, **keywords: Any) -> Made:
+        check_positions(cls, args)
+        return super().__new__(cls)
 
     def __init__(self, **keywords: Any) -> None:
         options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
@@ -169,7 +155,7 @@ class Preset(Together, Variants):
         self._refusal = self._why_not()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and (name in self.__dict__ or self._listed):
+        if name in SETTLED and (name in self.__dict__ or self._listed):
             settled = self.__dict__.get(name, getattr(self.__dict__.get("common"), name, value))
             if settled != value:
                 raise AttributeError(
@@ -187,13 +173,16 @@ class Preset(Together, Variants):
 
     # ---------------------------------------------------------------------------------- parameters
 
-    def declare(self, name: str, shape: Iterable[int], fill: Fill | float, **marks: Any) -> None:
+    def declare(self, name: str, shape: Iterable[int] | None, fill: Fill | float, **marks: Any) -> None:
         """Make a parameter; `reset_parameters` fills it.
 
         Args:
+            shape: None for one that there is not: as torch.nn's, a preset says None of it.
             fill: a function that is called with it, or a number.
             **marks: attributes that it carries, however it is moved, copied or loaded: see `cut` and `whole`.
         """
+        if shape is None:
+            return self.register_parameter(name, None)
         made = torch.empty(*shape, dtype=self.common.params_dtype, device=default_device(self.common.device))
         self.register_parameter(name, torch.nn.Parameter(made))
         self._declared[name] = Declared(fill, marks)
@@ -281,6 +270,8 @@ class Preset(Together, Variants):
         appended = {name: others.pop(name) for name in [*others] if name.isdecimal()}
         self._modules.update({**others, **found, **appended})
         self._listed = frozenset(found)
+        said = SETTLED.intersection(vars(self.common)).difference(dir(type(self)))
+        vars(self).update({name: getattr(self.common, name) for name in said if name not in vars(self)})
 
     def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
         """What stands in the list: what `relist` put there, or has taken its place, and what was appended.
@@ -308,17 +299,25 @@ class Preset(Together, Variants):
         """The result of the same call op by op from their meaning, in plain differentiable PyTorch operations."""
         return self._asked(*args, **call).by(Sequential.reference)
 
-    def _looked_at(self, x: Any, outputs: Sequence[str], device: Any, inputs: Mapping[str, Any]) -> Any:
-        def look(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> Any:
-            return Sequential._looked_at(listed, x, outputs, device, inputs)
+    def plan(self, *args: Any, device: Any = None, **call: Any) -> Plan:
+        """The plan of the same call, as that of `Sequential` is."""
+        return self._asked(*args, **call).of_list(functools.partial(Sequential.plan, device=device))  # type: ignore[no-any-return]
 
-        return self._asked(x, outputs=outputs, **inputs).of_list(look)
+    def plans(self, *args: Any, device: Any = None, **call: Any) -> list[Plan]:
+        """One plan of the same call for each group of ops between plain modules, as those of `Sequential` are."""
+        return self._asked(*args, **call).of_list(functools.partial(Sequential.plans, device=device))  # type: ignore[no-any-return]
 
-    def _try(self, run: GroupRun, x: Any, outputs: Sequence[str], inputs: Mapping[str, Any]) -> None:
-        def tried(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> None:
-            Sequential._try(listed, run, x, outputs, inputs)
+    def explain(
+        self, *args: Any, device: str | None = None, source: bool = False, measure: bool = False, **call: Any
+    ) -> Any:
+        """Both plans of the same call as tables, as `Sequential.explain` shows them, with its options."""
+        show = functools.partial(Sequential.explain, device=device, source=source, measure=measure)
+        return self._asked(*args, **call).of_list(show)
 
-        self._asked(x, outputs=outputs, **inputs).of_list(tried)
+    def tune(self, *args: Any, rounds: int = 7, seconds: float = 0.2, margin: float = 0.005, **call: Any) -> TuneReport:
+        """Measure other choices for the same call, as `Sequential.tune` does, with its options."""
+        measure = functools.partial(Sequential.tune, rounds=rounds, seconds=seconds, margin=margin)
+        return self._asked(*args, **call).of_list(measure)  # type: ignore[no-any-return]
 
     def _asked(self, *args: Any, **call: Any) -> Asked:
         """What a call comes to by the forward of the preset, whatever a subclass does before and after it."""

@@ -103,9 +103,13 @@ class DotProductAttention(ContextParallel):
         kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(num_gqa_groups=num_gqa_groups, **keywords)
+        super().__init__(
+            num_gqa_groups=num_gqa_groups, qkv_format=qkv_format, attn_mask_type=attn_mask_type, **keywords
+        )
         said = self.common
         self._context = context_of(type(self).__name__, said.cp_group, said.cp_global_ranks, said.cp_comm_type)
         self.common = said = replace(said, cp_group=None, cp_stream=None)  # which no pickle takes
@@ -113,6 +117,7 @@ class DotProductAttention(ContextParallel):
         if len(channels) != 2:
             raise ValueError(f"kv_channels is a size, or (of keys, of values), got {kv_channels!r}")
         self.channels = tuple(check_size("kv_channels", size) for size in channels)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.channels
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
         self.attention_dropout = check_probability(attention_dropout, "attention_dropout")
@@ -122,6 +127,7 @@ class DotProductAttention(ContextParallel):
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
             self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, bool(said.set_parallel_mode)))
+        self.num_gqa_groups_per_partition = self.own_heads[1]
         self.reset_parameters()
         self.relist()
 

@@ -92,14 +92,13 @@ class LayerNormMLP(Preset):
         self.norm.declare(self)
         wide, ffn = self._between
         self.declare("fc1_weight", [wide, self.hidden_size], self.common.fill(), **cut(0, is_cut))
-        if self.use_fc1_bias:
-            self._declare_fc1_bias()
+        self._declare_fc1_bias()
         self.declare("fc2_weight", [self.hidden_size, ffn], self.common.fill(output_layer=True), **cut(1, is_cut))
-        if self.use_bias:
-            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole())
+        self.declare("fc2_bias", [self.hidden_size] if self.use_bias else None, 0.0, **self.whole())
 
     def _declare_fc1_bias(self) -> None:
-        self.declare("fc1_bias", [self._between[0]], 0.0, **cut(0, bool(self.common.set_parallel_mode)))
+        shape = [self._between[0]] if self.use_fc1_bias else None
+        self.declare("fc1_bias", shape, 0.0, **cut(0, bool(self.common.set_parallel_mode)))
 
     def _activation(self) -> ops.FusableOperation:
         return activation_op(self.common.activation, self.common.activation_params)

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import Placed, check_flag, check_size
+from te_fuser.presets.arguments import Fill, Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
@@ -74,18 +74,33 @@ class MultiheadAttention(ContextParallel):
         kv_channels: int | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
+        init_method: Fill | None = None,
+        output_layer_init_method: Fill | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(kv_channels=kv_channels, layernorm_epsilon=layernorm_epsilon, **keywords)
+        super().__init__(
+            kv_channels=kv_channels,
+            layernorm_epsilon=layernorm_epsilon,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            **keywords,
+        )
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, said.num_gqa_groups)
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
-        self.channels = kv_channels or channels_of(hidden_size, num_attention_heads)
+        self.hidden_size_per_attention_head = self.channels = kv_channels or channels_of(
+            hidden_size, num_attention_heads
+        )
         self.sequence_dim = sequence_dim_of(said.qkv_format)
         self._make_parts(attention_dropout)
+        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = self.core_attention.own_heads
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
         self._returns_norm = self.input_layernorm and bool(said.return_layernorm_output)

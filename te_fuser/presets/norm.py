@@ -85,8 +85,7 @@ class Norm:
         """Make the parameters: prefix + "weight", and prefix + "bias" where there is one."""
         shape = (self.features,) if shape is None else tuple(shape)
         preset.declare(f"{prefix}weight", shape, 0.0 if self.zero_centered_gamma else 1.0, **preset.whole())
-        if self.normalization == "LayerNorm":
-            preset.declare(f"{prefix}bias", shape, 0.0, **preset.whole())
+        preset.declare(f"{prefix}bias", shape if self.normalization == "LayerNorm" else None, 0.0, **preset.whole())
 
     def ops(
         self, preset: Preset, prefix: str = "layer_norm_", before: str | None = None

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import Placed, check_flag, check_size
+from te_fuser.presets.arguments import Fill, Placed, check_flag, check_size
 from te_fuser.presets.attention_call import (
     CROSS,
     LAYOUTS,
@@ -65,6 +65,7 @@ class TransformerLayerArguments(HeadsArguments):
     activation: str = "gelu"
     activation_params: Mapping[str, float] | None = None
     attn_input_format: str = "sbhd"
+    overlap_switch = "ub_tp_comm_overlap"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,13 +130,40 @@ class TransformerLayer(ContextParallel):
     flattens = True
     arguments = TransformerLayerArguments
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, **keywords: Any) -> None:
-        super().__init__(**keywords)
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Fill | None = None,
+        output_layer_init_method: Fill | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        **keywords: Any,
+    ) -> None:
+        super().__init__(
+            num_gqa_groups=num_gqa_groups,
+            layernorm_epsilon=layernorm_epsilon,
+            hidden_dropout=hidden_dropout,
+            attention_dropout=attention_dropout,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            layer_number=layer_number,
+            kv_channels=kv_channels,
+            self_attn_mask_type=self_attn_mask_type,
+            **keywords,
+        )
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.layer_type, self.layer_number = said.layer_type, said.layer_number
         self.sequence_dim = sequence_dim_of(said.attn_input_format)
         self.self_attention = self._attention(num_attention_heads, "self")
+        self.kv_channels = self.self_attention.channels
         if self.decodes:
             self.inter_attention = self._attention(num_attention_heads, "cross")
         common = {"return_layernorm_output": False, "return_layernorm_output_gathered": False}

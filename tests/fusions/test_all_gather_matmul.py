@@ -9,12 +9,14 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions import pipeline
 from te_fuser.kernels import symmetric
 from te_fuser.ops.group import Group
+from tests.fusions.products import autocast_on_cuda
 from tests.symmetric import NAMES
 from tests.symmetric import taken as wherever_they_fit
 
@@ -128,6 +130,15 @@ def test_gradients_of_weights_go_to_main_grad() -> None:
     names = taken(forced(accumulate_into_main_grad=True))[2:]
     both = ("matmul_reduce_scatter", "all_gather_matmul")
     assert names == [f"{name}_backward_main_grad" for name in both for _ in ("dx", "dW")]
+
+
+def test_it_is_main_grad_of_the_weights_themselves_under_autocast() -> None:
+    with autocast_on_cuda():
+        plan = forced(accumulate_into_main_grad=True, dtype=torch.float32)
+    steps = [s for s in plan.backward if s.name.endswith("_backward_main_grad")]
+    of_weights = [s for s in steps if any(r.kind is PARAMETER_GRADIENT for r in s.writes())]
+    read = [{r.form.dtype for s in some for r in s.reads() if r.kind is PARAMETER} for some in (steps, of_weights)]
+    assert (len(steps), len(of_weights)) == (2, 1) and read == [{None, torch.bfloat16}, {None}]
 
 
 def why(*listed: Any, shape: tuple[int, ...] = (64, 8), device: str | None = "h200") -> set[str]:

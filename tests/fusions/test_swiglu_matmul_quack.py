@@ -153,3 +153,9 @@ def test_a_gradient_of_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_main_grad_takes_the_weights_gradient(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequential(ops.SwiGLU(), ops.Linear(24, 8, bias=False, accumulate_into_main_grad=True))
     assert_main_grad_takes_the_gradient(monkeypatch, GATED, model, tensor(7, 48), model[1].weight, over)
+
+
+def test_main_grad_is_not_that_of_a_cast(installed: None) -> None:
+    p = under_autocast(gated_mlp(accumulate_into_main_grad=True))
+    assert reasons(p, GATED) == {"it reads the weight as it is cast, and main_grad is that of the weight itself"}
+    assert "matmul_main_grad" in {s.name for s in p.backward}

@@ -81,8 +81,6 @@ NOTHING = {
     "save_original_input": True,
 }
 MISSING = {
-    "ub_overlap_ag": True,
-    "ub_split_rs": True,
     "delay_wgrad_compute": True,
     "symmetric_ar_type": "multimem_all_reduce",
 }
@@ -100,6 +98,37 @@ def test_arguments_that_do_nothing(name: str) -> None:
     for argument, value in {**MISSING, **({} if attends else MISSING_IN_OTHERS)}.items():
         with pytest.raises(NotImplementedError, match=f"{name}: {argument}=.* asks for what te_fuser does not have"):
             PRESETS[name](**{argument: value})
+
+
+CUT = {"sequence_parallel": True, "tp_size": 2}
+LAYER = {"ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_bulk_dgrad": True}
+
+
+@each
+def test_user_buffers_are_asked_for_where_ranks_cut_the_sequence(name: str) -> None:
+    on = {"ub_tp_comm_overlap": True} if name == "TransformerLayer" else {}
+    x = torch.randn(3, 2, 4)
+    given = tuple(torch.randn(3, 2, 2, 4) for _ in range(3)) if name == "DotProductAttention" else (x,)
+    for argument in ("ub_overlap_ag", "ub_split_rs"):
+        for cut in ({}, {"sequence_parallel": True}, {"tp_size": 2}):
+            with pytest.warns(DeprecationWarning, match=f"{name}: {argument} does nothing here") as seen:
+                made = PRESETS[name](**{argument: True}, **on, **cut, device="cpu")
+            assert len(seen) == 1 + len(on)
+            assert "tp_size" in cut or made.eval()(*given).isfinite().all()
+        words = "=True asks for user buffers, which te_fuser does not have; leave"
+        with pytest.raises(NotImplementedError, match=f"{name}: {argument}{words} {argument} out"):
+            PRESETS[name](**{argument: True}, **CUT, **on)
+
+
+def test_user_buffers_of_a_layer_that_says_no_overlap() -> None:
+    for cut in ({}, CUT):
+        with pytest.warns(DeprecationWarning) as seen:
+            te_fuser.TransformerLayer(4, 8, 2, **LAYER, **cut, set_parallel_mode=bool(cut), device="cpu")
+        assert [str(w.message).split()[1] for w in seen] == list(LAYER)
+    with pytest.warns(DeprecationWarning, match="ub_overlap_ag does nothing"):
+        te_fuser.TransformerLayer(4, 8, 2, ub_overlap_ag=True, **CUT, set_parallel_mode=True, device="cpu")
+    with pytest.raises(NotImplementedError, match="ub_tp_comm_overlap=True asks for user buffers"):
+        te_fuser.TransformerLayer(4, 8, 2, **{**LAYER, "ub_tp_comm_overlap": True}, **CUT, device="cpu")
 
 
 def test_the_warning_stands_at_the_callers_line() -> None:
@@ -219,177 +248,6 @@ def test_numbers_that_are_none() -> None:
         te_fuser.RotaryPositionEmbedding("8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rotary_percent is a share of the features"):
         te_fuser.RotaryPositionEmbedding(8, rotary_percent=2.0)
-
-
-# Of Transformer Engine 2.20, beside what this project says: the device and the type of cross attention's mask.
-SHARED = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "fuse_wgrad_accumulation": False,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "init_method": None,
-    "output_layer_init_method": None,
-    "params_dtype": None,
-    "device": None,
-}
-NORMED = {"normalization": "LayerNorm", "zero_centered_gamma": False, "return_layernorm_output": False}
-AHEAD = {"seq_length": None, "micro_batch_size": None}
-LINEAR = {
-    "parallel_mode": None,
-    "return_bias": False,
-    "parameters_split": None,
-    "skip_weight_param_allocation": False,
-}
-HEADS = {
-    "num_gqa_groups": None,
-    "layer_number": None,
-    "window_size": None,
-    "bottom_right_diagonal": None,
-    "softmax_type": "vanilla",
-    "qk_norm_type": None,
-    "qk_norm_eps": 1e-6,
-    "qk_norm_before_rope": False,
-    "set_parallel_mode": False,
-    "fuse_qkv_params": False,
-    "qkv_weight_interleaved": True,
-    "rotary_pos_interleaved": False,
-    "bias": True,
-    **AHEAD,
-}
-PLACED = {name: SHARED[name] for name in ("sequence_parallel", "tp_group", "tp_size", "params_dtype", "device")}
-DEFAULTS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "Linear": (["in_features", "out_features", "bias"], {**SHARED, **LINEAR, "bias": True}),
-    "LayerNormLinear": (
-        ["in_features", "out_features", "eps", "bias"],
-        {
-            **SHARED,
-            **LINEAR,
-            **NORMED,
-            "eps": 1e-5,
-            "bias": True,
-            "return_layernorm_output_gathered": False,
-        },
-    ),
-    "LayerNormMLP": (
-        ["hidden_size", "ffn_hidden_size", "eps", "bias"],
-        {
-            **SHARED,
-            **NORMED,
-            **AHEAD,
-            "eps": 1e-5,
-            "bias": True,
-            "fc1_bias": None,
-            "return_bias": False,
-            "return_layernorm_output_gathered": False,
-            "activation": "gelu",
-            "activation_params": None,
-            "set_parallel_mode": False,
-            "checkpoint": False,
-        },
-    ),
-    "LayerNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
-    "RMSNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
-    "DotProductAttention": (
-        ["num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout"],
-        {
-            **PLACED,
-            "num_gqa_groups": None,
-            "attention_dropout": 0.0,
-            "qkv_format": "sbhd",
-            "attn_mask_type": "causal",
-            "window_size": None,
-            "bottom_right_diagonal": None,
-            "softmax_scale": None,
-            "softmax_type": "vanilla",
-            "softcap": 0.0,
-            "layer_number": None,
-            "attention_type": "self",
-            "get_rng_state_tracker": None,
-        },
-    ),
-    "MultiheadAttention": (
-        ["hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon"],
-        {
-            **SHARED,
-            **NORMED,
-            **HEADS,
-            "kv_channels": None,
-            "attention_dropout": 0.1,
-            "layernorm_epsilon": 1e-5,
-            "attn_mask_type": "causal",
-            "return_bias": False,
-            "input_layernorm": False,
-            "attention_type": "self",
-            "qkv_format": "sbhd",
-        },
-    ),
-    "TransformerLayer": (
-        ["hidden_size", "ffn_hidden_size", "num_attention_heads"],
-        {
-            **SHARED,
-            **HEADS,
-            "normalization": "LayerNorm",
-            "zero_centered_gamma": False,
-            "kv_channels": None,
-            "layernorm_epsilon": 1e-5,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-            "self_attn_mask_type": "causal",
-            "enc_dec_attn_mask_type": None,
-            "enc_dec_window_size": None,
-            "enc_dec_bottom_right_diagonal": None,
-            "apply_query_key_layer_scaling": True,
-            "attention_softmax_in_fp32": False,
-            "apply_residual_connection_post_layernorm": False,
-            "output_layernorm": False,
-            "parallel_attention_mlp": False,
-            "layer_type": "encoder",
-            "drop_path_rate": 0.0,
-            "activation": "gelu",
-            "activation_params": None,
-            "attn_input_format": "sbhd",
-        },
-    ),
-}
-
-
-@each
-def test_positions_and_defaults(name: str) -> None:
-    positions, defaults = DEFAULTS[name]
-    found = inspect.signature(getattr(te_fuser, name)).parameters
-    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert by_position == positions
-    assert {n: found[n].default for n in defaults} == defaults
-
-
-CALLS: dict[str, list[str]] = {
-    "Linear": ["inp", "weight", "bias", "is_first_microbatch"],
-    "LayerNormLinear": ["inp", "weight", "bias", "is_first_microbatch"],
-    "LayerNormMLP": ["inp", "is_first_microbatch"],
-    "LayerNorm": ["inp"],
-    "RMSNorm": ["inp"],
-    "DotProductAttention": ["query_layer", "key_layer", "value_layer", "attention_mask"],
-    "MultiheadAttention": ["hidden_states", "attention_mask", "encoder_output"],
-    "TransformerLayer": [
-        "hidden_states",
-        "attention_mask",
-        "encoder_output",
-        "enc_dec_attn_mask",
-        "is_first_microbatch",
-        "checkpoint_core_attention",
-        "inference_params",
-        "rotary_pos_emb",
-    ],
-}
-
-
-@each
-def test_positions_of_calls(name: str) -> None:
-    found = inspect.signature(getattr(te_fuser, name).forward).parameters
-    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert by_position[1 : 1 + len(CALLS[name])] == CALLS[name]
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)

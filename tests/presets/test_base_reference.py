@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,58 @@ def test_it_takes_what_calls_take(name: str) -> None:
     assert type(wanted[0].grad_fn).__name__ != "SegmentFunctionBackward"
 
 
-def test_by_position() -> None:
+MASKS = (torch.rand(B, 1, 1, S) > 0.8, torch.rand(B, 1, 1, S) > 0.8)
+POSITIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # every argument that goes by position
+    "Linear": (linear, (tensor(S, B, F), WEIGHT, tensor(12, seed=7), True, False, False)),
+    "LayerNormLinear": (lambda: linear(te_fuser.LayerNormLinear), (tensor(S, B, F), WEIGHT, None, False)),
+    "LayerNormMLP": (mlp, (tensor(S, B, F), True)),
+    "LayerNorm": (lambda: randomize(te_fuser.LayerNorm(F, **OWN)), (tensor(S, B, F),)),
+    "RMSNorm": (lambda: randomize(te_fuser.RMSNorm(F, **OWN)), (tensor(S, B, F),)),
+    "DotProductAttention": (lambda: dot_product(attn_mask_type="arbitrary"), (*HEADED, torch.rand(S, S) > 0.8)),
+    "DotProductAttention, cross": (
+        lambda: dot_product(attn_mask_type="padding", attention_type="cross"),
+        (*HEADED, MASKS),
+    ),
+    "MultiheadAttention": (
+        lambda: attention(attention_type="cross", attn_mask_type="arbitrary"),
+        (tensor(S, B, F), torch.rand(S, K) > 0.8, MEMORY),
+    ),
+    "TransformerLayer": (
+        lambda: layer(layer_type="decoder", self_attn_mask_type="arbitrary"),
+        (tensor(S, B, F), torch.rand(S, S) > 0.8, MEMORY, torch.rand(S, K) > 0.8, False, False, None, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_looks_take_positions_and_names_of_calls(
+    name: str, by_keyword: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    make, call = POSITIONS[name]
+    made, args, named = make(), call, dict[str, Any]()
+    if by_keyword:
+        _, *names = inspect.signature(made.forward.__func__).parameters
+        args, named = (), dict(zip(names, call, strict=False))
+    want, ran = made(*call), plans_that_run(monkeypatch)
+    torch.testing.assert_close(made.reference(*args, **named), want)
+    made(*args, **named)
+    steps = [step.name for step in ran[0].steps]
+    assert [step.name for step in made.plan(*args, **named).steps] == steps
+    assert [[step.name for step in plan.steps] for plan in made.plans(*args, **named)] == [steps]
+    assert made.plan(*args, device="h200", **named).device.name == "h200"
+    shown = made.explain(*args, device="cpu", source=True, **named)
+    assert [[step.name for step in plan.steps] for plan in shown.plans] == [steps]
+    made.tune(*args, rounds=1, seconds=0.001, **named)
+    torch.testing.assert_close(made(*args, **named), want)
+
+
+def test_by_position_alone() -> None:
     made, x = layer(), tensor(S, B, F)
     mask = torch.rand(1, 1, S, S) > 0.5
     with pytest.warns(UserWarning, match="reads no mask"):
         torch.testing.assert_close(made.reference(x, mask), made(x))
-    decoder = layer(layer_type="decoder")
-    torch.testing.assert_close(decoder.reference(x, None, MEMORY), decoder(x, None, MEMORY))
     core = dot_product(attn_mask_type="no_mask")
     want = torch.nn.functional.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in HEADED))
     torch.testing.assert_close(core.reference(*HEADED), want.permute(2, 0, 1, 3).flatten(2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
+
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.alike import Kind, Kinds, Told, is_identity
 from te_fuser.fuser.graph.checks import (
@@ -35,7 +37,7 @@ class GraphBuilder:
     """Builds the graph of a flattened list, lowered for one call signature."""
 
     def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.ops, self.call = lower(ops, call), call
+        self.listed, self.ops, self.call = ops, lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.bindings = tuple([b.weak() for b in call.bindings])
@@ -47,8 +49,24 @@ class GraphBuilder:
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
-        with standing_in(self.call.stand_ins()):
-            return self._build()
+        try:
+            with standing_in(self.call.stand_ins()):
+                return self._build()
+        except TypeError as error:
+            if not self._builds_under_autocast():
+                raise
+            raise TypeError(f"{error}, or run under torch.autocast") from error
+
+    def _builds_under_autocast(self) -> bool:
+        """Whether a call that is made outside of torch.autocast would be taken inside."""
+        if self.call.autocast is not None:
+            return False
+        try:  # also of devices that have no autocast
+            dtype = torch.get_autocast_dtype(self.call.x.device.type)
+            GraphBuilder(self.listed, dataclasses.replace(self.call, autocast=dtype)).build()
+        except (RuntimeError, TypeError, ValueError, LookupError):
+            return False
+        return True
 
     def _build(self) -> Graph:
         current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
@@ -140,7 +158,7 @@ class GraphBuilder:
             self._tie_features(current)
         named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
         if like is label:
-            check_parameters(label, self.values[current].spec, listed, known, self.call.autocast is None)
+            check_parameters(label, self.values[current].spec, listed, known)
         return like, named_in
 
     def _tie_features(self, value: int) -> None:

@@ -35,9 +35,7 @@ def plain(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
 
-def check_parameters(
-    label: str, x: Spec, listed: ListedOp, given: Mapping[str, ParameterSpecs], outside_autocast: bool
-) -> None:
+def check_parameters(label: str, x: Spec, listed: ListedOp, given: Mapping[str, ParameterSpecs]) -> None:
     """Refuse parameters that are not there, are no plain tensors, or do not fit the op or its input."""
     op = listed.lowered.op
     shapes = op.parameter_shapes()
@@ -66,9 +64,9 @@ def check_parameters(
             continue
         narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
         if not (narrow and (isinstance(op, RowOp) or name in op.wide_parameters)):
-            advice = "convert one with .to()" + (", or run under torch.autocast" * outside_autocast)
             raise TypeError(
-                f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; {advice}"
+                f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; convert the input "
+                f"with .to({spec.dtype}), or the model with .to({x.dtype})"
             )
 
 

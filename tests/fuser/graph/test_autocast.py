@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -181,8 +185,64 @@ def test_norms_in_half_precision_under_cuda_autocast(kind):
 
 
 def test_what_autocast_cannot_mend_is_not_blamed_on_its_absence():
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"convert one with \.to\(\)$"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"model with \.to\(torch\.float32\)$"):
         ops.LayerNorm(8).double()(tensor(4, 8, dtype=torch.float32))
+
+
+def layer(**how):
+    return te_fuser.TransformerLayer(8, 16, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu", **how)
+
+
+MIXED = {  # -> a model in one dtype, an input in another, and whether autocast to bfloat16 makes them fit
+    "layer": (layer, torch.bfloat16, torch.float32, False),
+    "layer, narrow input": (layer, torch.float32, torch.bfloat16, True),
+    "norm at the end": (lambda: layer(output_layernorm=True), torch.bfloat16, torch.float32, False),
+    "linear": (lambda: te_fuser.Linear(8, 8, device="cpu"), torch.bfloat16, torch.float32, True),
+    "half": (lambda: te_fuser.Linear(8, 8, device="cpu"), torch.float16, torch.bfloat16, True),
+    "double": (lambda: ops.Linear(8, 8), torch.float32, torch.float64, False),
+    "norm": (lambda: ops.LayerNorm(8), torch.bfloat16, torch.float32, False),
+    "mlp": (
+        lambda: te_fuser.Sequential(ops.Linear(8, 8), ops.GELU(), ops.LayerNorm(8)),
+        torch.bfloat16,
+        torch.float32,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_is_advised_where_dtypes_do_not_fit_runs(name):
+    make, own, given, helps = MIXED[name]
+    model, x = make().to(own), torch.randn(16, 2, 8, dtype=given, requires_grad=True)
+    with pytest.raises(TypeError) as error:
+        model(x)
+    advice = re.search(
+        r"convert the input with \.to\(torch\.(\w+)\), or the model with \.to\(torch\.(\w+)\)", str(error.value)
+    )
+    for_x, for_model = (getattr(torch, dtype) for dtype in advice.groups())
+    assert str(error.value).endswith(", or run under torch.autocast") == helps
+    runs = [(model, x.to(for_x), False), (copy.deepcopy(model).to(for_model), x, False), (model, x, True)]
+    for run, at, inside in runs if helps else runs[:2]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y = run(at)
+        (dx,) = torch.autograd.grad(y.sum(), at)
+        assert y.isfinite().all() and dx.isfinite().all()
+    if not helps:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=advice.re):
+            model(x)
+
+
+def test_it_is_advised_in_regions_where_it_helps():
+    x = torch.randn(16, 16)
+    for kind, helps in ((te_fuser.Linear, True), (te_fuser.LayerNormLinear, False)):
+        model = kind(16, 16, params_dtype=torch.bfloat16, device="cpu")
+        with te_fuser.autocast(), pytest.raises(TypeError) as error:
+            model(x)
+        assert ("or run under torch.autocast" in str(error.value)) == helps
+        with te_fuser.autocast(), torch.autocast("cpu", torch.bfloat16), contextlib.ExitStack() as stack:
+            if not helps:
+                stack.enter_context(pytest.raises(TypeError))
+            assert model(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

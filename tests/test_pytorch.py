@@ -1,0 +1,50 @@
+"""te_fuser under the names of Transformer Engine's imports: scripts change `transformer_engine` to `te_fuser` alone."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import te_fuser
+
+SCRIPT = """
+import sys
+import torch
+import transformer_engine
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch import LayerNormLinear, TransformerLayer
+
+layer = TransformerLayer(32, 64, 2, device="cpu")
+x = torch.randn(16, 2, 32, requires_grad=True)
+fp8_recipe = recipe.DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    y = layer(x, attention_mask=None)
+y.sum().backward()
+assert x.grad.isfinite().all() and recipe.DelayedScaling is DelayedScaling
+assert isinstance(layer, transformer_engine.pytorch.TransformerLayer) and te.LayerNormLinear is LayerNormLinear
+assert "transformer_engine.parallel" not in sys.modules
+"""
+
+
+def test_a_script_changes_the_packages_name_alone() -> None:
+    script = SCRIPT.replace("transformer_engine", "te_fuser")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    bare = "import te_fuser as te; te.pytorch.Linear; te.common.recipe.Format"
+    done = subprocess.run([sys.executable, "-c", bare], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_has_what_the_package_has_and_loads_nothing_twice() -> None:
+    alias = importlib.import_module("te_fuser.pytorch")
+    assert dir(alias) == sorted(te_fuser.__all__)
+    assert all(getattr(alias, name) is getattr(te_fuser, name) for name in te_fuser.__all__)
+    with pytest.raises(AttributeError, match="module 'te_fuser.pytorch' has no attribute 'GroupedLinear'"):
+        alias.GroupedLinear()
+    with pytest.raises(ModuleNotFoundError, match="not a package"):
+        importlib.import_module("te_fuser.pytorch.config")
