@@ -32,6 +32,10 @@ class HoldsScales(torch.nn.Module):
         note_scaled(self, moved=True)
         return made
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_scaled(self)
+
     def reset_scales(self) -> None:
         """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
 

@@ -27,7 +27,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 lock = threading.RLock()
 Numbers = dict[str, torch.Tensor]  # by role
-Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], int]
+Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 _blocks: list[Block] = []
 _all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
