@@ -157,7 +157,7 @@ class Agreement:
                 f"{most}; make the same modules in the same order on each, give fp8_group the ranks that do, or take "
                 'out what is one rank\'s alone: te_fuser.precision(model, {"*": None})'
             )
-        self._begun = True
+        self._begun, self._told = True, None
         self._add(new)
 
     def make(self, recipe: Recipe) -> None:

@@ -40,8 +40,8 @@ def take(weights: Sequence[Binding], recipe: Recipe) -> None:
 def say_that_ranks_differ() -> None:
     """Warn who saves or copies before ranks have agreed on the last step: what comes of it is one rank's."""
     warnings.warn(
-        "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved or copied now has those of this "
-        "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
+        "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved or copied now has those of "
+        "this rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
         "te_fuser.quantization.states(model) on all ranks before",
         stacklevel=2,
     )
