@@ -14,7 +14,8 @@ from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_sca
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`
 
-before_saving: list[Callable[[], None]] = []  # called before a module that has state is saved or copied
+# Called before a module that has state is saved, by its state_dict, or copied: with whether it is saved.
+before_saving: list[Callable[[bool], None]] = []
 some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
@@ -78,7 +79,7 @@ def states_of(owner: torch.nn.Module) -> States:
 
 def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     for function in before_saving:
-        function()
+        function(True)
 
 
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
@@ -127,8 +128,8 @@ class HoldsScales(torch.nn.Module):
                 _forget_recorded(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if STATES in self.__dict__:
-            _before_saving(self, "", False)
+        for function in before_saving if STATES in self.__dict__ else ():
+            function(False)
         return super().__reduce_ex__(protocol)
 
 

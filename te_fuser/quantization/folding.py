@@ -240,12 +240,12 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-def fold_alone() -> None:
+def fold_alone(saves: bool = False) -> None:
     """That where no other rank has to be asked, and something was recorded, for who saves or copies."""
     if _is_transformed():
         return
     if _agreement(_recorded.region) is not None:
-        if _recorded.is_new:
+        if saves and _recorded.is_new:
             say_that_ranks_differ()
     elif any(bool(block.amaxes.any()) for block in blocks()):
         fold_to_look()
