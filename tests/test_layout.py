@@ -106,6 +106,7 @@ ABSTRACT = {
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.rows",
+    "te_fuser.ops.scales",  # of buffers, not an op
     "te_fuser.ops.share",
     "te_fuser.ops.sizes",
     "te_fuser.ops.spread",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -151,14 +151,6 @@ class OpCall:
     def emit(self, name: str, tensor: torch.Tensor) -> None:
         """Give a value that backward reads beside input and output."""
         self.emitted[name] = tensor
-
-
-class Aside:
-    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
-
-    def buffers(self) -> Collection[str]:
-        """The names of buffers."""
-        return ()
 
 
 @record()

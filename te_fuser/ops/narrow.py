@@ -6,6 +6,7 @@ so do wide weights from those in 8 bits; what converts a module moves them and l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def narrow(owner: torch.nn.Module, names: tuple[str, ...], prefix: str) -> None:
 
 
 def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
-    """Note that weights of a module are now what its scales are of.
+    """Note that weights of a module are now what its scales are of; those made in inference mode get a version.
 
     Args:
         moved: they were so before, of whichever module's scale.
@@ -76,24 +77,31 @@ def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
         p = there[name]
         if p is not None:
             of = _scaled[p][1] if moved and p in _scaled else id(there)
+            if p.is_inference():
+                with torch.inference_mode(False):
+                    made = torch.nn.Parameter(p.data.clone(), requires_grad=False)
+                made.__dict__.update(p.__dict__)
+                there[name] = p = made
             _scaled[p] = version_of(p), of
 
 
 def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
     """Why the scale of a module with these parameters is not that of its weight in 8 bits, in words; None: it is."""
-    if p not in _scaled:  # a copy's, which has the numbers and scales of what it is a copy of
+    if p not in _scaled:  # somebody's, who brings scale and numbers, as torch.func.functional_call does
         _scaled[p] = version_of(p), id(there)
     version, of = _scaled[p]
     if of != id(there):
         return "is another product's, too, which has a scale of its own: use one module in both places"
+    if p.is_inference():
+        return "is a tensor made in torch.inference_mode(), of which writes are not told: make it outside of that"
     if version != version_of(p):
         return "was written in place, which its scale knows nothing of: use load_state_dict, which brings both"
     return None
 
 
-def version_of(p: torch.Tensor) -> int:
-    """How often a tensor was written in place; 0 of one that knows nothing of it, as those of inference mode."""
-    return 0 if p.is_inference() else p._version
+def version_of(p: torch.Tensor) -> float:
+    """How often a tensor was written in place; NaN, which nothing equals, where it is not told: of inference mode."""
+    return math.nan if p.is_inference() else p._version
 
 
 def staying_narrow(module: torch.nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,15 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.ops.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
 
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
+RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`
+
+# Called before a module that has state is saved, by its state_dict, or copied: with whether it is saved.
+before_saving: list[Callable[[bool], None]] = []
+some_wait = [False]  # whether there may be amaxes that wait in any `States`
+
+
+class Aside:
+    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
+
+    def buffers(self) -> Collection[str]:
+        """The names of buffers."""
+        return ()
+
+
+class States(dict[str, Any], Aside):
+    """The states of a module's weights, by their names; copies and pickles have none, but what these recorded.
+
+    Attributes:
+        waiting: by the prefix of buffers the amaxes of x, W and dy that a checkpoint or a copy brought, until the next
+            region takes them.
+    """
+
+    def __init__(self, waiting: Mapping[str, list[float]] | None = None) -> None:
+        super().__init__()
+        self.waiting: dict[str, list[float]] = {}
+        for prefix, amaxes in (waiting or {}).items():
+            self.wait(prefix, amaxes)
+
+    def wait(self, prefix: str, amaxes: list[float]) -> None:
+        """Have the next region take amaxes."""
+        self.waiting[prefix], some_wait[0] = amaxes, True
+
+    def buffers(self) -> list[str]:
+        return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def recorded(self) -> dict[str, list[float]]:
+        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait."""
+        with _disable_current_modes():
+            found = {state.prefix: state.recorded() for state in self.values()}
+            for prefix, amaxes in self.waiting.items():
+                both = torch.tensor([amaxes, found.get(prefix) or amaxes], dtype=torch.float32, device="cpu")
+                found[prefix] = both.amax(0).tolist()
+        return {prefix: amaxes for prefix, amaxes in found.items() if any(amaxes)}
+
+    def forget_recorded(self, buffer: str) -> None:
+        """Have the product with a buffer of that name drop what was recorded."""
+        self.waiting.pop(buffer.removesuffix(SCALE).removesuffix(HISTORY), None)
+        for state in self.values():
+            if buffer in (state.prefix + SCALE, state.prefix + HISTORY):
+                state.forget_recorded()
+
+    def __reduce__(self) -> Any:
+        return States, (self.recorded(),)
+
+
+def states_of(owner: torch.nn.Module) -> States:
+    """Those of a module, which are folded before it is saved, and taken where it is loaded."""
+    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
+        owner.register_state_dict_pre_hook(_before_saving)
+        owner.register_state_dict_post_hook(_save_recorded)
+        take_scales(owner)
+    return owner.__dict__.setdefault(STATES, States())  # type: ignore[no-any-return]
+
+
+def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    for function in before_saving:
+        function(True)
+
+
+def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    found = module.__dict__.get(STATES, States()).recorded()
+    if found:
+        metadata[RECORDED] = found
 
 
 class HoldsScales(torch.nn.Module):
@@ -32,6 +107,10 @@ class HoldsScales(torch.nn.Module):
         note_scaled(self, moved=True)
         return made
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_scaled(self)
+
     def reset_scales(self) -> None:
         """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
 
@@ -49,9 +128,8 @@ class HoldsScales(torch.nn.Module):
                 _forget_recorded(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        states = self.__dict__.get(STATES)
-        if states is not None:
-            states.before_copying()
+        for function in before_saving if STATES in self.__dict__ else ():
+            function(False)
         return super().__reduce_ex__(protocol)
 
 
@@ -78,7 +156,12 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
             owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
             _forget_recorded(owner, name)
             if owner is not module:
-                take_scales(owner)
+                take_scales(owner)  # it is asked by itself then, with its metadata
+    recorded: dict[str, list[float]] = rest[0].get(RECORDED, {}) if rest else {}
+    for own, (x, weight, gradient) in recorded.items():
+        if prefix + own + SCALE in there.keys() & state_dict.keys():
+            is_narrow = own in module.__dict__.get(NARROW, {})  # the scale of such a weight stays
+            states_of(module).wait(own, [x, 0.0 if is_narrow else weight, gradient])
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)

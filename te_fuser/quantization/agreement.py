@@ -87,6 +87,8 @@ class Agreement:
         self._coming: list[Binding] = []  # those that were told of, and when these were all
         self._looked: tuple[int, ...] = ()
         self._told: _Told | None = None
+        self._brings = False
+        self._answer: _Told | None = None  # of all ranks, since this one announced what it brings
         self._begun = self._warned = False
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
@@ -147,14 +149,15 @@ class Agreement:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
         self._coming = new = self._new(recipe)
-        most, least = self._largest(_counts(len(new), self._device(new))).tolist()
+        self._answer = _Told(self._largest(self._counts(len(new), self._device(new))))
+        most, least, _ = self._answer.read()
         if most != -least:
             raise RuntimeError(
                 f"ranks that agree on amaxes have different numbers of products: this one {len(new)}, all {-least} to "
                 f"{most}; make the same modules in the same order on each, give fp8_group the ranks that do, or take "
                 'out what is one rank\'s alone: te_fuser.precision(model, {"*": None})'
             )
-        self._begun = True
+        self._begun, self._told = True, None
         self._add(new)
 
     def make(self, recipe: Recipe) -> None:
@@ -174,12 +177,24 @@ class Agreement:
         for block, (here, there) in places.items():
             amaxes[here] = seen[block][there].to(device)
         self._coming = self._new(recipe)
-        bits = torch.cat([amaxes.view(torch.int32).flatten(), _counts(len(self._coming), device)])
+        bits = torch.cat([amaxes.view(torch.int32).flatten(), self._counts(len(self._coming), device)])
         self._largest(bits)
-        self._told = _Told(bits[-2:])
-        found = bits[:-2].view(torch.float32).view_as(amaxes)
+        self._told = self._answer = _Told(bits[-3:])
+        found = bits[:-3].view(torch.float32).view_as(amaxes)
         for block, (here, there) in places.items():
             seen[block][there] = found[here].to(block.device)
+
+    def announce(self, brings: bool) -> None:
+        """Have the other ranks told, at the entry of a region, whether products wait here to be folded."""
+        self._brings, self._answer = brings, None
+
+    def all_bring(self) -> bool:
+        """Whether all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
+        return self._answer is not None and self._answer.read()[-1] == -1
+
+    def _counts(self, count: int, device: torch.device) -> torch.Tensor:
+        """What gives the most and, turned round, the least of all ranks, by the largest of each."""
+        return torch.tensor([count, -count, -int(self._brings)], dtype=torch.int32, device=device)
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
         group = self._group()
@@ -197,7 +212,7 @@ class Agreement:
         """Add the products that all ranks told of."""
         if self._told is None:
             return
-        most, least = self._told.read()
+        most, least, _ = self._told.read()
         if most == -least == len(self._coming):
             self._add(self._coming)
         elif not self._warned:
@@ -257,8 +272,3 @@ def _is_agreed_on(state: State) -> bool:
 
 def _nowhere() -> None:
     """A reference to a state that is gone."""
-
-
-def _counts(count: int, device: torch.device) -> torch.Tensor:
-    """What gives the most and, turned round, the least of all ranks, by the largest of each."""
-    return torch.tensor([count, -count], dtype=torch.int32, device=device)

@@ -20,9 +20,11 @@ from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.ops.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.narrow import HISTORY, SCALE
+from te_fuser.ops.scales import before_saving
 from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
 from te_fuser.quantization.block import ROLES, Block, Looked, apart, changes, not_in_capture
-from te_fuser.quantization.state import Numbers, State, before_saving, blocks, has_recorded, lock, note_recording, show
+from te_fuser.quantization.brought import say_that_ranks_differ, take, waiting
+from te_fuser.quantization.state import Numbers, State, blocks, has_recorded, lock, note_recording, show
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import (
@@ -238,11 +240,14 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-def fold_alone() -> None:
+def fold_alone(saves: bool = False) -> None:
     """That where no other rank has to be asked, and something was recorded, for who saves or copies."""
     if _is_transformed():
         return
-    if _agreement(_recorded.region) is None and any(bool(block.amaxes.any()) for block in blocks()):
+    if _agreement(_recorded.region) is not None:
+        if saves and _recorded.is_new:
+            say_that_ranks_differ()
+    elif any(bool(block.amaxes.any()) for block in blocks()):
         fold_to_look()
 
 
@@ -459,19 +464,26 @@ def _begin(region: Region) -> None:
     if region.recipe is not _recorded.tried:
         try_recipe(region.recipe)
         _recorded.tried = region.recipe
+    last, agreement, brought = _recorded.region, _agreement(region), waiting(region.recipe)
     if not torch.is_grad_enabled():
-        if _recorded.is_new and _agreement(_recorded.region) is None:
+        if brought and agreement is None and _agreement(last) is None:
+            take(brought, region.recipe)
+            _recorded.region, _recorded.is_new = last or region, True
+        if _recorded.is_new and _agreement(last) is None:
             fold(looks=True)
         return
-    agreement = _agreement(region)
     if agreement is not None:
         agreement.enter(region)
-    last = _recorded.region
+        agreement.announce(bool(brought))
+    take(brought, region.recipe)
     if last is not None and (_keeps_amaxes(last) or _keeps_amaxes(region) or has_recorded()):
         fold()
     if agreement is not None:
         agreement.begin(region.recipe)
-    _recorded.region, _recorded.is_new = region, True
+    _recorded.region = region
+    if brought and (last is None if agreement is None else agreement.all_bring()):
+        fold()  # of products that ranks have agreed on but now
+    _recorded.is_new = True
 
 
 def _keeps_amaxes(region: Region) -> bool:

@@ -72,8 +72,9 @@ def keep(weights: Sequence[Binding], records: bool) -> None:
     looks = is_looking()
     renews = not (looks or region.recomputing())
     first = renews and region.is_first_microbatch()
+    compares = renews and not region.is_capturing()  # replays do
     there = {s for s in states if (s.is_kept or looks and s.kept) and _lies_beside(s)}
-    missing = [s for s in states if first or s not in there or (renews and _is_of_others(s))]
+    missing = [s for s in states if first or s not in there or (compares and _is_of_others(s))]
     if missing:
         not_in_capture("weights are quantized to be kept")
     if not (first or looks or all(s.is_kept for s in missing)):

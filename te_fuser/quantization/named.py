@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from te_fuser.quantization.block import ROLES
@@ -11,7 +13,18 @@ from te_fuser.quantization.state import State, blocks, state_of
 from te_fuser.recipe.region import entered
 
 
-def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+class TensorState(NamedTuple):
+    """The scale of a tensor in 8 bits, float32 [], and the amaxes of its last calls.
+
+    Attributes:
+        amax_history: newest first, float32 [amax_history_len].
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+def states(model: torch.nn.Module) -> dict[str, TensorState]:
     """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
 
     Inside of a region or a backward they are those that its calls go by, and what these record comes later. Where ranks
@@ -19,9 +32,8 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
     Returns:
         path of a product + ".input", ".weight" or ".output_gradient", for a model that is one product these alone
-        without the dot -> (scale, float32 []; the amaxes of its last calls, newest first, float32 [amax_history_len]);
-        of products that have run in a region, and whose weights are the model's own: those of weights that come with a
-        call are kept with its list.
+        without the dot -> (scale, amax_history); of products that have run in a region, and whose weights are the
+        model's own: those of weights that come with a call are kept with its list.
 
     Raises:
         TypeError: for what is no module.
@@ -29,7 +41,7 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
     _check(model, "states")
     fold_to_look()
     return {
-        _name(path, role): (state.scale[k].clone(), state.history[:, k].clone())
+        _name(path, role): TensorState(state.scale[k].clone(), state.history[:, k].clone())
         for path, state in _states_of(model).items()
         for k, role in enumerate(ROLES)
     }

@@ -38,7 +38,7 @@ def quantized_model_init(
     Weights whose sizes are no multiple of 16 stay as they are.
 
     Args:
-        enabled: whether they do.
+        enabled: whether they do; where not, every recipe is taken.
         recipe: checked alone, whether such weights can run by it: how x is quantized says the region of a call.
         preserve_high_precision_init_val: refused, as it is for training.
 
@@ -52,9 +52,9 @@ def quantized_model_init(
             raise TypeError(f"quantized_model_init: {name} is True or False, got {flag!r}")
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise TypeError(f"quantized_model_init takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
-    if recipe is not None and (why := why_not_by(recipe)) is not None:
+    if enabled and recipe is not None and (why := why_not_by(recipe)) is not None:
         raise ValueError(f"quantized_model_init: weights in 8 bits alone take {why}, got {recipe}")
-    if preserve_high_precision_init_val:
+    if enabled and preserve_high_precision_init_val:
         raise NotImplementedError(
             "quantized_model_init: preserve_high_precision_init_val=True is for training, and weights in 8 bits alone "
             "are for inference: make the model outside and train it in a region of FP8"

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_fuser.ops.base import Aside, FusableOperation
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.narrow import HISTORY, SCALE, prefix_of
-from te_fuser.ops.scales import STATES, take_scales
+from te_fuser.ops.scales import STATES, States, states_of
 from te_fuser.quantization.block import ROLES, Block, apart, changed, not_in_capture
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
@@ -27,7 +27,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 lock = threading.RLock()
 Numbers = dict[str, torch.Tensor]  # by role
-Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], int]
+Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 _blocks: list[Block] = []
 _all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
@@ -122,6 +122,18 @@ class State:
         if self.block is not None:
             with lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
                 self.block.amaxes[self.row] = 0.0
+
+    def recorded(self) -> list[float]:
+        """The amaxes since the last fold, by role."""
+        return [] if self.block is None else self.block.amaxes[self.row].tolist()
+
+    def record(self, amaxes: list[float]) -> None:
+        """Raise those to these."""
+        assert self.block is not None
+        with lock, torch.inference_mode(False), torch.no_grad():
+            slots = self.block.amaxes[self.row]
+            slots.copy_(torch.maximum(slots, torch.tensor(amaxes, dtype=torch.float32, device=slots.device)))
+            note_recording()
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
@@ -281,27 +293,6 @@ class AsPut:
         return True
 
 
-class States(dict[str, State], Aside):
-    """The states of a module's weights, by their names; copies and pickles of a module have none, but its buffers."""
-
-    def buffers(self) -> list[str]:
-        return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
-
-    def forget_recorded(self, buffer: str) -> None:
-        """Have the product with a buffer of that name drop what was recorded."""
-        for state in self.values():
-            if buffer in (state.prefix + SCALE, state.prefix + HISTORY):
-                state.forget_recorded()
-
-    def before_copying(self) -> None:
-        """Have buffers that say what was recorded."""
-        for function in before_saving:
-            function()
-
-    def __reduce__(self) -> Any:
-        return States, ()
-
-
 _NO_STATES = States()
 
 
@@ -313,8 +304,7 @@ def state_of(weight: FusableOperation | Binding) -> State:
     owner, name = _named(weight)
     with lock:
         _asked[0] = True
-        _hook(owner)
-        made: State = owner.__dict__.setdefault(STATES, States()).setdefault(name, State(owner, name))
+        made: State = states_of(owner).setdefault(name, State(owner, name))
     return made
 
 
@@ -332,22 +322,6 @@ def known_state_of(weight: FusableOperation | Binding) -> State | None:
 
 def _named(weight: FusableOperation | Binding) -> tuple[torch.nn.Module, str]:
     return (weight.owner, weight.name) if isinstance(weight, Binding) else (weight, "weight")
-
-
-# Functions that are called before a module that has state is saved.
-before_saving: list[Any] = []
-
-
-def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    for function in before_saving:
-        function()
-
-
-def _hook(owner: torch.nn.Module) -> None:
-    """Have a module's state folded before it is saved, and taken where it is loaded."""
-    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
-        owner.register_state_dict_pre_hook(_before_saving)
-        take_scales(owner)
 
 
 def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.device | None = None) -> State:

@@ -45,8 +45,8 @@ def _check_quantized(given: Any) -> None:
 class Largest(NamedTuple):
     """The largest number of the format used in forward, and of that used in backward."""
 
-    fwd: float
-    bwd: float
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(Enum):
@@ -151,6 +151,41 @@ class Recipe(ABC):
         """What of x has one scale: a "tensor", a "block" of 128 numbers, or one of fewer, "mx"."""
         block = None if self.own_scales is None else self.own_scales[0].block
         return "tensor" if block is None else "block" if block[1] == 128 else "mx"
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is DelayedScaling; as the others below, of a recipe or its class, subclasses included."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is Float8CurrentScaling."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether it is one of these two, by which each tensor has one scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether it is Float8BlockScaling."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is MXFP8BlockScaling."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether it is one of 4 bits: there is none."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether it is none of them, but one's own."""
+        return not (cls.float8_per_tensor_scaling() or cls.float8_block_scaling() or cls.mxfp8())
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_the_most_recent() -> None:
 def test_the_formula(margin: int, amax: float, form: Format) -> None:
     state = recorded(product(DelayedScaling(margin, 1, form, 2)), amax, amax, amax)
     one = torch.tensor(amax)
-    for role, largest in ((0, form.value.fwd), (1, form.value.fwd), (2, form.value.bwd)):
+    for role, largest in ((0, form.value.max_fwd), (1, form.value.max_fwd), (2, form.value.max_bwd)):
         want = torch.tensor(largest) / one / torch.tensor(2.0**margin)
         want = torch.tensor(LARGEST) if want.isinf() else want if want > 0 else torch.tensor(1.0)
         assert torch.equal(state.scale[role], want)

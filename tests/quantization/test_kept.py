@@ -378,6 +378,17 @@ def test_products_that_are_not_all_in_8_bits_keep_nothing() -> None:
     assert kept_of(model) == [{}, {}]
 
 
+def test_weights_that_tell_no_writes_are_quantized_in_each_micro_batch() -> None:
+    """Those of inference mode: what is kept is of another memory, as soon as one may have been written."""
+    torch.manual_seed(0)
+    with torch.inference_mode(), on():
+        model = te.LayerNormMLP(F, FFN)
+        model(data(0), is_first_microbatch=True)
+        for factor in (1.0, 4.0, -2.0):
+            model.fc1_weight.mul_(factor)
+            assert torch.equal(model(data(1), is_first_microbatch=False), model(data(1)))
+
+
 def test_is_saved_nowhere_and_freed_with_the_model() -> None:
     model = made("LayerNormMLP")
     names = set(model.state_dict())

@@ -38,8 +38,8 @@ def test_paths_of_lists_and_presets() -> None:
     for scale, history in found.values():
         assert scale.shape == () and history.shape == (3,) and scale.dtype == history.dtype == torch.float32
         assert float(history[0]) > 0 == float(history[1])
-    assert torch.equal(found["head.weight"][1][0], model["head"].weight.abs().max())
-    assert torch.equal(found["mlp.fc2.weight"][0], torch.tensor(448.0) / model["mlp"].fc2_weight.abs().max())
+    assert torch.equal(found["head.weight"].amax_history[0], model["head"].weight.abs().max())
+    assert torch.equal(found["mlp.fc2.weight"].scale, torch.tensor(448.0) / model["mlp"].fc2_weight.abs().max())
 
 
 def test_a_transformer_layer() -> None:

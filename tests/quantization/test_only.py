@@ -14,7 +14,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
-from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.float8 import E4M3, codes
 
 F, FFN, HEADS = 64, 128, 4
@@ -279,14 +279,53 @@ def test_what_was_written_in_place_is_refused(ran: bool) -> None:
         y = run(twin, x) if ran else None
         with torch.no_grad():
             twin.fc2_weight.copy_(10 * wide.fc2_weight)
-        if not ran and twin is not narrow:  # not known before its first call
-            continue
         with pytest.raises(
             RuntimeError, match="was written in place, which its scale knows nothing of.*load_state_dict"
         ):
             run(twin, x)
         twin.load_state_dict(wide.state_dict(), strict=False)
         assert y is None or torch.allclose(run(twin, x), y, rtol=0.02, atol=0.02)
+
+
+IN_INFERENCE_MODE: dict[str, Callable[[Any], Any]] = {
+    "made": lambda wide: made("LayerNormMLP")[0],
+    "loaded": lambda wide: _loaded(made("LayerNormMLP")[0], wide.state_dict()),
+    "assigned": lambda wide: _loaded(made("LayerNormMLP")[0], made("LayerNormMLP")[0].state_dict(), assign=True),
+    "moved": lambda wide: made("LayerNormMLP")[0].bfloat16().float(),
+    "copied": lambda wide: copy.deepcopy(made("LayerNormMLP")[0]),
+    "read": lambda wide: torch.load(_file(made("LayerNormMLP")[0]), weights_only=False),
+}
+
+
+def _loaded(model: Any, saved: Any, **how: Any) -> Any:
+    model.load_state_dict(saved, strict=False, **how)
+    return model
+
+
+def _file(model: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("way", IN_INFERENCE_MODE)
+def test_what_was_written_in_place_in_inference_mode_is_refused(way: str, ran: bool) -> None:
+    """Tensors made in inference mode tell no writes, so weights in 8 bits are others, wherever they come from."""
+    wide, x = made("LayerNormMLP")[1], data(3, F)
+    with torch.inference_mode():
+        narrow = IN_INFERENCE_MODE[way](wide)
+        if ran:
+            torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
+        narrow.fc2_weight.copy_(10 * wide.fc2_weight)
+        with pytest.raises(RuntimeError, match="was written in place, which its scale knows nothing of"):
+            run(narrow, x)
+        narrow.fc2_weight = torch.nn.Parameter(narrow.fc2_weight.clone(), requires_grad=False)
+        with pytest.raises(RuntimeError, match="made in torch.inference_mode.*, of which writes are not told: make it"):
+            run(narrow, x)
+        narrow.load_state_dict(wide.state_dict(), strict=False)
+        torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
 
 
 def test_other_precisions_are_refused() -> None:
@@ -310,6 +349,20 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
         narrow.load_state_dict({"query_weight": wide.query_weight}, strict=False)
     with pytest.raises(ValueError, match="have one scale"):
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
+
+
+OFF_ALL_THE_SAME: list[dict[str, Any]] = [
+    *({"recipe": kind()} for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)),
+    {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
+    {"preserve_high_precision_init_val": True},
+]
+
+
+@pytest.mark.parametrize("given", OFF_ALL_THE_SAME)
+def test_where_it_is_off_nothing_is_refused(given: dict[str, Any]) -> None:
+    with te.quantized_model_init(enabled=False, **given):
+        layer = te.Linear(F, F)
+    assert {p.dtype for p in layer.parameters()} == {torch.float32} and not [*layer.buffers()]
 
 
 def test_arguments() -> None:

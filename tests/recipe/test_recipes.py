@@ -30,8 +30,9 @@ KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockSca
 
 def test_formats() -> None:
     assert [f.name for f in Format] == ["E4M3", "E5M2", "HYBRID"]
-    assert Format.HYBRID.value.fwd == torch.finfo(torch.float8_e4m3fn).max
-    assert Format.HYBRID.value.bwd == torch.finfo(torch.float8_e5m2).max
+    assert Format.HYBRID.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
+    assert Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
+    assert {*Format.E5M2.value._asdict()} == {"max_fwd", "max_bwd"}
     assert Format.E4M3.value == (448.0, 448.0) and Format.E5M2.value == (57344.0, 57344.0)
 
 
@@ -124,6 +125,27 @@ class _RowsOf64(Recipe):
     @property
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
         return (OwnScales(QParams(power_2_scale=True), (1, 64)),) * 3
+
+
+class _Own(DelayedScaling):
+    """A kind of another one."""
+
+
+ASKED = ["delayed", "float8_current_scaling", "float8_per_tensor_scaling", "float8_block_scaling", "mxfp8"]
+SAID: dict[type[Recipe], set[str]] = {
+    DelayedScaling: {"delayed", "float8_per_tensor_scaling"},
+    _Own: {"delayed", "float8_per_tensor_scaling"},
+    Float8CurrentScaling: {"float8_current_scaling", "float8_per_tensor_scaling"},
+    Float8BlockScaling: {"float8_block_scaling"},
+    MXFP8BlockScaling: {"mxfp8"},
+    _RowsOf64: {"custom"},
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_recipes_and_their_classes_say_which_they_are(kind: type[Recipe]) -> None:
+    for asked in (kind, kind()):
+        assert {name for name in [*ASKED, "nvfp4", "custom"] if getattr(asked, name)()} == SAID[kind]
 
 
 def test_a_recipe_of_ones_own_says_all_that_regions_ask() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
-from te_fuser.ops.base import Aside
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.scales import Aside
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
