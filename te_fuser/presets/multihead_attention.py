@@ -260,6 +260,9 @@ class MultiheadAttention(ContextParallel):
             cache = ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
             yield "cache", self._core.with_own_heads(cache)
             yield "core_attention", self._core.within(call=call, packing=CACHES)
+        elif call.keys_apart:
+            yield "apart", self._core.with_own_heads(ops.QueriesApart(self.channels, **self._heads()))
+            yield "core_attention", self._core.within(call=call, packing=f"{KEYS}{self._packing}")
         else:
             usual = call == self._core.common.call()
             yield "core_attention", self._core if usual else self._core.within(call=call)
@@ -329,7 +332,12 @@ class MultiheadAttention(ContextParallel):
             TypeError, ValueError: for what the preset does not take, or what is missing.
         """
         self._pack()
-        continues = inference_params is not None and not self.crosses
+        continues = inference_params is not None
+        if continues and self.crosses:
+            raise ValueError(
+                f"{type(self).__name__}: inference_params are for attention_type='self', got 'cross': keys are "
+                "projected from encoder_output in each call: leave them out"
+            )
         call, tensors = self.asking.understood(given, continues)
         how: dict[str, Hashable] = {} if call == self.asking.default else {"call": call}
         if continues:
@@ -341,6 +349,11 @@ class MultiheadAttention(ContextParallel):
         if rotary_pos_emb is not None:
             if self.crosses:
                 raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
+            if call.keys_apart and call.qkv_format == "thd":
+                raise ValueError(
+                    f"{type(self).__name__}: rotary_pos_emb turns by cu_seqlens_q, and cu_seqlens_kv puts keys into "
+                    "other sequences: turn them by apply_rotary_pos_emb, and call DotProductAttention"
+                )
             pair = isinstance(rotary_pos_emb, (tuple, list))
             if pair and len(rotary_pos_emb) != 2:
                 raise ValueError(
