@@ -35,9 +35,9 @@ from te_fuser.ops.attention_heads import (
 )
 from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
-from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
+from te_fuser.ops.attention_scores import AttentionScores, Places, alibi_slopes, at_places, summed_by_place
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name, check_probability, finite_number
+from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look
 from te_fuser.ops.parameters import alike, empty, fill
 
 TOKENS, APART = "tokens", "apart"
@@ -207,6 +207,11 @@ class DotProductAttention(SharedAttention):
                 f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
                 'layout="tokens" and mask=AttentionMask(offsets=...)'
             )
+        if self.scores.by_position and self.layout != TOKENS:
+            raise ValueError(
+                f'by_position=True is for layout="tokens", got {self.layout!r}: a bias of samples is [batch, heads, '
+                "queries, keys] in any case"
+            )
         shared = (COUNTS, PADDINGS)  # of queries and keys they may be one
         said = [{getattr(mask, name) for name in kind} - {None} for kind in shared]
         others = [given.name for name, given in self.named_inputs().items() if name not in sum(shared, ())]
@@ -347,7 +352,7 @@ class DotProductAttention(SharedAttention):
         heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
         mask = self.hides.alone()
         plain = "causal" if mask == AttentionMask(causal=True) else "none" if mask == AttentionMask() else mask
-        scores = replace(self.scores, bias=None, alibi=bool(self.scores.alibi))
+        scores = replace(self.scores, bias=None, by_position=False, alibi=bool(self.scores.alibi))
         layout = "batch_first" if self.layout == TOKENS else self.layout
         others = {"mask": plain, "scale": None, "layout": layout, "packing": packed.packing, "scores": scores}
         return alike(self, features, **heads, **others)
@@ -377,7 +382,11 @@ class DotProductAttention(SharedAttention):
         found = pack_gradients(heads, made.parts, inputs)
         bias, sink = call.get("attention_bias"), call.get("sink")
         if bias is not None and made.added is not None:
-            found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
+            whole, places = _of_four(bias), terms.places
+            summed = (
+                made.added.sum_to_size(whole.shape) if places is None else summed_by_place(made.added, whole, places)
+            )
+            found["attention_bias"] = summed.reshape(bias.shape).to(bias.dtype)
         if sink is not None and made.sink is not None:
             found["sink"] = whole_sinks(made.sink.to(sink.dtype), self._heads_of)
         dx = found.pop("input")
@@ -425,11 +434,31 @@ class DotProductAttention(SharedAttention):
         if scores.sink != "none":
             learned = scores.sink == "learned"
             sink = own_sinks(call["sink"], self._heads_of).to(q.dtype) if learned else q.new_zeros(self.heads)
-        return Terms(self.scale, hidden, self._added(call, band, q), scores.soft_cap, sink, shows_all=False)
+        places = self._places(call, band) if scores.by_position else None
+        added = self._added(call, band, q, places)
+        return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
-    def _added(self, call: OpCall, band: Band, q: torch.Tensor) -> torch.Tensor | None:
+    def _places(self, call: OpCall, band: Band) -> Places:
+        """Where queries and keys stand in their sequences.
+
+        Raises:
+            ValueError: on a CPU, where a sequence is longer than the bias.
+        """
+        sizes = _of_four(call["attention_bias"]).shape[2:]
+        for side, what, size in zip((band.queries, band.keys), ("queries", "keys"), sizes, strict=True):
+            longest = side.table if size > 1 and may_look(side.place.device) else 0
+            if isinstance(longest, torch.Tensor) and int(longest.max()) > size:
+                raise ValueError(
+                    f"{self.scores.bias!r} has {size} {what}, and a sequence has {int(longest.max())}: give [.., "
+                    "queries, keys] of the longest sequence"
+                )
+        return band.queries.place[0], band.keys.place[0]
+
+    def _added(self, call: OpCall, band: Band, q: torch.Tensor, places: Places | None) -> torch.Tensor | None:
         """What is added to the scores: the bias, and what ALiBi takes."""
         added = _of_four(call["attention_bias"]).to(q.dtype) if self.scores.bias is not None else None
+        if added is not None and places is not None:
+            added = at_places(added, places)
         if not self.scores.alibi:
             return added
         given = isinstance(self.scores.alibi, str)

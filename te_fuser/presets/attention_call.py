@@ -196,7 +196,8 @@ class AttentionCall:
         """What is done to the scores."""
         alibi = "alibi_slopes" if self.bias == "slopes" else self.bias == "alibi"
         bias = "core_attention_bias" if self.bias == "given" else None
-        return ops.AttentionScores(soft_cap=soft_cap, bias=bias, alibi=alibi, sink=sink)
+        by_position = bias is not None and self.qkv_format == "thd"
+        return ops.AttentionScores(soft_cap, bias, alibi, sink, by_position)
 
 
 @dataclass(frozen=True)

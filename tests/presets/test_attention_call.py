@@ -141,3 +141,23 @@ def test_what_cannot_be_is_refused() -> None:
     crossing = te_fuser.MultiheadAttention(8, 2, attention_type="cross", device="cpu")
     with pytest.raises(ValueError, match="inference_params are for attention_type='self', got 'cross'"):
         crossing(torch.zeros(S, B, 8), encoder_output=torch.zeros(K, B, 8), inference_params=params)
+
+
+@pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
+def test_a_bias_of_sequences_goes_by_positions_in_each(kind: str) -> None:
+    """[1, heads, max_seqlen_q, max_seqlen_kv], as Transformer Engine has it; so does its gradient."""
+    made, x, ends = layer(attn_input_format="thd"), tensor(11, F), torch.tensor([0, 4, 11])
+    bias = tensor(1, 4, 8, 8, seed=4)
+    given = {"core_attention_bias": bias, "core_attention_bias_type": kind, "max_seqlen_q": 8, "max_seqlen_kv": 8}
+    scaled = bias / 6**0.5 if kind == "pre_scale_bias" else bias
+    parts = [
+        plain.layer(made, x[None, a:b], Call(causal(b - a), bias=scaled[..., : b - a, : b - a]))[0]
+        for a, b in ((0, 4), (4, 11))
+    ]
+    want, dy, leaves = torch.cat(parts), tensor(11, F, grad=False, seed=3), [x, bias, *made.parameters()]
+    grads = torch.autograd.grad(want, leaves, dy)
+    for run in (made, made.reference):
+        y = run(x, cu_seqlens_q=ends, **given)
+        torch.testing.assert_close(y, want)
+        for ours, theirs in zip(torch.autograd.grad(y, leaves, dy), grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
