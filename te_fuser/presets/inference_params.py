@@ -53,7 +53,7 @@ class InferenceParams:
         max_batch_size: sequences at a time.
         max_sequence_length: positions of each.
         num_heads_kv, head_dim_k, head_dim_v, dtype: of the caches; None: as the model's first call has them.
-        is_paged: False: te_fuser has no pages.
+        is_paged: False, as its attribute is: te_fuser has no pages.
         qkv_format, max_ctx_len: change nothing: caches lie as the layers' calls do.
 
     Raises:
@@ -73,6 +73,7 @@ class InferenceParams:
     ) -> None:
         self.max_batch_size = check_size("max_batch_size", max_batch_size)
         self.max_sequence_length = check_size("max_sequence_length", max_sequence_length)
+        self.is_paged = False
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         asked = ["is_paged"] * bool(is_paged) + [name for name in _PAGES if others.get(name) is not None]

@@ -280,6 +280,14 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         model.set_context_parallel_group(mesh, [0, 3])
     with pytest.raises(ValueError, match="cp_group is 2 groups, a hierarchy"):
         model.set_context_parallel_group([mesh, mesh], cp_comm_type="a2a+p2p")
+    tokens = preset("DotProductAttention", 2, 4, qkv_format="thd", cp_group=mesh.get_group(), cp_comm_type="a2a")
+    heads, ends = tensor(S // WORLD, 2, 4), torch.tensor([0, S], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"which cp_group says, .* take te_fuser.parallel.parallelize\(model, context=gr"
+    ):
+        tokens(heads, heads, heads, cu_seqlens_q=ends)
+    tokens.set_context_parallel_group(None)
+    assert parallelize(tokens, context=mesh)(heads, heads, heads, cu_seqlens_q=ends).shape == (S // WORLD, 8)
     with pytest.raises(ValueError, match="cp_comm_type='ring' is unknown"):
         model.set_context_parallel_group(mesh, cp_comm_type="ring")
     apart = sequential(ops.Linear(F, 3 * F), ops.DotProductAttention(2, 4), ops.Linear(F, 3 * F))
