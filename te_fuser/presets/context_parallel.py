@@ -27,7 +27,7 @@ class ContextParallel(Preset):
 
         Of 2 n equal blocks of a sequence rank r of n has the blocks r and 2 n - 1 - r, as `te_fuser.parallel
         .cut_sequence(x, group, dim, balanced=True)` gives them; "thd" is refused: of its tokens ranks have one block
-        by `te_fuser.parallel.parallelize(model, context=group)`. Masks, lengths and angles are those of whole sequences.
+        by `te_fuser.parallel.parallelize(model, context=group)`. Masks, lengths and angles are of whole sequences.
         Gradients of parameters are those of this rank's part: whoever averages them over samples does so over these
         ranks, too.
 
