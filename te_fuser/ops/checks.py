@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import FusableOperation, Spec
 
 _TAKEN = ("self", "x", "outputs")
+
+P = ParamSpec("P")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
@@ -49,6 +52,24 @@ def check_floating(x: Spec) -> None:
     """
     if not x.dtype.is_floating_point:
         raise TypeError(f"te_fuser ops take floating-point tensors, got {text_of(x.dtype)}: convert with .float()")
+
+
+def must_say(
+    **choices: str,
+) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
+    """For a constructor with keywords that have no default: an error for one that is missing says the choices."""
+
+    def around(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(init)
+        def checked(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
+            missing = [f"give {name}={words}" for name, words in choices.items() if name not in given]
+            if missing:
+                raise TypeError(f"{type(self).__name__} has to be told: {'; '.join(missing)}")
+            init(self, *args, **given)
+
+        return checked
+
+    return around
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:

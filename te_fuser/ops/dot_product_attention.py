@@ -21,6 +21,8 @@ from te_fuser.ops.attention_context import SharedAttention, own_sinks, whole_sin
 from te_fuser.ops.attention_heads import (
     LAYOUTS,
     PACKINGS,
+    SAYS_LAYOUT,
+    THEIR_LAYOUTS,
     AnyHeads,
     Apart,
     ApartHeads,
@@ -33,11 +35,11 @@ from te_fuser.ops.attention_heads import (
     pack_gradients,
     split_inputs,
 )
-from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, AttentionMask, Band
+from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, SAYS_MASK, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, Places, alibi_slopes, at_places, summed_by_place
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look
+from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look, must_say
 from te_fuser.ops.parameters import alike, empty, fill
 
 TOKENS, APART = "tokens", "apart"
@@ -143,12 +145,13 @@ class DotProductAttention(SharedAttention):
         head_dim: features of one head.
         kv_heads: key/value heads, a divisor of `heads`; None: as many.
         mask: "none"; "causal": position i sees 0..i; "given": a boolean tensor (True = masked), broadcastable to
-            [batch, heads, queries, keys], is an extra input; "causal_and_given"; or an `AttentionMask`.
+            [batch, heads, queries, keys], is an extra input; "causal_and_given"; or an `AttentionMask`. It has no
+            default.
         mask_name: the name of that extra input.
         dropout: the probability that a softmax probability is dropped, in training.
         scale: the factor on the scores; None: head_dim ** -0.5.
         layout: "sequence_first" [S, B, F], "batch_first" [B, S, F], or "tokens" [T, F]: sequences one behind the
-            other, which the mask's `offsets` tell apart.
+            other, which the mask's `offsets` tell apart. It has no default.
         packing: "interleaved" or "blocked", see `PackedHeads`; "apart", or an `Apart`.
         scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
 
@@ -162,20 +165,21 @@ class DotProductAttention(SharedAttention):
     emits = ("logsumexp",)
     wide_parameters = ("sink",)
     global_state = staticmethod(switches)
-    prototype_arguments = {"heads": 2, "head_dim": 8}
+    prototype_arguments = {"heads": 2, "head_dim": 8, "mask": "none", "layout": "sequence_first"}
     other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
+    @must_say(mask=SAYS_MASK, layout=SAYS_LAYOUT)
     def __init__(
         self,
         heads: int,
         head_dim: int,
         *,
+        mask: str | AttentionMask,
+        layout: str,
         kv_heads: int | None = None,
-        mask: str | AttentionMask = "none",
         mask_name: str = "attention_mask",
         dropout: float = 0.0,
         scale: float | None = None,
-        layout: str = "sequence_first",
         packing: str | Apart = "interleaved",
         scores: AttentionScores | None = None,
     ) -> None:
@@ -188,7 +192,7 @@ class DotProductAttention(SharedAttention):
         self.mask_name = check_name(mask_name)
         self.dropout = check_probability(dropout)
         self.scale = head_dim**-0.5 if scale is None else finite_number(type(self).__name__, "scale", scale)
-        self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS))
+        self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS), THEIR_LAYOUTS)
         self.packing = packing if isinstance(packing, Apart) else one_of("packing", packing, (*PACKINGS, APART))
         self.scores = scores or AttentionScores()
         self.sink = empty(heads, dtype=None, device=None) if self.scores.sink == "learned" else None

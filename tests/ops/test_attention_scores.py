@@ -135,7 +135,7 @@ def test_a_bias_by_position_that_is_too_small():
     with pytest.raises(ValueError, match=r"'b' has shape \[3, 5, 5\], which does not broadcast"):
         te_fuser.Sequential(op)(x, cu=cu, b=torch.zeros(3, 5, 5).double())
     with pytest.raises(ValueError, match='by_position=True is for layout="tokens"'):
-        DotProductAttention(2, 4, scores=AttentionScores(bias="b", by_position=True), layout="batch_first")
+        DotProductAttention(2, 4, scores=AttentionScores(bias="b", by_position=True), layout="batch_first", mask="none")
     with pytest.raises(ValueError, match="by_position says how a bias lies, and bias is None"):
         AttentionScores(by_position=True)
     places = torch.arange(3), torch.arange(3)
@@ -153,7 +153,7 @@ def test_slopes_of_the_paper():
 def test_a_row_that_a_bias_hides_altogether_is_zero():
     for sink in ("none", "zero", "learned"):
         scores = AttentionScores(bias="bias", sink=sink)
-        op = DotProductAttention(2, 4, scores=scores, layout="batch_first").double()
+        op = DotProductAttention(2, 4, scores=scores, layout="batch_first", mask="none").double()
         x, bias = tensor(1, 3, 24), torch.zeros(3, 3).double()
         bias[1] = -torch.inf
         y, dx, made = run(op, x, torch.ones(1, 3, 8).double(), {"attention_bias": bias})
@@ -165,7 +165,7 @@ def test_a_row_that_a_bias_hides_altogether_is_zero():
 @pytest.mark.parametrize("huge", [torch.finfo(torch.float32).min, -1e9])
 def test_a_row_that_a_huge_bias_hides_altogether_has_equal_probabilities(huge):
     """As masks by addition do it; the row's gradients too are those of equal probabilities."""
-    op = DotProductAttention(1, DIM, layout="batch_first", scores=ops.AttentionScores(bias="bias"))
+    op = DotProductAttention(1, DIM, layout="batch_first", scores=ops.AttentionScores(bias="bias"), mask="none")
     x, bias = tensor(1, 5, 3 * DIM).float().requires_grad_(), torch.zeros(5, 5)
     bias[0], bias[1, :3] = huge, huge
     q, k, v = x.split(DIM, -1)
@@ -177,7 +177,9 @@ def test_a_row_that_a_huge_bias_hides_altogether_has_equal_probabilities(huge):
 
 
 def test_gradients_have_their_dtypes():
-    op = DotProductAttention(2, 4, scores=AttentionScores(bias="bias", sink="learned"), layout="batch_first")
+    op = DotProductAttention(
+        2, 4, scores=AttentionScores(bias="bias", sink="learned"), layout="batch_first", mask="none"
+    )
     assert op.sink.dtype == torch.float32 and (op.sink == 0).all()
     x, bias = tensor(2, 3, 24, dtype=torch.bfloat16), tensor(1, 2, 3, 3, dtype=torch.float16)
     y, dx, made = run(op, x, torch.ones(2, 3, 8).bfloat16(), {"attention_bias": bias})
@@ -187,7 +189,7 @@ def test_gradients_have_their_dtypes():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="scale, got nan"):
-        DotProductAttention(2, 3, scale=float("nan"))
+        DotProductAttention(2, 3, scale=float("nan"), mask="none", layout="sequence_first")
     for bound in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="soft_cap is a positive bound"):
             AttentionScores(soft_cap=bound)
@@ -195,7 +197,7 @@ def test_what_cannot_be_is_refused():
         AttentionScores(-1.0)
     with pytest.raises(ValueError, match="sink='one' is unknown; use one of 'none', 'zero', 'learned'"):
         AttentionScores(sink="one")
-    op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first")
+    op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first", mask="none")
 
     def spec(*shape, dtype=torch.float32):
         return Spec(shape, dtype, torch.device("cpu"))

@@ -224,7 +224,7 @@ class Reading:
 
 
 def test_a_library_reads_the_sinks_of_its_heads() -> None:
-    op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"))
+    op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"), mask="none", layout="sequence_first")
     sinks, x, two = torch.arange(4.0), torch.ones(2), Group("two", 2)
     attention = _SeparateAttention(Reading(), op.settings(), ("sink",), False, two)  # type: ignore[arg-type]
     tensors = {"0.sink": sinks, "-1.input": x, "output": x}
@@ -290,8 +290,10 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
     assert parallelize(tokens, context=mesh)(heads, heads, heads, cu_seqlens_q=ends).shape == (S // WORLD, 8)
     with pytest.raises(ValueError, match="cp_comm_type='ring' is unknown"):
         model.set_context_parallel_group(mesh, cp_comm_type="ring")
-    apart = sequential(ops.Linear(F, 3 * F), ops.DotProductAttention(2, 4), ops.Linear(F, 3 * F))
-    apart.append(ops.DotProductAttention(2, 4))
+    apart = sequential(
+        ops.Linear(F, 3 * F), ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"), ops.Linear(F, 3 * F)
+    )
+    apart.append(ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"))
     parallelize(apart, context=mesh)[3].context = ops.Group()
     with pytest.raises(ValueError, match=r"takes whole sequences.*give it that group as its context"):
         apart(x)
