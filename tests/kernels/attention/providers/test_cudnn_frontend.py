@@ -257,7 +257,8 @@ class Graph:
         print("too late" if sys.is_finalizing() else "in time")
 
 cudnn_frontend.graph_for = lambda problem: Graph()
-attention_cudnn_frontend._graph(DotProductAttention(2, 8).settings(), 1, 4, torch.bfloat16, 0)
+op = DotProductAttention(2, 8, mask="none", layout="sequence_first")
+attention_cudnn_frontend._graph(op.settings(), 1, 4, torch.bfloat16, 0)
 """
 
 
