@@ -16,7 +16,7 @@ from te_fuser.ops.base import Spec
 # Name of a layout -> the dimensions of x that count positions and samples.
 LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}
 
-# What an op has to be told of its layout, and how Transformer Engine's words are said.
+# The layouts in words, for who gives none; Transformer Engine's words and what they are here.
 SAYS_LAYOUT = (
     '"batch_first" for [batch, sequence, features], "sequence_first" for [sequence, batch, features], or "tokens" for '
     "[tokens, features] of sequences one behind the other"

@@ -22,7 +22,7 @@ MASKS = {
     "given": (False, True),
     "causal_and_given": (True, True),
 }
-# What an op has to be told of its mask, and how Transformer Engine's words are said.
+# The masks in words, for who gives none; Transformer Engine's words and what they are here.
 SAYS_MASK = (
     '"none", "causal" (a position sees those up to its own), "given" (the call gives a boolean tensor, True = hidden), '
     '"causal_and_given", or an AttentionMask (windows, lengths, padding)'

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TAKEN = ("self", "x", "outputs")
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
@@ -56,12 +56,12 @@ def check_floating(x: Spec) -> None:
 
 def must_say(
     **choices: str,
-) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
+) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
     """For a constructor with keywords that have no default: an error for one that is missing says the choices."""
 
-    def around(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
-        def checked(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
+        def checked(self: Any, /, *args: _P.args, **given: _P.kwargs) -> None:
             missing = [f"give {name}={words}" for name, words in choices.items() if name not in given]
             if missing:
                 raise TypeError(f"{type(self).__name__} has to be told: {'; '.join(missing)}")

@@ -314,7 +314,7 @@ class Asking:
         begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:
             raise ValueError(f"{self.who}: qkv_format='thd' takes cu_seqlens_q=..., [sequences + 1] whole numbers")
-        if given.get("pad_between_seqs") and begins == [None, None]:
+        if given.get("pad_between_seqs") and begins[0] is begins[1] is None:
             raise ValueError(
                 f"{self.who}: pad_between_seqs=True, and nothing says where sequences begin: give "
                 "cu_seqlens_q_padded=..., [sequences + 1] whole numbers, or leave it out"

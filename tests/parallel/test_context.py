@@ -211,6 +211,15 @@ def test_sequences_one_behind_the_other() -> None:
     assert_as_whole(model, twin, x=tensor(16, F, grad=False), **call)
 
 
+@on_ranks
+def test_keys_of_other_lengths() -> None:
+    """Lengths are those of whole sequences, of keys that are projected with the queries, too."""
+    twin = preset("MultiheadAttention", F, 2, attn_mask_type="padding_causal")
+    model = parallelize(copy.deepcopy(twin), context=mesh_of())
+    ends = [torch.tensor(t, dtype=torch.int32) for t in ([0, S, 2 * S], [0, 3, 3 + S])]
+    assert_as_whole(model, twin, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1])
+
+
 class Reading:
     """A library's attention that gives the sinks that it was given."""
 
