@@ -85,7 +85,7 @@ def _projection_ops(hidden: int) -> list[ops.FusableOperation]:
 
 def _layer_ops(hidden: int, packing: str) -> list[ops.FusableOperation]:
     heads = _heads(hidden)
-    attention = ops.DotProductAttention(heads, hidden // heads, mask="causal", packing=packing)
+    attention = ops.DotProductAttention(heads, hidden // heads, mask="causal", packing=packing, layout="sequence_first")
     return [
         ops.Fork("attention"),
         *_projection_ops(hidden),

@@ -225,7 +225,9 @@ def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pyt
 
 
 def test_attention_on_a_gpu_repeats_its_gradients_only_when_asked() -> None:
-    attention = te_fuser.Sequential(te_fuser.Residual(ops.DotProductAttention(1, 8), ops.Linear(8, 24)))
+    attention = te_fuser.Sequential(
+        te_fuser.Residual(ops.DotProductAttention(1, 8, mask="none", layout="sequence_first"), ops.Linear(8, 24))
+    )
     norm, gpu = te_fuser.Sequential(ops.LayerNorm(8)), torch.device("cuda")
     assert models.gradients_repeat(norm, gpu) and models.gradients_repeat(attention, torch.device("cpu"))
     assert not models.gradients_repeat(attention, gpu)
@@ -484,7 +486,9 @@ def test_an_op_with_a_wrong_gradient_is_found() -> None:
 
 
 def test_a_model_that_takes_no_example_says_so() -> None:
-    model = te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="given"), kernels="reference")
+    model = te_fuser.Sequential(
+        ops.DotProductAttention(2, 4, mask="given", layout="sequence_first"), kernels="reference"
+    )
     with pytest.raises(VerificationError, match="attention_mask"):
         verify(model)
 

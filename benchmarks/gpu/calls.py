@@ -79,7 +79,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Call] | str]]:
 
 def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tuple[str, Callable[[], Call] | str]]:
     """Forward and backward of one provider, and forward as a plan runs it."""
-    op = DotProductAttention(sizes.heads, sizes.head_dim, mask="causal", dropout=dropout)
+    op = DotProductAttention(sizes.heads, sizes.head_dim, mask="causal", dropout=dropout, layout="sequence_first")
     name = f"{provider.name}, {sizes.name}, dropout {dropout}"
     spec = Spec((sizes.positions, sizes.batch, op.packed.features), torch.bfloat16, GPU)
     why = provider.reason_not(AttentionProblem.of(op.settings(), spec, needs_grad=True))

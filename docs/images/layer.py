@@ -23,7 +23,7 @@ def layer(hidden: int, ffn: int, heads: int) -> te_fuser.Sequential:
         te_fuser.Residual(
             ops.LayerNorm(hidden),
             ops.Linear(hidden, 3 * hidden),
-            ops.DotProductAttention(heads, hidden // heads, mask="causal"),
+            ops.DotProductAttention(heads, hidden // heads, mask="causal", layout="sequence_first"),
             ops.Linear(hidden, hidden),
             ops.Dropout(0.1),
         ),

@@ -44,13 +44,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const long long place = static_cast<long long>(starts[sample]) + position;
     const bool padding = position >= static_cast<long long>(counts[sample]);
     const bool lost = !padding && (place < 0 || place >= last);
-    const long long kept = (padding || lost ? last : place) * position_step + sample * sample_step;
+    const bool nowhere = padding || lost;  // the last place becomes zeros: attention may multiply it by 0
+    const long long kept = (nowhere ? last : place) * position_step + sample * sample_step;
     for (int i = tile * kThreads + static_cast<int>(threadIdx.x); i < kRow; i += kTiles * kThreads) {
       const Head head = head_at(i / kPieces);
       const int inside = head.which * kPieces + i % kPieces;
       const Four found = x[row * kRow + i];
-      if (head.kind == 1) key_cache[kept + inside] = found;
-      else if (head.kind == 2) value_cache[kept + inside] = found;
+      if (head.kind == 1) key_cache[kept + inside] = nowhere ? Four{} : found;
+      else if (head.kind == 2) value_cache[kept + inside] = nowhere ? Four{} : found;
       else y[row * (kQueries * kPieces) + inside] = lost ? Four{{kNan, kNan, kNan, kNan}} : found;
     }
   }

@@ -42,6 +42,7 @@ from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
+from te_fuser.ops.queries_apart import QueriesApart
 from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
@@ -109,6 +110,7 @@ __all__ = [
     "Quantize",
     "QuantizeGradient",
     "QuantizedMatMul",
+    "QueriesApart",
     "RMSNorm",
     "ReGLU",
     "ReLU",

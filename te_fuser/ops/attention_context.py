@@ -147,8 +147,10 @@ class SharedAttention(OfPositions):
             )
         if self.balanced and self.layout not in LAYOUTS:
             raise ValueError(
-                f"{who}: of sequences one behind the other ranks have one block of all tokens each, and balanced=True "
-                "says two: set it to False, or give samples of one length"
+                f"{who}: of sequences one behind the other (qkv_format='thd') each rank has one block of all tokens, "
+                "and balanced=True, which cp_group says, gives two: in place of cp_group take "
+                "te_fuser.parallel.parallelize(model, context=group), of an op set balanced=False, or give samples of "
+                "one length"
             )
         scores = self.scores
         asked = {"a bias": scores.bias, "ALiBi": scores.alibi is True}

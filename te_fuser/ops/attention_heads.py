@@ -16,16 +16,24 @@ from te_fuser.ops.base import Spec
 # Name of a layout -> the dimensions of x that count positions and samples.
 LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}
 
+# The layouts in words, for who gives none; Transformer Engine's words and what they are here.
+SAYS_LAYOUT = (
+    '"batch_first" for [batch, sequence, features], "sequence_first" for [sequence, batch, features], or "tokens" for '
+    "[tokens, features] of sequences one behind the other"
+)
+THEIR_LAYOUTS = {"bshd": '"batch_first"', "sbhd": '"sequence_first"', "thd": '"tokens", with AttentionMask(offsets=..)'}
+
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ORDER = {"sequence_first": "[sequence, batch, features]", "batch_first": "[batch, sequence, features]"}
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def one_of(argument: str, value: str, names: Collection[str]) -> str:
-    """`value`, or an error that lists what it could be."""
-    if value not in names:
-        raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(map(repr, names))}")
+def one_of(argument: str, value: str, names: Collection[str], theirs: Mapping[str, str] | None = None) -> str:
+    """`value`, or an error that lists what it could be; `theirs` are words of others, with what they are here."""
+    if not isinstance(value, str) or value not in names:
+        said = f"; {value!r} is {theirs[value]} here" if theirs and isinstance(value, str) and value in theirs else ""
+        raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(map(repr, names))}{said}")
     return value
 
 

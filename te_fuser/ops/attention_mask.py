@@ -22,6 +22,19 @@ MASKS = {
     "given": (False, True),
     "causal_and_given": (True, True),
 }
+# The masks in words, for who gives none; Transformer Engine's words and what they are here.
+SAYS_MASK = (
+    '"none", "causal" (a position sees those up to its own), "given" (the call gives a boolean tensor, True = hidden), '
+    '"causal_and_given", or an AttentionMask (windows, lengths, padding)'
+)
+THEIR_MASKS = {
+    "no_mask": '"none"',
+    "arbitrary": '"given"',
+    "padding": "AttentionMask(lengths=..) or (padding=..)",
+    "padding_causal": "AttentionMask(causal=True, lengths=..) or (causal=True, padding=..)",
+    "causal_bottom_right": 'AttentionMask(causal=True, corner="bottom_right")',
+    "padding_causal_bottom_right": 'AttentionMask(causal=True, corner="bottom_right", lengths=..)',
+}
 # What hides by structure beyond later positions.
 BY_OFFSETS = "sequences one behind the other"
 HIDDEN_BY = ("lengths of samples", BY_OFFSETS, "a window", "a diagonal from the bottom right")
@@ -95,10 +108,20 @@ class AttentionMask:
 
     @classmethod
     def of(cls, mask: str | AttentionMask, name: str) -> AttentionMask:
-        """The mask called so, a given tensor under `name`; or the mask itself."""
+        """The mask called so, a given tensor under `name`; or the mask itself.
+
+        Raises:
+            TypeError: for a tensor.
+            ValueError: for another word.
+        """
         if isinstance(mask, AttentionMask):
             return mask
-        causal, given = MASKS[one_of("mask", mask, MASKS)]
+        if isinstance(mask, torch.Tensor):
+            raise TypeError(
+                f'mask=<a tensor>: a tensor goes with the call: make it with mask="given", and call with {name}=..., '
+                "True = hidden"
+            )
+        causal, given = MASKS[one_of("mask", mask, MASKS, THEIR_MASKS)]
         return cls(causal=causal, given=name if given else None)
 
     @property

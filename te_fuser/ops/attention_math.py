@@ -12,6 +12,7 @@ import torch
 
 from te_fuser.formula import random
 from te_fuser.ops.attention_heads import Parts
+from te_fuser.ops.attention_scores import Places
 from te_fuser.ops.dropout import kept_scale
 
 _ROWS_AT_ONCE = 4096  # draws are 64-bit numbers on the way: this many rows of them at a time stay in the cache
@@ -19,7 +20,10 @@ _ROWS_AT_ONCE = 4096  # draws are 64-bit numbers on the way: this many rows of t
 
 @dataclass(frozen=True)
 class Terms:
-    """What makes scores of q k^T, all broadcastable to [B, H, S, K]: `sink` is [H], `shows_all` says none is blind."""
+    """What makes scores of q k^T, all broadcastable to [B, H, S, K]: `sink` is [H], `shows_all` says none is blind.
+
+    `places` are those of queries and keys in their sequences, where a bias goes by them.
+    """
 
     scale: float
     hidden: torch.Tensor | None = None
@@ -27,6 +31,7 @@ class Terms:
     soft_cap: float = 0.0
     sink: torch.Tensor | None = None
     shows_all: bool = True
+    places: Places | None = None
 
 
 @dataclass(frozen=True)

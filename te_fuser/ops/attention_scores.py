@@ -32,6 +32,8 @@ class AttentionScores:
         bias: the name of a floating-point input, broadcastable to [batch, heads, queries, keys], which has a gradient.
         alibi: True: the slopes of the paper, by head; a name: an input of slopes [heads] or [batch, heads], without a
             gradient.
+        by_position: of layout="tokens": the bias is [.., queries, keys] of positions in a sequence, as many as the
+            longest has or more, the same for each sequence. On a GPU rows that it is too small for are NaN.
         sink: "none"; "zero": a logit of 0 beside the scores of each row; "learned": the op's parameter `sink` [heads].
     """
 
@@ -39,11 +41,14 @@ class AttentionScores:
     bias: str | None = None
     alibi: bool | str = False
     sink: str = "none"
+    by_position: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.soft_cap < math.inf:
             raise ValueError(f"soft_cap is a positive bound of the scores, or 0 for none; got {self.soft_cap}")
         one_of("sink", self.sink, SINKS)
+        if self.by_position and self.bias is None:
+            raise ValueError("by_position says how a bias lies, and bias is None: name it, or leave by_position out")
         for name in self.names.values():
             check_name(name)
 
@@ -79,11 +84,37 @@ class AttentionScores:
                 raise TypeError(f"{name!r} is {spec.dtype}; {op} takes floating-point numbers: convert with .float()")
             whole = full if argument == "attention_bias" else full[:2]
             sizes = (1,) * (len(whole) - len(spec.shape)) + spec.shape
+            if self.by_position and argument == "attention_bias" and len(sizes) == 4:
+                whole = (*whole[:2], *sizes[2:])
             if len(sizes) > len(whole) or any(s not in (1, w) for s, w in zip(sizes, whole, strict=True)):
                 axes = "[batch, heads, queries, keys]" if argument == "attention_bias" else "[batch, heads]"
                 raise ValueError(
                     f"{name!r} has shape {list(spec.shape)}, which does not broadcast to {axes} = {[*whole]}"
                 )
+
+
+Places = tuple[torch.Tensor, torch.Tensor]  # of queries [S] and keys [K] in their sequences
+
+
+def at_places(bias: torch.Tensor, places: Places) -> torch.Tensor:
+    """A bias of positions [B, H, P, R] for each query and key, [B, H, S, K]; NaN where it has no such position."""
+    found = bias[(..., *_indices(bias, places))]
+    for dim, (place, size) in enumerate(zip(places, bias.shape[-2:], strict=True)):
+        outside = place >= (size if size > 1 else torch.iinfo(place.dtype).max)
+        found = found.masked_fill(outside[None, :] if dim else outside[:, None], torch.nan)
+    return found
+
+
+def summed_by_place(gradient: torch.Tensor, bias: torch.Tensor, places: Places) -> torch.Tensor:
+    """The gradient of the bias for that of `at_places`."""
+    by_place = gradient.sum_to_size(*bias.shape[:2], *gradient.shape[2:]).permute(2, 3, 0, 1)
+    made = gradient.new_zeros(*bias.shape[2:], *bias.shape[:2])
+    return made.index_put_(_indices(bias, places), by_place, accumulate=True).permute(2, 3, 0, 1)
+
+
+def _indices(bias: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = (place.clamp(max=size - 1) for place, size in zip(places, bias.shape[-2:], strict=True))
+    return queries[:, None], keys[None, :]
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import FusableOperation, Spec
 
 _TAKEN = ("self", "x", "outputs")
+
+_P = ParamSpec("_P")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
@@ -51,6 +54,24 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
         may_be_ids = not x.dtype.is_complex and x.dtype != torch.bool
         ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if may_be_ids else ""
         raise TypeError(f"{takes} floating-point tensors, got {text_of(x.dtype)}: {ids}convert with .float()")
+
+
+def must_say(
+    **choices: str,
+) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
+    """For a constructor with keywords that have no default: an error for one that is missing says the choices."""
+
+    def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
+        @functools.wraps(init)
+        def checked(self: Any, /, *args: _P.args, **given: _P.kwargs) -> None:
+            missing = [f"give {name}={words}" for name, words in choices.items() if name not in given]
+            if missing:
+                raise TypeError(f"{type(self).__name__} has to be told: {'; '.join(missing)}")
+            init(self, *args, **given)
+
+        return checked
+
+    return around
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:

@@ -21,6 +21,8 @@ from te_fuser.ops.attention_context import SharedAttention, own_sinks, whole_sin
 from te_fuser.ops.attention_heads import (
     LAYOUTS,
     PACKINGS,
+    SAYS_LAYOUT,
+    THEIR_LAYOUTS,
     AnyHeads,
     Apart,
     ApartHeads,
@@ -33,11 +35,11 @@ from te_fuser.ops.attention_heads import (
     pack_gradients,
     split_inputs,
 )
-from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, AttentionMask, Band
+from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, SAYS_MASK, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
-from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
+from te_fuser.ops.attention_scores import AttentionScores, Places, alibi_slopes, at_places, summed_by_place
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name, check_probability, finite_number
+from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look, must_say
 from te_fuser.ops.parameters import alike, empty, fill
 
 TOKENS, APART = "tokens", "apart"
@@ -143,12 +145,13 @@ class DotProductAttention(SharedAttention):
         head_dim: features of one head.
         kv_heads: key/value heads, a divisor of `heads`; None: as many.
         mask: "none"; "causal": position i sees 0..i; "given": a boolean tensor (True = masked), broadcastable to
-            [batch, heads, queries, keys], is an extra input; "causal_and_given"; or an `AttentionMask`.
+            [batch, heads, queries, keys], is an extra input; "causal_and_given"; or an `AttentionMask`. It has no
+            default.
         mask_name: the name of that extra input.
         dropout: the probability that a softmax probability is dropped, in training.
         scale: the factor on the scores; None: head_dim ** -0.5.
         layout: "sequence_first" [S, B, F], "batch_first" [B, S, F], or "tokens" [T, F]: sequences one behind the
-            other, which the mask's `offsets` tell apart.
+            other, which the mask's `offsets` tell apart. It has no default.
         packing: "interleaved" or "blocked", see `PackedHeads`; "apart", or an `Apart`.
         scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
 
@@ -162,20 +165,21 @@ class DotProductAttention(SharedAttention):
     emits = ("logsumexp",)
     wide_parameters = ("sink",)
     global_state = staticmethod(switches)
-    prototype_arguments = {"heads": 2, "head_dim": 8}
+    prototype_arguments = {"heads": 2, "head_dim": 8, "mask": "none", "layout": "sequence_first"}
     other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
+    @must_say(mask=SAYS_MASK, layout=SAYS_LAYOUT)
     def __init__(
         self,
         heads: int,
         head_dim: int,
         *,
+        mask: str | AttentionMask,
+        layout: str,
         kv_heads: int | None = None,
-        mask: str | AttentionMask = "none",
         mask_name: str = "attention_mask",
         dropout: float = 0.0,
         scale: float | None = None,
-        layout: str = "sequence_first",
         packing: str | Apart = "interleaved",
         scores: AttentionScores | None = None,
     ) -> None:
@@ -188,7 +192,7 @@ class DotProductAttention(SharedAttention):
         self.mask_name = check_name(mask_name)
         self.dropout = check_probability(dropout)
         self.scale = head_dim**-0.5 if scale is None else finite_number(type(self).__name__, "scale", scale)
-        self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS))
+        self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS), THEIR_LAYOUTS)
         self.packing = packing if isinstance(packing, Apart) else one_of("packing", packing, (*PACKINGS, APART))
         self.scores = scores or AttentionScores()
         self.sink = empty(heads, dtype=None, device=None) if self.scores.sink == "learned" else None
@@ -206,6 +210,11 @@ class DotProductAttention(SharedAttention):
             raise ValueError(
                 f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
                 'layout="tokens" and mask=AttentionMask(offsets=...)'
+            )
+        if self.scores.by_position and self.layout != TOKENS:
+            raise ValueError(
+                f'by_position=True is for layout="tokens", got {self.layout!r}: a bias of samples is [batch, heads, '
+                "queries, keys] in any case"
             )
         shared = (COUNTS, PADDINGS)  # of queries and keys they may be one
         said = [{getattr(mask, name) for name in kind} - {None} for kind in shared]
@@ -347,7 +356,7 @@ class DotProductAttention(SharedAttention):
         heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
         mask = self.hides.alone()
         plain = "causal" if mask == AttentionMask(causal=True) else "none" if mask == AttentionMask() else mask
-        scores = replace(self.scores, bias=None, alibi=bool(self.scores.alibi))
+        scores = replace(self.scores, bias=None, by_position=False, alibi=bool(self.scores.alibi))
         layout = "batch_first" if self.layout == TOKENS else self.layout
         others = {"mask": plain, "scale": None, "layout": layout, "packing": packed.packing, "scores": scores}
         return alike(self, features, **heads, **others)
@@ -377,7 +386,11 @@ class DotProductAttention(SharedAttention):
         found = pack_gradients(heads, made.parts, inputs)
         bias, sink = call.get("attention_bias"), call.get("sink")
         if bias is not None and made.added is not None:
-            found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
+            whole, places = _of_four(bias), terms.places
+            summed = (
+                made.added.sum_to_size(whole.shape) if places is None else summed_by_place(made.added, whole, places)
+            )
+            found["attention_bias"] = summed.reshape(bias.shape).to(bias.dtype)
         if sink is not None and made.sink is not None:
             found["sink"] = whole_sinks(made.sink.to(sink.dtype), self._heads_of)
         dx = found.pop("input")
@@ -425,11 +438,31 @@ class DotProductAttention(SharedAttention):
         if scores.sink != "none":
             learned = scores.sink == "learned"
             sink = own_sinks(call["sink"], self._heads_of).to(q.dtype) if learned else q.new_zeros(self.heads)
-        return Terms(self.scale, hidden, self._added(call, band, q), scores.soft_cap, sink, shows_all=False)
+        places = self._places(call, band) if scores.by_position else None
+        added = self._added(call, band, q, places)
+        return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
-    def _added(self, call: OpCall, band: Band, q: torch.Tensor) -> torch.Tensor | None:
+    def _places(self, call: OpCall, band: Band) -> Places:
+        """Where queries and keys stand in their sequences.
+
+        Raises:
+            ValueError: on a CPU, where a sequence is longer than the bias.
+        """
+        sizes = _of_four(call["attention_bias"]).shape[2:]
+        for side, what, size in zip((band.queries, band.keys), ("queries", "keys"), sizes, strict=True):
+            longest = side.table if size > 1 and may_look(side.place.device) else 0
+            if isinstance(longest, torch.Tensor) and int(longest.max()) > size:
+                raise ValueError(
+                    f"{self.scores.bias!r} has {size} {what}, and a sequence has {int(longest.max())}: give [.., "
+                    "queries, keys] of the longest sequence"
+                )
+        return band.queries.place[0], band.keys.place[0]
+
+    def _added(self, call: OpCall, band: Band, q: torch.Tensor, places: Places | None) -> torch.Tensor | None:
         """What is added to the scores: the bias, and what ALiBi takes."""
         added = _of_four(call["attention_bias"]).to(q.dtype) if self.scores.bias is not None else None
+        if added is not None and places is not None:
+            added = at_places(added, places)
         if not self.scores.alibi:
             return added
         given = isinstance(self.scores.alibi, str)

@@ -18,9 +18,10 @@ class KeyValueCache(OfHeads):
     """Write keys and values of packed heads into caches of the call, and go on with the queries: y = q.
 
     Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position
-    starts[b] + s of it; rows from counts[b] on are padding, and go to the last one, which nobody reads. So an attention
-    of keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for the device:
-    where positions would lie behind L, a CPU raises, and a GPU gives NaN for these queries.
+    starts[b] + s of it; rows from counts[b] on are padding, for which the last one becomes zeros. So an attention of
+    keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for the device: where
+    positions would lie behind L, a CPU raises, and a GPU gives NaN for these queries. An attention may multiply what
+    lies behind a length by 0, and 0 NaN is NaN: clear caches where a sequence has ended, as `InferenceParams` does.
 
     Args:
         head_dim: features of one head.
@@ -115,11 +116,13 @@ class KeyValueCache(OfHeads):
         padding = rows[:, None] >= call["counts"]
         lost = ((places < 0) | (places >= last)) & ~padding
         self._check_room(call, lost, last)
-        places.masked_fill_(lost | padding, last)
+        nowhere = lost | padding
+        places.masked_fill_(nowhere, last)
         samples = torch.arange(x.shape[batch], device=x.device).expand_as(places)
         index = (places, samples) if sequence == 0 else (samples, places)
         for cache, part in ((call["key_cache"], k), (call["value_cache"], v)):
-            cache.index_put_(index, part.permute(2, 0, 1, 3).flatten(2))
+            new = part.permute(2, 0, 1, 3).flatten(2)
+            cache.index_put_(index, new.masked_fill(nowhere[..., None], 0.0))
         lost = lost.mT[:, None, None, :, None]  # [B, 1, 1, S, 1]
         return heads.merge_output(torch.where(lost, torch.nan, q))
 

@@ -53,6 +53,7 @@ ARGUMENTS = (
     "fast_zero_fill",
     "pad_between_seqs",
 )
+_COUNTS = tuple(name for name in OF_BOTH if name.startswith("cu_"))
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class AttentionCall:
         qkv_format: "sbhd", "bshd" or "thd".
         padded_by: what says the padding: a "mask", "keys" for a mask of the keys alone, "lengths" of samples; in "thd"
             "offsets" of sequences, or "offsets and lengths"; "cache": how far caches are filled.
+        keys_apart: whether keys that are packed with queries are in other sequences, or of other lengths.
         keys_alike: whether the keys' mask of padding, in "thd" their sequences, are the queries'.
         longest: in "thd", no sequence is longer.
         bias: "none", "given", "alibi" or "slopes".
@@ -77,6 +79,7 @@ class AttentionCall:
     bottom_right: bool = False
     qkv_format: str = "sbhd"
     padded_by: str = "mask"
+    keys_apart: bool = False
     keys_alike: bool = False
     longest: int | None = None
     bias: str = "none"
@@ -139,15 +142,27 @@ class AttentionCall:
         """The name of where sequences of "thd" begin."""
         return "cu_seqlens_q_padded" if "lengths" in self.padded_by else "cu_seqlens_q"
 
-    def with_caches(self, who: str) -> AttentionCall:
+    def with_caches(self, who: str, given: Mapping[str, Any]) -> AttentionCall:
         """The variant that continues sequences: the last token sees the last key.
 
         Raises:
-            ValueError: where a tensor or sequences one behind the other would have to say what is hidden.
+            ValueError: where a tensor or sequences one behind the other would have to say what is hidden, or tokens
+                would see by the first key.
         """
         if self.mask_type == "arbitrary" or self.qkv_format == "thd":
             what = "attn_mask_type='arbitrary'" if self.mask_type == "arbitrary" else "qkv_format='thd'"
             raise ValueError(f"{who}: {what} with inference_params: give 'causal' masks, and 'sbhd' or 'bshd'")
+        said = [name for name in ("attention_mask", *_COUNTS) if given.get(name) is not None]
+        if said and "padding" in self.mask_type:
+            raise ValueError(
+                f"{who}: {_type(self)} with inference_params reads no {said[0]}: pre_step says how many tokens each "
+                "sequence has, padding lies behind them: leave it out"
+            )
+        if given.get("bottom_right_diagonal") is False:
+            raise ValueError(
+                f"{who}: bottom_right_diagonal=False with inference_params: the last token of a call stands at the "
+                "last key: leave it out"
+            )
         return replace(self, bottom_right=True, padded_by="cache")
 
     def hides(self, apart: bool) -> ops.AttentionMask:
@@ -181,7 +196,8 @@ class AttentionCall:
         """What is done to the scores."""
         alibi = "alibi_slopes" if self.bias == "slopes" else self.bias == "alibi"
         bias = "core_attention_bias" if self.bias == "given" else None
-        return ops.AttentionScores(soft_cap=soft_cap, bias=bias, alibi=alibi, sink=sink)
+        by_position = bias is not None and self.qkv_format == "thd"
+        return ops.AttentionScores(soft_cap, bias, alibi, sink, by_position)
 
 
 @dataclass(frozen=True)
@@ -229,7 +245,12 @@ class Asking:
         if self.default.mask_type == "no_mask" and self.cross and given.get("attn_mask_type") is None:
             call = self._by_mask(call, given.get("attention_mask"))
         call = call.changed(*[given.get(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")])
-        call, tensors = (call.with_caches(self.who), {}) if caches else self._padding(call, given)
+        tensors: dict[str, torch.Tensor] = {}
+        if caches:
+            self._say_unread(call, given)
+            call = call.with_caches(self.who, given)
+        else:
+            call, tensors = self._padding(call, given)
         call, added = self._bias(call, given)
         return call, {**tensors, **added}
 
@@ -240,24 +261,18 @@ class Asking:
         return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
 
     def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        ours, theirs = (_offsets(self.who, name, given.get(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv"))
+        ours, theirs, *_ = (_offsets(self.who, name, given.get(name)) for name in _COUNTS)
         mask = given.get("attention_mask")
-        if call.qkv_format == "thd" and call.mask_type != "arbitrary":
-            self._refuse_mask(call, mask)
-            return self._sequences(call, given)
+        if call.mask_type == "arbitrary" and call.qkv_format == "thd":
+            raise ValueError(f"{self.who}: qkv_format='thd' takes no {_type(call)}: sequences differ in length")
+        self._say_unread(call, given)
         if call.mask_type == "arbitrary":
-            if call.qkv_format == "thd":
-                raise ValueError(f"{self.who}: qkv_format='thd' takes no {_type(call)}: sequences differ in length")
             if mask is None:
                 raise ValueError(f"{self.who}: {_type(call)} reads a mask: give {call.mask}=..., True = hidden")
             return call, {call.mask: _boolean(self.who, call.mask, mask)}
+        if call.qkv_format == "thd":
+            return self._sequences(call, given)
         if "padding" not in call.mask_type:
-            self._refuse_mask(call, mask)
-            if ours is not None or theirs is not None:
-                self._say_once(
-                    f"{self.who}: {_type(call)} reads no lengths, and the cu_seqlens that calls give change nothing: "
-                    "leave them out, or give a type that reads them ('padding' or 'padding_causal')"
-                )
             return call, {}
         if mask is not None:
             return self._padded_by_mask(call, mask)
@@ -266,10 +281,11 @@ class Asking:
                 f"{self.who}: {_type(call)} reads what is padding: give {call.mask}=..., [batch, 1, 1, positions] with "
                 "True = padding, or cu_seqlens_q=... [batch + 1]"
             )
+        own = theirs is not None and theirs is not ours
         lengths = {"seqlens_q": ours.diff()}
-        if self.apart:
-            lengths["seqlens_kv"] = lengths["seqlens_q"] if theirs is None or theirs is ours else theirs.diff()
-        return replace(call, padded_by="lengths"), lengths
+        if own or self.apart:
+            lengths["seqlens_kv"] = theirs.diff() if own else lengths["seqlens_q"]  # type: ignore[union-attr]
+        return replace(call, padded_by="lengths", keys_apart=own and not self.apart), lengths
 
     def _padded_by_mask(self, call: AttentionCall, mask: Any) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
         if not self.apart:
@@ -294,13 +310,19 @@ class Asking:
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
         """Of "thd": where sequences begin, and how long they are where padding lies between them."""
-        sides = ("q", "kv") if self.apart else ("q",)
-        ends: list[Any] = [given.get(f"cu_seqlens_{side}") for side in sides]
-        begins: list[Any] = [given.get(f"cu_seqlens_{side}_padded") for side in sides]
+        ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
+        begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:
             raise ValueError(f"{self.who}: qkv_format='thd' takes cu_seqlens_q=..., [sequences + 1] whole numbers")
-        alike = all(theirs is None or theirs is said[0] for said in (ends, begins) for theirs in said[1:])
-        call = replace(call, keys_alike=self.apart and alike)
+        if given.get("pad_between_seqs") and begins[0] is begins[1] is None:
+            raise ValueError(
+                f"{self.who}: pad_between_seqs=True, and nothing says where sequences begin: give "
+                "cu_seqlens_q_padded=..., [sequences + 1] whole numbers, or leave it out"
+            )
+        alike = all(theirs is None or theirs is ours for ours, theirs in (ends, begins))
+        sides = ("q", "kv") if self.apart or not alike else ("q",)
+        ends, begins = ends[: len(sides)], begins[: len(sides)]
+        call = replace(call, keys_apart=not (self.apart or alike), keys_alike=self.apart and alike)
         longest = self._longest([given.get(f"max_seqlen_{side}") for side in sides], alike)
         if all(begin is None for begin in begins):
             own = 1 if alike else len(sides)
@@ -331,13 +353,37 @@ class Asking:
             self.said.add(text)
             warnings.warn(text, stacklevel=stacklevel_of_user())
 
-    def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
+    def _say_unread(self, call: AttentionCall, given: Mapping[str, Any]) -> None:
+        """Warn of tensors that would say what is hidden, and that the type of the mask does not read.
+
+        Raises:
+            TypeError: for a mask that is a text.
+        """
+        mask, counts = given.get("attention_mask"), [name for name in _COUNTS if given.get(name) is not None]
         if isinstance(mask, str):
             raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")
-        if mask is not None:
+        if mask is not None and not call.reads_mask:
             self._say_once(
                 f"{self.who}: {_type(call)} reads no mask, and the {call.mask} that calls give changes nothing: leave "
                 "it out, or give a type that reads it ('padding', 'padding_causal' or 'arbitrary')"
+            )
+        padded = "padding" in call.mask_type
+        if call.qkv_format == "thd" and call.mask_type != "arbitrary" or not counts:
+            return
+        if not padded:
+            self._say_once(
+                f"{self.who}: {_type(call)} reads no lengths, and the cu_seqlens that calls give change nothing: "
+                "leave them out, or give a type that reads them ('padding' or 'padding_causal')"
+            )
+        elif mask is not None:
+            self._say_once(
+                f"{self.who}: {_type(call)} reads {call.mask}, and the {counts[0]} that calls give beside it changes "
+                "nothing: leave one out"
+            )
+        elif counts[-1].endswith("_padded"):
+            self._say_once(
+                f"{self.who}: qkv_format={call.qkv_format!r} has no padding between sequences, and the {counts[-1]} "
+                "that calls give changes nothing: leave it out, or give 'thd'"
             )
 
     def _bias(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:

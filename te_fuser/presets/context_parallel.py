@@ -26,7 +26,8 @@ class ContextParallel(Preset):
         """Let the ranks of a group cut the sequences; x and the output are this rank's part.
 
         Of 2 n equal blocks of a sequence rank r of n has the blocks r and 2 n - 1 - r, as `te_fuser.parallel
-        .cut_sequence(x, group, dim, balanced=True)` gives them. Masks, lengths and angles are those of whole sequences.
+        .cut_sequence(x, group, dim, balanced=True)` gives them; "thd" is refused: of its tokens ranks have one block
+        by `te_fuser.parallel.parallelize(model, context=group)`. Masks, lengths and angles are of whole sequences.
         Gradients of parameters are those of this rank's part: whoever averages them over samples does so over these
         ranks, too.
 

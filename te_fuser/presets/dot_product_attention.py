@@ -11,7 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size
+from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size, default_device
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, cut, understands
 from te_fuser.presets.context_parallel import ContextParallel, context_of
@@ -85,7 +85,7 @@ class DotProductAttention(ContextParallel):
             says.
         softmax_scale: None: 1 / sqrt(channels).
         softmax_type: "vanilla"; "off-by-one" has a logit 0 beside the keys, "learnable" the parameter `softmax_offset`
-            [heads].
+            [heads], which is zeros of the former, and None of "vanilla".
         softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
         layer_number: where it stands in a model, from 1 on.
         attention_type: "self" or "cross".
@@ -127,6 +127,9 @@ class DotProductAttention(ContextParallel):
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
         if said.softmax_type == "learnable":
             self.declare("softmax_offset", [self.own_heads[0]], 0.0, **cut(0, bool(said.set_parallel_mode)))
+        else:
+            zeros = said.softmax_type == "off-by-one"
+            self.softmax_offset = torch.zeros(self.own_heads[0], device=default_device(said.device)) if zeros else None
         self.num_gqa_groups_per_partition = self.own_heads[1]
         self.reset_parameters()
         self.relist()

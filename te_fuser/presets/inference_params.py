@@ -6,15 +6,18 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fuser.presets.arguments import check_size
 
 _PAGES = ("total_num_pages", "page_size", "custom_cache_manager")
+# Keys of a layer whose calls begin at `sequence_len_offset` -> behind which position of each row only zeros lie.
+_ENDS: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class InferenceParams:
         max_batch_size: sequences at a time.
         max_sequence_length: positions of each.
         num_heads_kv, head_dim_k, head_dim_v, dtype: of the caches; None: as the model's first call has them.
-        is_paged: False: te_fuser has no pages.
+        is_paged: False, as its attribute is: te_fuser has no pages.
         qkv_format, max_ctx_len: change nothing: caches lie as the layers' calls do.
 
     Raises:
@@ -70,6 +73,7 @@ class InferenceParams:
     ) -> None:
         self.max_batch_size = check_size("max_batch_size", max_batch_size)
         self.max_sequence_length = check_size("max_sequence_length", max_sequence_length)
+        self.is_paged = False
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         asked = ["is_paged"] * bool(is_paged) + [name for name in _PAGES if others.get(name) is not None]
@@ -117,6 +121,7 @@ class InferenceParams:
                     f"max_sequence_length={self.max_sequence_length}: leave it out to end it, or enlarge that"
                 )
         self._move(list(self.sequences), list(lengths))
+        self._clear(list(self.sequences), list(lengths))
         self.sequences, self._steps, self._by_steps = lengths, list(steps.values()), True
         self._told += 1
         for rows in self._lengths.values():
@@ -127,6 +132,8 @@ class InferenceParams:
         self.sequences, self._steps, self._by_steps = OrderedDict(), [], False
         self._told += 1
         self.sequence_len_offset = self.batch_size_offset = 0
+        for keys, _ in self.key_value_memory_dict.values():
+            _ENDS.pop(keys, None)
         for rows in self._lengths.values():
             rows.put([], [])
 
@@ -142,9 +149,22 @@ class InferenceParams:
         if not moved:
             return
         for key, caches in self.key_value_memory_dict.items():
+            old, new = (_sent(rows, caches[0].device) for rows in zip(*moved, strict=True))
             for cache in caches:
-                old, new = (torch.tensor(rows, device=cache.device) for rows in zip(*moved, strict=True))
                 cache.index_copy_(self._batch_dim[key], new, cache.index_select(self._batch_dim[key], old))
+
+    def _clear(self, before: list[Hashable], now: list[Hashable]) -> None:
+        """Make zeros of the caches in rows that no sequence goes on in: attention may multiply what is hidden by 0."""
+        going_on = {row for row, name in enumerate(now) if name in self.sequences}
+        ended = [row for row in range(len(before)) if row not in going_on]
+        longest = max((self.sequences[before[row]] for row in ended), default=0)
+        for key, caches in self.key_value_memory_dict.items():
+            rows = _sent(ended, caches[0].device)
+            for cache in caches:
+                if not self._by_steps:  # what was before a reset, or calls by offsets, may have written anywhere
+                    cache.zero_()
+                elif longest:
+                    cache.narrow(1 - self._batch_dim[key], 0, longest).index_fill_(self._batch_dim[key], rows, 0.0)
 
     def rows(self, wanted: Wanted, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`.
@@ -234,6 +254,12 @@ def _some(names: list[Hashable]) -> str:
     return shown + ", .." * (len(names) > 4)
 
 
+def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on a device, for which nobody waits."""
+    made = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
 class Lengths:
     """How long sequences are, on a device: tensors that stay where they are."""
 
@@ -277,11 +303,15 @@ def cached(params: Any, wanted: Wanted, heads: int, x: torch.Tensor) -> dict[str
         params.check(wanted, heads)
         params.check_writer(wanted)
         params._batch_dim[wanted.key] = int(wanted.positions_first)
-    if isinstance(params, InferenceParams) and params._by_steps:
+    by_steps = isinstance(params, InferenceParams) and params._by_steps
+    if by_steps:
         rows = params.rows(wanted, batch, positions, x.device)
     else:
         rows = _alike(params, wanted, batch, positions, x.device)
     keys, values = _memory(params, wanted, x.device)
+    if not by_steps:
+        end = int(params.sequence_len_offset) + positions
+        _clear_behind((keys, values), end, first, batch, int(wanted.positions_first))
     samples = (slice(None), slice(first, first + batch))
     index = samples if wanted.positions_first else samples[::-1]
     names = ("starts", "counts", "filled")
@@ -329,9 +359,23 @@ def _memory(params: Any, wanted: Wanted, device: torch.device) -> tuple[torch.Te
         with torch.inference_mode(False):
             found = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         params.key_value_memory_dict[wanted.key] = found
+        if not torch.compiler.is_compiling():
+            _ENDS[found[0]] = [0] * params.max_batch_size
     if [t.shape for t in found] != [torch.Size(shape) for shape in shapes]:
         raise ValueError(
             f"{wanted.who}: key_value_memory_dict[{wanted.key!r}] holds {[list(t.shape) for t in found]}, and "
             f"caches of {[list(shape) for shape in shapes]} are wanted: give each layer a layer_number of its own"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _clear_behind(caches: tuple[torch.Tensor, torch.Tensor], end: int, first: int, batch: int, batch_dim: int) -> None:
+    """Make zeros of what longer sequences left behind `end` in the rows of a call, whose offset went back."""
+    traced, keys = torch.compiler.is_compiling(), caches[0]
+    unknown = [keys.shape[1 - batch_dim]] * keys.shape[batch_dim]
+    ends = unknown if traced else _ENDS.setdefault(keys, unknown)
+    behind = max(ends[first : first + batch], default=0) - end
+    ends[first : first + batch] = [end] * batch
+    if behind > 0:
+        for cache in caches:
+            cache.narrow(batch_dim, first, batch).narrow(1 - batch_dim, end, behind).zero_()

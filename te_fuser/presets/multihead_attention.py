@@ -49,7 +49,7 @@ class MultiheadAttention(ContextParallel):
         qkv_weight_interleaved: in such a weight heads lie group by group [queries.., key, value], else all queries, all
             keys, all values.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of each head, of queries (`q_norm`) and keys
-            (`k_norm`).
+            (`k_norm`); both are None without.
         qk_norm_eps: added to their variance; `zero_centered_gamma` says nothing of them.
         qk_norm_before_rope: they come before the rotation, else behind it.
         rotary_pos_interleaved: neighbours are turned as pairs, else the halves of a head.
@@ -120,6 +120,11 @@ class MultiheadAttention(ContextParallel):
         return self.attention_type == "cross"
 
     @property
+    def qk_norm_before_rope(self) -> bool:
+        """Whether norms of heads come before the rotation."""
+        return bool(self.common.qk_norm_before_rope)
+
+    @property
     def first(self) -> Preset:
         """The projection of x."""
         names = ("layernorm_query", "query_layer") if self.crosses else ("layernorm_qkv", "qkv")
@@ -173,8 +178,7 @@ class MultiheadAttention(ContextParallel):
             self.key_value = self._linear(2 * keys, {"key": keys, "value": keys})
         else:
             self._project("qkv", {"query": queries, "key": keys, "value": keys})
-        if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
-            self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
+        self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
         names = (
             "softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type",
             "get_rng_state_tracker", "rng_tracker_name",
@@ -202,8 +206,12 @@ class MultiheadAttention(ContextParallel):
             self.proj.return_bias = True
             self.proj.relist()
 
-    def _norm_of_heads(self) -> Preset:
+    def _norm_of_heads(self) -> torch.nn.Module | None:
         """The parameters of a norm, which an op of this list reads; called by itself it normalizes heads."""
+        if self.common.qk_norm_type is None:
+            return None
+        if not NORMS[self.common.qk_norm_type]:
+            return ops.L2Norm(self.common.qk_norm_eps)
         kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[self.common.qk_norm_type]
         return kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
 
@@ -275,6 +283,9 @@ class MultiheadAttention(ContextParallel):
             cache = ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
             yield "cache", self._core.with_own_heads(cache)
             yield "core_attention", self._core.within(call=call, packing=CACHES)
+        elif call.keys_apart:
+            yield "apart", self._core.with_own_heads(ops.QueriesApart(self.channels, **self._heads()))
+            yield "core_attention", self._core.within(call=call, packing=f"{KEYS}{self._packing}")
         else:
             usual = call == self._core.common.call()
             yield "core_attention", self._core if usual else self._core.within(call=call)
@@ -288,7 +299,7 @@ class MultiheadAttention(ContextParallel):
     def _turned(self, call: AttentionCall, rotary: str, caches: bool) -> Iterator[tuple[str, torch.nn.Module]]:
         """Norms of heads and the rotation, which does nothing where a call gives no angles."""
         norm = None if self.common.qk_norm_type is None else self._head_norm()
-        if norm is not None and self.common.qk_norm_before_rope:
+        if norm is not None and self.qk_norm_before_rope:
             yield "qk_norm", norm
         if not self.crosses:
             turned = ops.RotaryByAngles(
@@ -302,7 +313,7 @@ class MultiheadAttention(ContextParallel):
                 style="interleaved" if self.common.rotary_pos_interleaved else "half",
             )
             yield "rotary", self._core.with_own_heads(turned)
-        if norm is not None and not self.common.qk_norm_before_rope:
+        if norm is not None and not self.qk_norm_before_rope:
             yield "qk_norm", norm
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
@@ -344,7 +355,12 @@ class MultiheadAttention(ContextParallel):
             TypeError, ValueError: for what the preset does not take, or what is missing.
         """
         self._pack()
-        continues = inference_params is not None and not self.crosses
+        continues = inference_params is not None
+        if continues and self.crosses:
+            raise ValueError(
+                f"{type(self).__name__}: inference_params are for attention_type='self', got 'cross': keys are "
+                "projected from encoder_output in each call: leave them out"
+            )
         call, tensors = self.asking.understood(given, continues)
         how: dict[str, Hashable] = {} if call == self.asking.default else {"call": call}
         if continues:
@@ -356,6 +372,11 @@ class MultiheadAttention(ContextParallel):
         if rotary_pos_emb is not None:
             if self.crosses:
                 raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
+            if call.keys_apart and call.qkv_format == "thd":
+                raise ValueError(
+                    f"{type(self).__name__}: rotary_pos_emb turns by cu_seqlens_q, and cu_seqlens_kv puts keys into "
+                    "other sequences: turn them by apply_rotary_pos_emb, and call DotProductAttention"
+                )
             pair = isinstance(rotary_pos_emb, (tuple, list))
             if pair and len(rotary_pos_emb) != 2:
                 raise ValueError(

@@ -328,7 +328,8 @@ class TransformerLayer(ContextParallel):
             return Asked(self, hidden_states)
         outputs = call.pop("outputs", ())
         self._check_call(encoder_output, enc_dec_attn_mask, checkpoint_core_attention, call)
-        ours = {name: item for name, item in call.items() if name not in _CROSS}
+        # A decoder's keys of the encoder are those of its cross attention.
+        ours = {n: item for n, item in call.items() if n not in _CROSS and not (self.decodes and "_kv" in n)}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
         found, tensors = _attending(self.self_attention).understood(
             ours, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states
@@ -380,8 +381,10 @@ class TransformerLayer(ContextParallel):
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if call:
             check_arguments(who, call, _OWN)
-        if call and not self.decodes:
-            _NO_CROSSING.changed(*[call.get(name) for name in _CROSS if name != "enc_dec_attn_mask"])
+        crossing = {name: call[name] for name in _CROSS if call.get(name) is not None}
+        if crossing and not self.decodes:
+            _NO_CROSSING.changed(*[crossing.get(name) for name in _CROSS if name != "enc_dec_attn_mask"])
+            raise ValueError(f"{who}: {next(iter(crossing))} is for layer_type='decoder': leave it out")
 
 
 def _attending(part: torch.nn.Module) -> MultiheadAttention:

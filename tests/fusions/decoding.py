@@ -28,7 +28,9 @@ def inputs(
 def attention(mask: ops.AttentionMask | None = None, **options: Any) -> ops.DotProductAttention:
     """Of 8 heads of queries to 2 of keys and values, of 16 features."""
     hides = mask or ops.AttentionMask(**MASK)
-    return ops.DotProductAttention(8, 16, **{"kv_heads": 2, "mask": hides, "packing": CACHES, **options})
+    return ops.DotProductAttention(
+        8, 16, **{"layout": "sequence_first", "kv_heads": 2, "mask": hides, "packing": CACHES, **options}
+    )
 
 
 def cache(**options: Any) -> ops.KeyValueCache:

@@ -16,7 +16,7 @@ SAMPLES, POSITIONS = 2, 5
 
 
 def attention(**options):
-    return ops.DotProductAttention(2, 4, **{"layout": "batch_first", **options})
+    return ops.DotProductAttention(2, 4, **{"mask": "none", "layout": "batch_first", **options})
 
 
 def layer(op):

@@ -40,7 +40,7 @@ def plan(*parts: Any) -> Plan:
 
 
 def attention(**options: object) -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, DIM, **{"mask": "causal", **options})  # type: ignore[arg-type]
+    return ops.DotProductAttention(HEADS, DIM, **{"layout": "sequence_first", "mask": "causal", **options})  # type: ignore[arg-type]
 
 
 def covered(p: Plan) -> dict[str, tuple[int, int]]:
@@ -78,7 +78,7 @@ def test_a_rotation_before_it_turns_back_in_a_pass_of_its_own(installed) -> None
 def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     grouped = {"heads": HEADS, "kv_heads": 2, "layout": "batch_first"}
     features = (HEADS + 4) * DIM
-    p = plan(ops.Bias(features), ops.DotProductAttention(head_dim=DIM, **grouped))
+    p = plan(ops.Bias(features), ops.DotProductAttention(head_dim=DIM, **grouped, mask="none"))
     (reason,) = {r.reason for r in p.refusals if r.name == NAME}
     assert "no common stride in packing='interleaved'" in reason and covered(p)[TWIN] == (0, 2)
     monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: None)

@@ -39,7 +39,9 @@ def plan(*parts: Any, device: str = "h200", training: bool = True, positions: in
 
 
 def attention(dropout: float = 0.0, dim: int = DIM, **options: object) -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, dim, dropout=dropout, **{"mask": "causal", **options})  # type: ignore[arg-type]
+    return ops.DotProductAttention(
+        HEADS, dim, dropout=dropout, **{"layout": "sequence_first", "mask": "causal", **options}
+    )  # type: ignore[arg-type]
 
 
 def seed_layer(**options: Any) -> list[Any]:

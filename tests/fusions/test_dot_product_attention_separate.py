@@ -76,7 +76,7 @@ def reasons(op, x, **inputs):
 
 def test_reasons():
     def apart(**options):
-        return ops.DotProductAttention(2, 4, **{"packing": "apart", "layout": "batch_first", **options})
+        return ops.DotProductAttention(2, 4, **{"mask": "none", "packing": "apart", "layout": "batch_first", **options})
 
     x, inputs = tensor(3, 7, 8), {"key": tensor(3, 5, 8), "value": tensor(3, 5, 8)}
     wide = {**inputs, "value": tensor(3, 5, 10)}
@@ -96,7 +96,7 @@ def test_backward_reads_the_keys_that_are_there():
     """A name with a question mark is read where the op has such an input, and nowhere else."""
     read = {}
     for packing in ("apart", "blocked", ops.Apart(key_value="memory")):
-        op = ops.DotProductAttention(2, 4, packing=packing, layout="batch_first")
+        op = ops.DotProductAttention(2, 4, packing=packing, layout="batch_first", mask="none")
         names = [given.name for given in op.named_inputs().values()]
         sizes = {"memory": 16, "key": 8, "value": 8}
         inputs = {name: tensor(3, 5, sizes[name]) for name in names}

@@ -20,7 +20,7 @@ def rotary(**options: object) -> ops.RotaryEmbedding:
 
 
 def attention(**options: object) -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, DIM, mask="causal", **options)  # type: ignore[arg-type]
+    return ops.DotProductAttention(HEADS, DIM, mask="causal", **{"layout": "sequence_first", **options})  # type: ignore[arg-type]
 
 
 def plan(*parts: torch.nn.Module, dtype: torch.dtype = torch.bfloat16, **options: object) -> Plan:

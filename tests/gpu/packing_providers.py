@@ -51,7 +51,7 @@ def one_backward(
     provider: Provider, dim: int, positions: int
 ) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
     """The tensors, the op and dy of a backward of causal attention, [positions, 2, 4 * dim]."""
-    op = ops.DotProductAttention(4, dim, mask="causal")
+    op = ops.DotProductAttention(4, dim, mask="causal", layout="sequence_first")
     x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
     y, tensors = ran_forward(provider, op, x)
     return tensors, op, torch.randn_like(y)

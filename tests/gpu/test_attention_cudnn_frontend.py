@@ -54,7 +54,7 @@ def test_values_and_gradients(layout: str, packing: str, dtype: torch.dtype) -> 
 
 def test_without_a_mask() -> None:
     for dim, positions, packing in itertools.product((64, 128), (33, 136, 520), ("interleaved", "blocked")):
-        op = ops.DotProductAttention(4, dim, layout="batch_first", packing=packing)
+        op = ops.DotProductAttention(4, dim, layout="batch_first", packing=packing, mask="none")
         with alone():
             plan = check([ops.Bias(op.packed.features), op], 2, positions, torch.bfloat16, "batch_first")
         assert NAME in names(plan)[1]
@@ -104,7 +104,7 @@ def test_a_thread_of_its_own() -> None:
 
 
 def test_another_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = ops.DotProductAttention(4, 64)
+    op = ops.DotProductAttention(4, 64, mask="none", layout="sequence_first")
     x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
     problem = AttentionProblem.of(op.settings(), x, needs_grad=True)
     assert PROVIDER.reason_not(problem) is None

@@ -46,7 +46,7 @@ def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_can_be_used() -> None:
     assert flash_attn_4.PACKAGE.missing() is None and flash_attn_4.unusable() is None
-    op = ops.DotProductAttention(4, 128, mask="causal")
+    op = ops.DotProductAttention(4, 128, mask="causal", layout="sequence_first")
     x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
     assert PROVIDER.reason_not(AttentionProblem.of(op.settings(), x, needs_grad=True)) is None
 
@@ -113,7 +113,7 @@ def test_later_calls_are_the_packages_launches_alone(monkeypatch: pytest.MonkeyP
 
 def test_one_position() -> None:
     """A row that sees itself alone: the output is its value."""
-    op = ops.DotProductAttention(4, 128, mask="causal")
+    op = ops.DotProductAttention(4, 128, mask="causal", layout="sequence_first")
     x, dy = (torch.randn(1, 3, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 512))
     with torch.no_grad():
         y, dx = by_provider(PROVIDER, op, x, dy)

@@ -25,7 +25,7 @@ def projected(heads: int, kv_heads: int, dim: int, rope: bool = True, **options:
     common = {"heads": heads, "kv_heads": kv_heads, **options}
     features = (heads + 2 * kv_heads) * dim
     rotation = [ops.RotaryEmbedding(dim, **common)] if rope else []
-    attention = ops.DotProductAttention(head_dim=dim, mask="causal", **common)
+    attention = ops.DotProductAttention(head_dim=dim, mask="causal", **{"layout": "sequence_first", **common})
     return [ops.Bias(features), *rotation, attention]
 
 
@@ -233,7 +233,7 @@ def test_a_captured_layer_leaves_the_same_sums(kind: str) -> None:
 
 def test_dropout_is_unbiased() -> None:
     """Uniform attention over values of one: the mean is what is kept, scaled; of 16 million draws."""
-    op = ops.DotProductAttention(16, 64, dropout=0.1, layout="batch_first").to("cuda")
+    op = ops.DotProductAttention(16, 64, dropout=0.1, layout="batch_first", mask="none").to("cuda")
     x = torch.zeros(4, 512, 3, 16, 64, device="cuda", dtype=torch.float16)
     heads = op.packed.split(x.view(4, 512, -1))
     heads[2].fill_(1.0)

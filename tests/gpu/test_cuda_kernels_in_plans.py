@@ -57,7 +57,7 @@ def gpt_block(width: int, heads: int, dropout: float, dtype: torch.dtype) -> Seq
     """A layer as in GPT-2: attention and MLP, each a branch beside the residual stream."""
     attention = Residual(
         ops.LayerNorm(width), ops.Linear(width, 3 * width),
-        ops.DotProductAttention(heads, width // heads, mask="causal"),
+        ops.DotProductAttention(heads, width // heads, mask="causal", layout="sequence_first"),
         ops.Linear(width, width), ops.Dropout(dropout),
     )  # fmt: skip
     feed_forward = Residual(
@@ -71,7 +71,8 @@ def llama_block(width: int, heads: int, dtype: torch.dtype) -> Sequential:
     """A layer as in Llama: RMSNorm, rotary positions, SwiGLU."""
     attention = Residual(
         ops.RMSNorm(width), ops.Linear(width, 3 * width, bias=False),
-        ops.RotaryEmbedding(width // heads, heads=heads), ops.DotProductAttention(heads, width // heads, mask="causal"),
+        ops.RotaryEmbedding(width // heads, heads=heads),
+        ops.DotProductAttention(heads, width // heads, mask="causal", layout="sequence_first"),
         ops.Linear(width, width, bias=False),
     )  # fmt: skip
     feed_forward = Residual(

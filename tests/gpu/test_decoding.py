@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import ops
+from te_fuser import fusions, ops
+from te_fuser.kernels.packages import flash_attn_4
+from tests.gpu.packing_providers import installed_version
 from tests.kernels.one_query_cases import CASES, Case
-from tests.kernels.test_key_value_cache import KERNELS, ROOM, by_kernel, call, plain
+from tests.kernels.test_key_value_cache import KERNELS, by_kernel, call, plain
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +47,7 @@ def test_caches(name: str, sequence_first: bool) -> None:
         found = by_kernel(made, sequence_first, x, *ours)
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(ours[:2], theirs[:2], strict=True):
-            torch.testing.assert_close(*(t.narrow(1 - int(sequence_first), 0, ROOM) for t in (a, b)), rtol=0, atol=0)
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -76,3 +80,95 @@ def test_in_a_plan(layout: str) -> None:
         torch.testing.assert_close(y.double(), exact, rtol=2e-2, atol=2e-2)
     found = [s.name for s in model.plan(x, key_cache=ours[0], value_cache=ours[1], **given).forward]
     assert found == ["key_value_cache", "one_query_attention"]
+
+
+FLASH_4 = installed_version(flash_attn_4.PACKAGE.name)
+NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
+OWN = ("stretch", "key_value_cache", "one_query_attention")
+
+
+def attention_and_text() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A MultiheadAttention in bfloat16, x of 40 positions, and its output in float64."""
+    torch.manual_seed(0)
+    made = te_fuser.MultiheadAttention(
+        256, 4, attention_dropout=0.0, layer_number=1, params_dtype=torch.bfloat16, device=GPU
+    ).eval()
+    x = torch.randn(40, 2, 256, device=GPU).bfloat16()
+    return made, x, copy.deepcopy(made).double().reference(x.double())
+
+
+def assert_close(y: torch.Tensor, want: torch.Tensor) -> None:
+    assert y.isfinite().all()
+    torch.testing.assert_close(y.double(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("end", [te_fuser.InferenceParams.reset, lambda params: None], ids=["reset", "not named"])
+@pytest.mark.parametrize(
+    "provider",
+    ["cuda_flash", pytest.param("cuda_flash_attn_4", marks=NEEDS_PACKAGE), "cuda_cudnn", "cuda_efficient", ""],
+)
+@torch.no_grad()
+def test_nan_of_a_sequence_reaches_no_later_one(
+    provider: str, end: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each provider of attention for the prompt, then token by token; padding of prompts holds NaN, too."""
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
+    made, x, want = attention_and_text()
+    broken, params = x.clone(), te_fuser.InferenceParams(2, 64)
+    broken[5:, 0] = broken[9:, 1] = torch.nan
+    with fusions.only(*OWN, *([f"attention_{provider}"] if provider else [])):
+        params.pre_step({"broken": 40, "short": 9})
+        assert_close(made(broken, inference_params=params)[:9, 1], want[:9, 1])
+        end(params)
+        params.pre_step({"new": 24, "later": 9})
+        padded = torch.stack((x[:24, 0], broken[:24, 1]), 1)
+        y = made(padded, inference_params=params)
+        plan = made.plan(padded, inference_params=params)
+        assert [s.name for s in plan.forward if s.name.startswith("attention")] == [f"attention_{provider}"] * bool(
+            provider
+        )
+        assert_close(y[:, 0], want[:24, 0])
+        assert_close(y[:9, 1], want[:9, 1])
+        for at in range(3):
+            params.pre_step({"new": 1, "later": 1})
+            y = made(torch.stack((x[24 + at, 0], x[9 + at, 1]))[None], inference_params=params)
+            assert_close(y[0], torch.stack((want[24 + at, 0], want[9 + at, 1])))
+
+
+@torch.no_grad()
+def test_nan_in_a_captured_step_reaches_no_later_sequence() -> None:
+    made, x, want = attention_and_text()
+    params, token = te_fuser.InferenceParams(2, 64), x[:1].clone()
+    params.pre_step({0: 1, 1: 1})
+    made(token, inference_params=params)
+    params.pre_step({0: 1, 1: 1})
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = made(token, inference_params=params)
+    for value in (torch.nan, torch.inf, None):
+        params.reset()
+        for at in range(12):
+            params.pre_step({0: 1, 1: 1})
+            token.copy_(x[at : at + 1] if value is None else torch.full_like(token, value))
+            graph.replay()
+            if value is None:
+                assert_close(y, want[at : at + 1])
+
+
+@torch.no_grad()
+def test_nothing_waits_for_the_device_where_sequences_end() -> None:
+    made, x, _ = attention_and_text()
+    params = te_fuser.InferenceParams(2, 64)
+    for step in ({"a": 1, "b": 1}, {"b": 1}, {"b": 1, "c": 1}):
+        params.pre_step(step)
+        made(x[:1, : len(step)], inference_params=params)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        params.pre_step({"c": 1, "d": 1})  # one has ended, one moves
+        made(x[:1], inference_params=params)
+        params.reset()
+        params.pre_step({"e": 1, "f": 1})
+        made(x[:1], inference_params=params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

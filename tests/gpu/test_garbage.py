@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 FEATURES = 1024
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "list": lambda: Sequential(ops.LayerNorm(FEATURES), ops.Linear(FEATURES, FEATURES), ops.GELU()),
-    "attention": lambda: Sequential(ops.Linear(FEATURES, 3 * FEATURES), ops.DotProductAttention(16, 64)),
+    "attention": lambda: Sequential(
+        ops.Linear(FEATURES, 3 * FEATURES), ops.DotProductAttention(16, 64, mask="none", layout="sequence_first")
+    ),
     "Linear alone": lambda: ops.Linear(FEATURES, FEATURES),
     "row op alone": lambda: ops.LayerNorm(FEATURES),
 }

@@ -51,7 +51,7 @@ def layer(dropout: float, gelu: str = "tanh") -> te_fuser.Sequential:
     attention = te_fuser.Residual(
         ops.LayerNorm(64),
         ops.Linear(64, 192),
-        ops.DotProductAttention(4, 16, mask="causal"),
+        ops.DotProductAttention(4, 16, mask="causal", layout="sequence_first"),
         ops.Linear(64, 64),
         ops.Dropout(dropout),
     )

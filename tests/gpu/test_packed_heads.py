@@ -102,7 +102,7 @@ def test_a_plan_has_it_compiled_before_the_first_call(monkeypatch: pytest.Monkey
     forget_written()
     listed = [
         ops.Linear(64, 3 * 72), ops.RotaryEmbedding(24, heads=3, rotary_dim=8),
-        ops.DotProductAttention(3, 24, mask="causal"),
+        ops.DotProductAttention(3, 24, mask="causal", layout="sequence_first"),
     ]  # fmt: skip
     for op in listed:
         op.to("cuda", torch.bfloat16)

@@ -166,7 +166,7 @@ def test_plans_take_it_and_calls_compile_nothing(monkeypatch: pytest.MonkeyPatch
     forget_written()
     listed = [
         ops.Linear(64, 3 * 72), ops.HeadNorm(24, heads=3, kv_heads=3), ops.RotaryByAngles(24, heads=3, kv_heads=3),
-        ops.DotProductAttention(3, 24, mask="causal"),
+        ops.DotProductAttention(3, 24, mask="causal", layout="sequence_first"),
     ]  # fmt: skip
     for op in listed:
         op.to("cuda", BF16)

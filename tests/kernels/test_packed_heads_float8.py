@@ -53,7 +53,7 @@ def by_angles() -> ops.RotaryByAngles:
 
 
 def attention() -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, DIM)
+    return ops.DotProductAttention(HEADS, DIM, mask="none", layout="sequence_first")
 
 
 MODELS: dict[str, Callable[[], list[Any]]] = {

@@ -63,7 +63,7 @@ def rotary() -> ops.RotaryEmbedding:
 
 
 def attention() -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, DIM, mask="causal")
+    return ops.DotProductAttention(HEADS, DIM, mask="causal", layout="sequence_first")
 
 
 # The list, and how many kernels over packed heads it needs with a bias that trains and with a frozen one.

@@ -68,7 +68,7 @@ def rotary() -> ops.RotaryEmbedding:
 
 
 def attention() -> ops.DotProductAttention:
-    return ops.DotProductAttention(HEADS, DIM, mask="causal")
+    return ops.DotProductAttention(HEADS, DIM, mask="causal", layout="sequence_first")
 
 
 # What comes after a norm and a product, and the fusion that makes the bias's gradient.

@@ -76,10 +76,14 @@ def test_values_and_gradients(layout, kv_heads, packing):
 
 
 def test_the_given_names_are_read():
-    named = DotProductAttention(2, 4, packing=Apart("memory_key", "memory_value")).named_inputs()
+    named = DotProductAttention(
+        2, 4, packing=Apart("memory_key", "memory_value"), mask="none", layout="sequence_first"
+    ).named_inputs()
     assert {a: g.name for a, g in named.items()} == {"key": "memory_key", "value": "memory_value"}
     assert all(g.gradient for g in named.values())
-    assert DotProductAttention(2, 4, packing="apart").packed == ApartHeads(2, 2, 4)
+    assert DotProductAttention(2, 4, packing="apart", mask="none", layout="sequence_first").packed == ApartHeads(
+        2, 2, 4
+    )
 
 
 def test_dropout_and_a_given_mask():
@@ -109,7 +113,7 @@ def test_dropout_and_a_given_mask():
 @pytest.mark.parametrize("packing", [Apart(), Apart(key_value="both")])
 def test_nothing_to_attend_to_gives_zeros(sizes, packing):
     queries, keys, samples = sizes
-    op = DotProductAttention(2, 4, packing=packing, layout="batch_first")
+    op = DotProductAttention(2, 4, packing=packing, layout="batch_first", mask="none")
     q, k, v = (in_layout(t, "batch_first").detach() for t in parts_of(2, 2, queries, keys, 4, 4, samples))
     inputs = {"key_value": torch.cat((k, v), -1)} if packing.key_value else {"key": k, "value": v}
     y, dx, others = run(op, q, torch.ones_like(q), inputs)
@@ -119,7 +123,7 @@ def test_nothing_to_attend_to_gives_zeros(sizes, packing):
 
 def test_outputs_own_their_storage_and_have_their_inputs_dtypes():
     for layout, packing in itertools.product(LAYOUTS, (Apart(), Apart(key_value="both", packing="blocked"))):
-        op = DotProductAttention(2, 4, kv_heads=1, layout=layout, packing=packing)
+        op = DotProductAttention(2, 4, kv_heads=1, layout=layout, packing=packing, mask="none")
         q, k, v = (in_layout(t, layout).detach() for t in parts_of(2, 1, 5, 3, 4, 4))
         inputs = {"key_value": torch.cat((k, v), -1)} if packing.key_value else {"key": k, "value": v.bfloat16()}
         y, dx, others = run(op, q.half(), q.half(), inputs)
@@ -135,7 +139,7 @@ def spec(*shape, dtype=torch.float32):
 
 
 def test_what_cannot_be_is_refused():
-    op = DotProductAttention(4, 8, kv_heads=2, packing=Apart(value_dim=5))
+    op = DotProductAttention(4, 8, kv_heads=2, packing=Apart(value_dim=5), mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 32)) == spec(7, 2, 20)
     with pytest.raises(ValueError, match=r"queries of heads \* head_dim = 4 \* 8 = 32 features, got 64"):
         op.infer(spec(7, 2, 64))
@@ -156,14 +160,14 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match="'value', takes float32"):
         op.check_inputs(x, {"key": key, "value": spec(3, 2, 10, dtype=torch.int64)})
     with pytest.raises(ValueError, match="two inputs are called 'key'"):
-        DotProductAttention(2, 4, packing=Apart(value="key"))
+        DotProductAttention(2, 4, packing=Apart(value="key"), mask="none", layout="sequence_first")
     with pytest.raises(ValueError, match="value_dim is 0"):
         Apart(value_dim=0)
     with pytest.raises(ValueError, match="packing='both' is unknown"):
-        DotProductAttention(2, 4, packing="both")
+        DotProductAttention(2, 4, packing="both", mask="none", layout="sequence_first")
 
 
 def test_examples_are_packed():
-    op = DotProductAttention(4, 8, packing=Apart(value_dim=5), layout="batch_first")
+    op = DotProductAttention(4, 8, packing=Apart(value_dim=5), layout="batch_first", mask="none")
     example = op.example(48, torch.Generator())
     assert example.packed == PackedHeads(2, 2, 8, "batch_first") and not example.named_inputs()

@@ -226,7 +226,7 @@ def test_a_given_mask_hides_too():
 )
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
-        DotProductAttention(2, 4, **arguments)
+        DotProductAttention(2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
 
 
 def test_masks_that_cannot_be():
@@ -267,7 +267,7 @@ def test_inputs():
 
 def test_a_plain_mask_is_what_its_name_says():
     for name in ("none", "causal", "given", "causal_and_given"):
-        assert DotProductAttention(2, 4, mask=name).hides == AttentionMask(
+        assert DotProductAttention(2, 4, mask=name, layout="sequence_first").hides == AttentionMask(
             causal=name.startswith("causal"), given="attention_mask" if name.endswith("given") else None
         )
     assert ops.AttentionMask(causal=True).beyond == ()

@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
+import te_fuser
 from te_fuser import ops
 from te_fuser.formula import random
 from te_fuser.ops.attention_math import kept
-from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
+from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes, at_places
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
@@ -89,6 +90,59 @@ def test_slopes_that_are_given(shape):
     check(AttentionScores(alibi="slopes"), -by_head * distances("top_left").abs(), {"alibi_slopes": slopes})
 
 
+@pytest.mark.parametrize("shape", [(1, HEADS, 6, 8), (1, 5, 7), (HEADS, 1, 7), (HEADS, 5, 1), (5, 7)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_biases_by_position(shape, padded):
+    """Of sequences one behind the other; each has the bias from its first query and key on."""
+    ends, key_ends = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 7, 9, 11])
+    mask = ops.AttentionMask(True, "top_left", offsets="cu", key_offsets="keys", lengths="n" if padded else None)
+    scores = AttentionScores(0.7, "bias", True, by_position=True)
+    op = DotProductAttention(
+        HEADS, DIM, mask=mask, packing="apart", layout="tokens", scores=scores, kv_heads=HEADS
+    ).double()
+    model, n = te_fuser.Sequential(op), torch.tensor([2, 0, 5]) if padded else ends.diff()
+    q, k, v = (tensor(count, HEADS * DIM, seed=count).requires_grad_() for count in (9, 11, 12))
+    v, bias = v[:11], tensor(*shape, seed=6).requires_grad_()
+    parts = []
+    for b in range(3):
+        own, theirs = slice(ends[b], ends[b] + n[b]), slice(key_ends[b], key_ends[b + 1])
+        heads = [t.unflatten(-1, (HEADS, DIM)).transpose(0, 1) for t in (q[own], k[theirs], v[theirs])]
+        at = bias[..., : max(n[b], 1) if bias.shape[-2] > 1 else 1, : theirs.stop - theirs.start]
+        d = (torch.arange(heads[1].shape[1])[None] - torch.arange(int(n[b]))[:, None]).double()
+        added = at.reshape(-1, *at.shape[-2:]) - alibi_slopes(HEADS, q.device)[:, None, None] * d.abs()
+        raw = heads[0] @ heads[1].mT * DIM**-0.5
+        weights = (0.7 * torch.tanh(raw / 0.7) + added[:, : max(int(n[b]), 1)]) if n[b] else raw
+        weights = weights.masked_fill(d > 0, -torch.inf).softmax(-1)
+        whole = q.new_zeros(int(ends[b + 1] - ends[b]), HEADS * DIM)
+        parts.append(torch.cat(((weights @ heads[2]).transpose(0, 1).flatten(1), whole[int(n[b]) :])))
+    want = torch.cat([*parts, q.new_zeros(1, HEADS * DIM)])
+    given = {"key": k, "value": v, "bias": bias, "cu": ends, "keys": key_ends, **({"n": n} if padded else {})}
+    dy = tensor(*want.shape, seed=4)
+    leaves = [q, k, bias]
+    grads = torch.autograd.grad(want, leaves, dy)
+    for y in (model(q, **given), model.reference(q, **given)):
+        close(y.detach(), want.detach())
+        for ours, theirs in zip(torch.autograd.grad(y, leaves, dy), grads, strict=True):
+            close(ours, theirs)
+
+
+def test_a_bias_by_position_that_is_too_small():
+    mask = ops.AttentionMask(offsets="cu")
+    op = DotProductAttention(2, 4, mask=mask, layout="tokens", scores=AttentionScores(bias="b", by_position=True))
+    x, cu = tensor(7, 24), torch.tensor([0, 2, 7])
+    with pytest.raises(ValueError, match="'b' has 4 queries, and a sequence has 5: give .* of the longest sequence"):
+        te_fuser.Sequential(op)(x, cu=cu, b=torch.zeros(2, 4, 5).double())
+    with pytest.raises(ValueError, match=r"'b' has shape \[3, 5, 5\], which does not broadcast"):
+        te_fuser.Sequential(op)(x, cu=cu, b=torch.zeros(3, 5, 5).double())
+    with pytest.raises(ValueError, match='by_position=True is for layout="tokens"'):
+        DotProductAttention(2, 4, scores=AttentionScores(bias="b", by_position=True), layout="batch_first", mask="none")
+    with pytest.raises(ValueError, match="by_position says how a bias lies, and bias is None"):
+        AttentionScores(by_position=True)
+    places = torch.arange(3), torch.arange(3)
+    found = at_places(torch.ones(1, 1, 2, 3), places)  # as on a GPU, where nobody looks
+    assert found[..., 2, :].isnan().all() and (found[..., :2, :] == 1).all()
+
+
 def test_slopes_of_the_paper():
     assert alibi_slopes(8, torch.device("cpu")).tolist() == [2.0**-i for i in range(1, 9)]
     want = [2 ** (-2.0 * i) for i in range(1, 5)] + [2**-1.0, 2**-3.0]
@@ -99,7 +153,7 @@ def test_slopes_of_the_paper():
 def test_a_row_that_a_bias_hides_altogether_is_zero():
     for sink in ("none", "zero", "learned"):
         scores = AttentionScores(bias="bias", sink=sink)
-        op = DotProductAttention(2, 4, scores=scores, layout="batch_first").double()
+        op = DotProductAttention(2, 4, scores=scores, layout="batch_first", mask="none").double()
         x, bias = tensor(1, 3, 24), torch.zeros(3, 3).double()
         bias[1] = -torch.inf
         y, dx, made = run(op, x, torch.ones(1, 3, 8).double(), {"attention_bias": bias})
@@ -111,7 +165,7 @@ def test_a_row_that_a_bias_hides_altogether_is_zero():
 @pytest.mark.parametrize("huge", [torch.finfo(torch.float32).min, -1e9])
 def test_a_row_that_a_huge_bias_hides_altogether_has_equal_probabilities(huge):
     """As masks by addition do it; the row's gradients too are those of equal probabilities."""
-    op = DotProductAttention(1, DIM, layout="batch_first", scores=ops.AttentionScores(bias="bias"))
+    op = DotProductAttention(1, DIM, layout="batch_first", scores=ops.AttentionScores(bias="bias"), mask="none")
     x, bias = tensor(1, 5, 3 * DIM).float().requires_grad_(), torch.zeros(5, 5)
     bias[0], bias[1, :3] = huge, huge
     q, k, v = x.split(DIM, -1)
@@ -123,7 +177,9 @@ def test_a_row_that_a_huge_bias_hides_altogether_has_equal_probabilities(huge):
 
 
 def test_gradients_have_their_dtypes():
-    op = DotProductAttention(2, 4, scores=AttentionScores(bias="bias", sink="learned"), layout="batch_first")
+    op = DotProductAttention(
+        2, 4, scores=AttentionScores(bias="bias", sink="learned"), layout="batch_first", mask="none"
+    )
     assert op.sink.dtype == torch.float32 and (op.sink == 0).all()
     x, bias = tensor(2, 3, 24, dtype=torch.bfloat16), tensor(1, 2, 3, 3, dtype=torch.float16)
     y, dx, made = run(op, x, torch.ones(2, 3, 8).bfloat16(), {"attention_bias": bias})
@@ -133,7 +189,7 @@ def test_gradients_have_their_dtypes():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="scale, got nan"):
-        DotProductAttention(2, 3, scale=float("nan"))
+        DotProductAttention(2, 3, scale=float("nan"), mask="none", layout="sequence_first")
     for bound in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="soft_cap is a positive bound"):
             AttentionScores(soft_cap=bound)
@@ -141,7 +197,7 @@ def test_what_cannot_be_is_refused():
         AttentionScores(-1.0)
     with pytest.raises(ValueError, match="sink='one' is unknown; use one of 'none', 'zero', 'learned'"):
         AttentionScores(sink="one")
-    op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first")
+    op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first", mask="none")
 
     def spec(*shape, dtype=torch.float32):
         return Spec(shape, dtype, torch.device("cpu"))

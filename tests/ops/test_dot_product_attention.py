@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +88,7 @@ def expected(op, q, k, v, dy, mask=None, factors=None):
 
 
 def make(heads=4, kv_heads=4, dim=8, seed=0, dtype=torch.float64, **arguments):
-    op = DotProductAttention(heads, dim, kv_heads=kv_heads, **arguments)
+    op = DotProductAttention(heads, dim, kv_heads=kv_heads, **{"mask": "none", "layout": "sequence_first", **arguments})
     q, k, v = separate(heads, kv_heads, dim, dtype, seed)
     x = packed_by_hand(q, k, v, op.layout, op.packing).contiguous()
     rng = torch.Generator().manual_seed(seed + 1)
@@ -206,7 +210,7 @@ def test_draws_only_in_training():
     op.eval()
     assert not op.draws() and op.settings().dropout == 0.0
     torch.testing.assert_close(run(op, x, dy)[0], run(make()[0], x, dy)[0])
-    assert not DotProductAttention(2, 4).draws()
+    assert not DotProductAttention(2, 4, mask="none", layout="sequence_first").draws()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -281,14 +285,14 @@ def spec(*shape, dtype=torch.float32, device="cpu"):
 
 
 def test_infer():
-    op = DotProductAttention(4, 8, kv_heads=2)
+    op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 64)) == spec(7, 2, 32)
     with pytest.raises(ValueError, match=r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63"):
         op.infer(spec(7, 2, 63))
     with pytest.raises(ValueError, match=r"\[sequence, batch, features\], got 2 dimensions: \[7, 64\]"):
         op.infer(spec(7, 64))
     with pytest.raises(ValueError, match=r"\[batch, sequence, features\], got 4 dimensions"):
-        DotProductAttention(4, 8, layout="batch_first").infer(spec(1, 2, 3, 96))
+        DotProductAttention(4, 8, layout="batch_first", mask="none").infer(spec(1, 2, 3, 96))
     with pytest.raises(TypeError, match=r"got torch\.int64: convert"):
         op.infer(spec(7, 2, 64, dtype=torch.int64))
 
@@ -309,11 +313,11 @@ def test_infer():
 )
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
-        DotProductAttention(**{"heads": 4, "head_dim": 8, **arguments})
+        DotProductAttention(**{"mask": "none", "layout": "sequence_first", "heads": 4, "head_dim": 8, **arguments})
 
 
 def test_check_inputs():
-    op = DotProductAttention(4, 8, mask="given", mask_name="padding")
+    op = DotProductAttention(4, 8, mask="given", mask_name="padding", layout="sequence_first")
     x = spec(7, 2, 96)
     assert op.named_inputs()["attention_mask"].name == "padding"
     assert not op.named_inputs()["attention_mask"].gradient
@@ -335,41 +339,81 @@ def test_check_inputs():
         op.check_inputs(x, {"attention_mask": spec(1, 2, 4, 7, 7, dtype=torch.bool)})
     with pytest.raises(ValueError, match="on meta, the input on cpu"):
         op.check_inputs(x, {"attention_mask": spec(7, 7, dtype=torch.bool, device="meta")})
-    causal = DotProductAttention(4, 8, mask="causal")
+    causal = DotProductAttention(4, 8, mask="causal", layout="sequence_first")
     assert causal.named_inputs() == {}
     causal.check_inputs(x, {})
 
 
 def test_what_backward_reads():
-    (node,) = DotProductAttention(4, 8).gradients(())
+    (node,) = DotProductAttention(4, 8, mask="none", layout="sequence_first").gradients(())
     assert node.produces == ("input",) and node.reads == ("input", "logsumexp")
-    (node,) = DotProductAttention(4, 8, mask="given").gradients(("attention_mask",))
+    (node,) = DotProductAttention(4, 8, mask="given", layout="sequence_first").gradients(("attention_mask",))
     assert node.produces == ("input",) and node.reads == ("input", "logsumexp", "attention_mask")
 
 
 def test_flops():
-    op = DotProductAttention(4, 8, kv_heads=2)
+    op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
-    assert DotProductAttention(4, 8, kv_heads=2, mask="causal").flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 55 * 8
+    assert (
+        DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
+        == 4 * 2 * 4 * 55 * 8
+    )
 
 
 def test_examples_take_their_features():
     rng = torch.Generator()
     for features in (3, 7, 16, 24, 100, 768):
-        for op in (DotProductAttention(4, 8, kv_heads=2), DotProductAttention(2, 64, mask="causal_and_given")):
+        for op in (
+            DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first"),
+            DotProductAttention(2, 64, mask="causal_and_given", layout="sequence_first"),
+        ):
             example = op.example(features, rng)
             assert example.infer(spec(7, 2, features)).features == example.heads * example.head_dim
             assert not example.named_inputs()
-    assert DotProductAttention(4, 8, kv_heads=2).example(64, rng).packed == PackedHeads(4, 2, 8)
+    assert DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first").example(
+        64, rng
+    ).packed == PackedHeads(4, 2, 8)
     with pytest.raises(ValueError, match="no packed queries, keys and values have 2 features"):
-        DotProductAttention(1, 1).example(2, rng)
+        DotProductAttention(1, 1, mask="none", layout="sequence_first").example(2, rng)
 
 
 def test_a_changed_attribute_is_a_changed_op():
-    op = DotProductAttention(4, 8)
+    op = DotProductAttention(4, 8, mask="none", layout="sequence_first")
     before = op.revision
     op.scale = 1.0
     assert op.revision > before
     before = op.revision
     op.settings(), op.eval()
     assert op.revision == before
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({}, TypeError, 'give mask="none", "causal" .*; give layout="batch_first" for .batch, sequence, features.'),
+        ({"mask": "causal"}, TypeError, 'has to be told: give layout="batch_first" for'),
+        (
+            {"layout": "batch_first"},
+            TypeError,
+            r'has to be told: give mask="none", .* AttentionMask \(windows, lengths',
+        ),
+        ({"mask": "none", "layout": "bshd"}, ValueError, "'bshd' is \"batch_first\" here"),
+        ({"mask": "none", "layout": "sbhd"}, ValueError, "'sbhd' is \"sequence_first\" here"),
+        ({"mask": "none", "layout": None}, ValueError, "layout=None is unknown; use one of 'sequence_first'"),
+        ({"mask": "no_mask", "layout": "batch_first"}, ValueError, "'no_mask' is \"none\" here"),
+        ({"mask": "padding", "layout": "batch_first"}, ValueError, r"'padding' is AttentionMask\(lengths=..\) or"),
+        (
+            {"mask": torch.ones(3, 3) > 0, "layout": "batch_first"},
+            TypeError,
+            'make it with mask="given", and call with',
+        ),
+        ({"mask": ["causal"], "layout": "batch_first"}, ValueError, r"mask=\['causal'\] is unknown"),
+    ],
+)
+def test_mask_and_layout_have_to_be_told(said: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DotProductAttention(2, 4, **said)
+    made = DotProductAttention(2, 4, mask="causal", layout="batch_first")
+    assert copy.deepcopy(made).mask == pickle.loads(pickle.dumps(made)).mask == "causal"
+    told = inspect.signature(DotProductAttention).parameters
+    assert told["mask"].default is told["layout"].default is inspect.Parameter.empty

@@ -18,7 +18,9 @@ from tests.twins import assert_as_meant, sequential, tensor
 
 def cross(**options):
     packing = ops.Apart(value_dim=5)
-    op = ops.DotProductAttention(2, 4, **{"kv_heads": 1, "packing": packing, "layout": "batch_first", **options})
+    op = ops.DotProductAttention(
+        2, 4, **{"mask": "none", "kv_heads": 1, "packing": packing, "layout": "batch_first", **options}
+    )
     return sequential(ops.Linear(6, 8), op, ops.Linear(10, 6))
 
 

@@ -83,3 +83,21 @@ def test_more_than_a_cache_holds(layout: str) -> None:
             with pytest.raises(ValueError, match=words):
                 op(x, **given)
             assert torch.equal(cache, written)
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@torch.no_grad()
+def test_what_padding_holds_reaches_nobody(layout: str) -> None:
+    """NaN and infinity behind a sample's tokens."""
+    lead = 0 if layout == "sequence_first" else 1
+    x, counts = normal(4, B, (H + 2 * G) * D), torch.tensor([4, 1, 0])
+    x[1:, 1], x[:, 2] = torch.nan, torch.inf
+    caches = [torch.zeros(L + 1, B, G * D).double().transpose(0, lead).contiguous() for _ in "kv"]
+    given = {"key_cache": caches[0], "value_cache": caches[1], "counts": counts, "filled": counts}
+    for way in (te_fuser.Sequential.forward, te_fuser.Sequential.reference):
+        y = way(model(layout, "blocked"), x.transpose(0, lead), starts=torch.zeros(B, dtype=torch.long), **given)
+        whole = ops.DotProductAttention(H, D, kv_heads=G, mask="causal", layout=layout, packing="blocked")
+        y, want = y.transpose(0, lead), whole(x.nan_to_num(posinf=0.0).transpose(0, lead)).transpose(0, lead)
+        torch.testing.assert_close(y[:, 0], want[:, 0])
+        torch.testing.assert_close(y[:1, 1], want[:1, 1])
+        assert all(t.isfinite().all() for t in caches)

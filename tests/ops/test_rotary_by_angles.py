@@ -115,7 +115,9 @@ def test_sequences_one_behind_the_other(kv_heads: int | None, dtype: torch.dtype
 def test_what_is_not_given_costs_nothing() -> None:
     """A list plans as if the op was not there, alone and in the middle."""
     op, x = ops.RotaryByAngles(D, heads=2, kv_heads=1), normal(S, B, 4 * D).float().requires_grad_()
-    model = te_fuser.Sequential(ops.Bias(4 * D), op, ops.DotProductAttention(2, D, kv_heads=1))
+    model = te_fuser.Sequential(
+        ops.Bias(4 * D), op, ops.DotProductAttention(2, D, kv_heads=1, mask="none", layout="sequence_first")
+    )
     angles = {"rotary_pos_emb": angles_of("half").float()}
     names = [[step.name for step in model.plan(x, **given).steps] for given in (angles, {})]
     assert any("rotary" in name for name in names[0]) and not any("rotary" in name for name in names[1])

@@ -211,6 +211,15 @@ def test_sequences_one_behind_the_other() -> None:
     assert_as_whole(model, twin, x=tensor(16, F, grad=False), **call)
 
 
+@on_ranks
+def test_keys_of_other_lengths() -> None:
+    """Lengths are those of whole sequences, of keys that are projected with the queries, too."""
+    twin = preset("MultiheadAttention", F, 2, attn_mask_type="padding_causal")
+    model = parallelize(copy.deepcopy(twin), context=mesh_of())
+    ends = [torch.tensor(t, dtype=torch.int32) for t in ([0, S, 2 * S], [0, 3, 3 + S])]
+    assert_as_whole(model, twin, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1])
+
+
 class Reading:
     """A library's attention that gives the sinks that it was given."""
 
@@ -224,7 +233,7 @@ class Reading:
 
 
 def test_a_library_reads_the_sinks_of_its_heads() -> None:
-    op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"))
+    op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"), mask="none", layout="sequence_first")
     sinks, x, two = torch.arange(4.0), torch.ones(2), Group("two", 2)
     attention = _SeparateAttention(Reading(), op.settings(), ("sink",), False, two)  # type: ignore[arg-type]
     tensors = {"0.sink": sinks, "-1.input": x, "output": x}
@@ -280,10 +289,20 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         model.set_context_parallel_group(mesh, [0, 3])
     with pytest.raises(ValueError, match="cp_group is 2 groups, a hierarchy"):
         model.set_context_parallel_group([mesh, mesh], cp_comm_type="a2a+p2p")
+    tokens = preset("DotProductAttention", 2, 4, qkv_format="thd", cp_group=mesh.get_group(), cp_comm_type="a2a")
+    heads, ends = tensor(S // WORLD, 2, 4), torch.tensor([0, S], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"which cp_group says, .* take te_fuser.parallel.parallelize\(model, context=gr"
+    ):
+        tokens(heads, heads, heads, cu_seqlens_q=ends)
+    tokens.set_context_parallel_group(None)
+    assert parallelize(tokens, context=mesh)(heads, heads, heads, cu_seqlens_q=ends).shape == (S // WORLD, 8)
     with pytest.raises(ValueError, match="cp_comm_type='ring' is unknown"):
         model.set_context_parallel_group(mesh, cp_comm_type="ring")
-    apart = sequential(ops.Linear(F, 3 * F), ops.DotProductAttention(2, 4), ops.Linear(F, 3 * F))
-    apart.append(ops.DotProductAttention(2, 4))
+    apart = sequential(
+        ops.Linear(F, 3 * F), ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"), ops.Linear(F, 3 * F)
+    )
+    apart.append(ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"))
     parallelize(apart, context=mesh)[3].context = ops.Group()
     with pytest.raises(ValueError, match=r"takes whole sequences.*give it that group as its context"):
         apart(x)

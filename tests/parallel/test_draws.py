@@ -123,7 +123,7 @@ class Drawing:
 
 def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
     """What attention of a rank draws, in a call that has drawn the same on all."""
-    op = ops.DotProductAttention(2, 8, dropout=0.5)
+    op = ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")
     op.random_state = state  # type: ignore[assignment]
     attention = _Attention(Drawing(), op.settings(), None, 0)  # type: ignore[arg-type]
     placed = Placed(Shared(columns=2), column_rank=rank)

@@ -32,7 +32,7 @@ def layers(memory: str = "balanced") -> te_fuser.Sequential:
     """Two GPT layers."""
     made = []
     for _ in range(2):
-        core = ops.DotProductAttention(HEADS, F // HEADS, mask="causal")
+        core = ops.DotProductAttention(HEADS, F // HEADS, mask="causal", layout="sequence_first")
         made.append(te_fuser.Residual(ops.LayerNorm(F), ops.Linear(F, 3 * F), core, ops.Linear(F, F)))
         made.append(te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, INNER), ops.GELU(), ops.Linear(INNER, F)))
     return sequential(*made, memory=memory)

@@ -82,7 +82,7 @@ def grouped() -> te_fuser.Sequential:
     """Fewer heads of keys than of queries, normed and turned."""
     heads = {"heads": 4, "kv_heads": 2}
     turned = ops.HeadNorm(4, **heads), ops.RotaryEmbedding(4, **heads)
-    core = ops.DotProductAttention(4, 4, kv_heads=2, mask="causal")
+    core = ops.DotProductAttention(4, 4, kv_heads=2, mask="causal", layout="sequence_first")
     return sequential(te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 32), *turned, core, ops.Linear(16, F)))
 
 
@@ -100,7 +100,9 @@ def llama() -> te_fuser.Sequential:
 def turns() -> te_fuser.Sequential:
     """Queries, fewer keys and values one behind the other in one weight, and learned sinks: in a list, and a preset."""
     heads: Any = {"heads": 4, "kv_heads": 2, "packing": "blocked"}
-    core = ops.DotProductAttention(head_dim=2, mask="causal", scores=ops.AttentionScores(sink="learned"), **heads)
+    core = ops.DotProductAttention(
+        head_dim=2, mask="causal", scores=ops.AttentionScores(sink="learned"), **heads, layout="sequence_first"
+    )
     turned = ops.RotaryEmbedding(2, **heads)
     alone = te_fuser.Residual(ops.RMSNorm(F), ops.MatMul(F, 16), ops.Bias(16), turned, core, ops.Linear(8, F))
     given: Any = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "softmax_type": "learnable"}
@@ -341,7 +343,7 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         parallelize(odd, mesh)
     with pytest.raises(ValueError, match="each of 2 parts by itself"):
         parallelize(te_fuser.Sequential(ops.Linear(F, 6), ops.SwiGLU(), ops.Linear(3, F)), mesh)
-    heads = ops.Linear(F, 3 * F), ops.DotProductAttention(1, F), ops.Linear(F, F)
+    heads = ops.Linear(F, 3 * F), ops.DotProductAttention(1, F, mask="none", layout="sequence_first"), ops.Linear(F, F)
     with pytest.raises(ValueError, match=rf"DotProductAttention '1' on {rank}: kv_heads=1 cannot be cut into 2"):
         parallelize(te_fuser.Sequential(*heads), mesh)
     with pytest.raises(ValueError, match=rf"on {rank}: num_gqa_groups=1 cannot be cut into 2 equal parts: take fewer"):

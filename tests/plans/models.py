@@ -49,7 +49,7 @@ def attention_branch(hidden: int, heads: int, dtype: torch.dtype, dropout: float
     return te_fuser.Residual(
         ops.LayerNorm(hidden, dtype=dtype),
         ops.Linear(hidden, 3 * hidden, dtype=dtype),
-        ops.DotProductAttention(heads, hidden // heads, **{"mask": "causal", **options}),
+        ops.DotProductAttention(heads, hidden // heads, **{"layout": "sequence_first", "mask": "causal", **options}),
         ops.Linear(hidden, hidden, dtype=dtype),
         ops.Dropout(dropout),
     )

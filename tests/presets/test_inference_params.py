@@ -290,3 +290,82 @@ def test_rows_behind_the_sequences_are_padding() -> None:
     y = run(made, moved, params)
     torch.testing.assert_close(y[:1, 0], want[2:3, 0])
     torch.testing.assert_close(y[:, 1], want[:3, 1])
+
+
+def as_it_was(params: Any) -> None:
+    """Nothing is said: by steps a sequence that is not named has ended."""
+
+
+BROKEN: dict[str, tuple[bool, Any]] = {
+    "a reset": (True, Params.reset),
+    "another sequence": (True, as_it_was),
+    "offsets, a reset, steps": (False, Params.reset),
+    "offsets, then steps": (False, as_it_was),
+}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("order", ["sbhd", "bshd"])
+@pytest.mark.parametrize("how", BROKEN)
+def test_nothing_of_a_sequence_that_ended_stays(how: str, order: str, value: float) -> None:
+    """Neither where it was nor in the row of another that moved up; in no row beside it."""
+    made, x, (by_steps, between) = layer(attn_input_format=order), tensor(L, 3, F, grad=False), BROKEN[how]
+    want, broken, params = whole(made, x), x.clone(), Params(3, L)
+    broken[3:, 0] = value
+    if by_steps:
+        params.pre_step({"broken": 7, "other": 2, "third": 7})
+    torch.testing.assert_close(run(made, broken[:7], params)[:2, 1], want[:2, 1])
+    between(params)
+    moved = by_steps and how != "a reset"
+    params.pre_step({"other": 1, "new": 2} if moved else {"new": 2})
+    rows = torch.stack((x[2:4, 1], x[:2, 2]), 1) if moved else x[:2, 2:]
+    y = run(made, rows, params)
+    torch.testing.assert_close(y[:, -1], want[:2, 2])
+    if moved:
+        torch.testing.assert_close(y[0, 0], want[2, 1])
+    assert all(t.isfinite().all() for pair in params.key_value_memory_dict.values() for t in pair)
+    params.pre_step({"new": 3, "later": 5})
+    torch.testing.assert_close(run(made, torch.stack((x[2:7, 2], x[:5, 0]), 1), params)[:3, 0], want[2:5, 2])
+
+
+@pytest.mark.parametrize("make", [Params, SimpleNamespace])
+def test_an_offset_that_goes_back_leaves_nothing_behind(make: Any) -> None:
+    """To the first position or a later one, in the rows of a call alone; caches may be another's."""
+    made, x = layer(layer_number=1), tensor(L, 3, F, grad=False)
+    others = {"sequence_len_offset": 0, "batch_size_offset": 0, "key_value_memory_dict": {}}
+    params = make(max_batch_size=3, max_sequence_length=L, **({} if make is Params else others))
+    want, broken = whole(made, x), x.clone()
+    broken[2:, :2] = torch.nan
+    for first, count, rows, given in ((0, 8, slice(0, 3), broken), (2, 1, slice(0, 2), x), (0, 2, slice(0, 1), x)):
+        params.sequence_len_offset, params.batch_size_offset = first, rows.start
+        y = run(made, given[first : first + count, rows], params)
+        assert given is broken or y.isfinite().all()
+    torch.testing.assert_close(y, want[:2, :1])
+    params.sequence_len_offset, params.batch_size_offset = 8, 2
+    torch.testing.assert_close(run(made, x[8:, 2:], params), want[8:, 2:])
+    keys, values = params.key_value_memory_dict[1]
+    params.key_value_memory_dict[1] = tuple(
+        t.clone().index_fill_(0, torch.arange(4, 9), torch.nan) for t in (keys, values)
+    )
+    params.sequence_len_offset, params.batch_size_offset = 3, 0
+    assert not run(made, x[3:4, :1], params).isnan().any()
+    if make is Params:
+        params.pre_step({0: 2})
+        torch.testing.assert_close(run(made, x[:2, :1], params), want[:2, :1])
+        params.reset()
+        torch.testing.assert_close(run(made, x[:2, :1], params), want[:2, :1])
+
+
+@pytest.mark.parametrize("order", ["sbhd", "bshd"])
+def test_what_padding_holds_reaches_nobody(order: str) -> None:
+    """NaN behind the tokens of a prompt, and in rows behind the sequences."""
+    made, x, params = layer(attn_input_format=order), tensor(L, 3, F, grad=False), Params(3, L)
+    want, broken = whole(made, x), x.clone()
+    broken[2:, 1] = broken[:, 2] = torch.nan
+    params.pre_step({"a": 5, "b": 2})
+    y = run(made, broken[:5], params)
+    torch.testing.assert_close(y[:5, 0], want[:5, 0])
+    torch.testing.assert_close(y[:2, 1], want[:2, 1])
+    params.pre_step({"a": 1, "b": 1, "c": 0})
+    y = run(made, torch.cat((x[5:6, :1], x[2:3, 1:2], broken[:1, 2:]), 1), params)
+    torch.testing.assert_close(y[0, :2], torch.stack((want[5, 0], want[2, 1])))

@@ -127,6 +127,23 @@ def test_norms_of_heads(norm: str) -> None:
     assert torch.equal(made(x), want) and len(made.plans(x)) == 1
 
 
+def test_attributes_that_scripts_ask_for() -> None:
+    """Those of Transformer Engine's modules, whatever their values are."""
+    plain_one = attention()
+    assert plain_one.q_norm is plain_one.k_norm is plain_one.core_attention.softmax_offset is None
+    assert plain_one.qk_norm_before_rope is False and te_fuser.InferenceParams(2, 8).is_paged is False
+    made = attention(
+        qk_norm_type="L2Normalization", qk_norm_before_rope=True, qk_norm_eps=0.1, softmax_type="off-by-one"
+    )
+    heads = tensor(S, B, H, F // H)
+    for norm in (made.q_norm, made.k_norm):
+        torch.testing.assert_close(norm(heads), plain.head_norm(heads, made, "q"))
+    assert made.qk_norm_before_rope is True and made.core_attention.softmax_offset.tolist() == [0.0] * H
+    assert made.state_dict().keys() == plain_one.state_dict().keys()
+    assert len(made.plans(tensor(S, B, F))) == 1
+    assert_as_meant(made, Call(causal(S)))
+
+
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
     made = attention(fuse_wgrad_accumulation=True, attention_type=kind, attn_mask_type="no_mask")

@@ -85,7 +85,7 @@ def bare(made: Any) -> te_fuser.Sequential:
         te_fuser.Residual(
             ops.LayerNorm(F, dtype=dtype),
             ops.Linear(F, 3 * F, dtype=dtype),
-            ops.DotProductAttention(HEADS, F // HEADS, mask="causal"),
+            ops.DotProductAttention(HEADS, F // HEADS, mask="causal", layout="sequence_first"),
             ops.Linear(F, F, dtype=dtype),
             ops.Dropout(0.0),
         ),

@@ -49,7 +49,9 @@ def test_autocast_casts_where_the_plan_does() -> None:
 
 
 def test_backward_under_autocast_is_that_outside_of_it() -> None:
-    model = sequential(ops.Linear(16, 48), ops.DotProductAttention(2, 8), dtype=torch.float32)
+    model = sequential(
+        ops.Linear(16, 48), ops.DotProductAttention(2, 8, mask="none", layout="sequence_first"), dtype=torch.float32
+    )
     x = tensor(6, 2, 16, dtype=torch.float32)
 
     def gradient(inside: bool) -> torch.Tensor:

@@ -50,7 +50,9 @@ def sums(graph: Graph) -> list[str]:
 
 
 def heads(**keywords: Any) -> ops.DotProductAttention:
-    return ops.DotProductAttention(2, 4, **{"kv_heads": 2, "packing": "blocked", **keywords})
+    return ops.DotProductAttention(
+        2, 4, **{"mask": "none", "layout": "sequence_first", "kv_heads": 2, "packing": "blocked", **keywords}
+    )
 
 
 class Temperature(ops.RowOp):
@@ -145,7 +147,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "DotProductAttention takes whole sequences, and x is cut by rows along dimension 0",
     ),
     "heads that ranks cannot share": (
-        lambda: planned(column(outer=10 * 4), ops.DotProductAttention(8, 4, kv_heads=1), row(8 * 4)),
+        lambda: planned(
+            column(outer=10 * 4),
+            ops.DotProductAttention(8, 4, kv_heads=1, mask="none", layout="sequence_first"),
+            row(8 * 4),
+        ),
         "kv_heads=1 cannot be cut into 2 equal parts, one for each rank of tp",
     ),
     "a sequence that ranks cannot share": (

@@ -133,7 +133,7 @@ def test_no_segment_ends_between(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attention() -> te_fuser.Sequential:
     """A norm, a projection with its bias, and attention."""
-    heads = ops.DotProductAttention(8, 16)
+    heads = ops.DotProductAttention(8, 16, mask="none", layout="sequence_first")
     return te_fuser.Sequential(ops.LayerNorm(IN), ops.MatMul(IN, 3 * IN), ops.Bias(3 * IN), heads)
 
 

@@ -174,7 +174,7 @@ def test_a_joint_fusion_may_pay_in_forward_alone():
             with torch.enable_grad():
                 return torch.autograd.grad(m[0].op.reference(x), x, dy)[0]
 
-    model = sequential(ops.DotProductAttention(2, 4))
+    model = sequential(ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"))
     x = tensor(4, 8, 24)  # sizes that prices see as they are
     alone = model.plan(x)
     ahead, back = (sum(s.seconds for s in steps) for steps in (alone.forward, alone.backward))
@@ -262,7 +262,7 @@ def test_a_dropout_mask_is_not_kept():
 
 def test_a_view_is_kept_in_the_memory_of_what_it_views():
     """Attention's backward reads its output, the product behind Reshape reads the same elements as a view."""
-    attention = ops.DotProductAttention(2, 4, mask="causal")
+    attention = ops.DotProductAttention(2, 4, mask="causal", layout="sequence_first")
     model = sequential(ops.Linear(8, 24), attention, ops.Reshape(-1, 4), ops.Linear(4, 8))
     x = tensor(5, 3, 8)
     found = {k.name: k.bytes for k in model.plan(x).kept if k.owner == "activation"}

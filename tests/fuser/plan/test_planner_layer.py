@@ -24,7 +24,10 @@ def layer(
 ) -> list[te_fuser.Residual]:
     """A GPT layer as two residual branches."""
     inner = hidden // heads
-    first = [ops.Linear(hidden, 3 * hidden, dtype=dtype), ops.DotProductAttention(heads, inner, mask="causal")]
+    first = [
+        ops.Linear(hidden, 3 * hidden, dtype=dtype),
+        ops.DotProductAttention(heads, inner, mask="causal", layout="sequence_first"),
+    ]
     first = first if attention else [ops.Linear(hidden, hidden, dtype=dtype)]
     return [
         te_fuser.Residual(
@@ -175,7 +178,11 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_emitted_tensors_are_counted() -> None:
     kept = {k.name.rpartition(": ")[2]: k.bytes for k in seed_plan().kept}
     assert kept["cudnn_logsumexp"] == 4 * 32 * 2048 * 4
-    explicit = te_fuser.Sequential(ops.DotProductAttention(2, 4, dropout=0.1), kernels="reference", memory="fast")
+    explicit = te_fuser.Sequential(
+        ops.DotProductAttention(2, 4, dropout=0.1, mask="none", layout="sequence_first"),
+        kernels="reference",
+        memory="fast",
+    )
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = torch.randn(5, 3, 24, dtype=dtype, requires_grad=True)
         plan = explicit.plan(x)

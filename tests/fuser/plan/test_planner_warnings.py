@@ -27,7 +27,7 @@ def messages(model, x, **inputs):
 
 def test_said_once_with_the_reason():
     capped = ops.AttentionScores(soft_cap=1.0)
-    model = sequential(ops.DotProductAttention(2, 4, layout="batch_first", scores=capped))
+    model = sequential(ops.DotProductAttention(2, 4, layout="batch_first", scores=capped, mask="none"))
     assert messages(model, tensor(1, 7, 24)) == []  # 8 * 2 * 49 bytes
     (said,) = messages(model, tensor(2, 7, 24))
     assert "op 0 (DotProductAttention '0') by explicit intermediate results of more than 1 GiB" in said
@@ -36,7 +36,7 @@ def test_said_once_with_the_reason():
 
 
 def test_keys_count_and_a_kernel_is_silent():
-    op = ops.DotProductAttention(2, 4, layout="batch_first", packing="apart")
+    op = ops.DotProductAttention(2, 4, layout="batch_first", packing="apart", mask="none")
     x, inputs = tensor(2, 3, 8), {n: tensor(2, 11, 8) for n in ("key", "value")}
     assert messages(sequential(op), x, **inputs) == []
     with fusions.only():

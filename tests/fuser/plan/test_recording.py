@@ -103,7 +103,7 @@ def test_any_rows(shape: tuple[int, ...]) -> None:
 
 OWN_NODES: dict[str, Callable[[], Sequential]] = {
     "draws": lambda: Sequential(ops.Linear(8, 8), ops.Dropout(0.5)),
-    "emits": lambda: Sequential(ops.DotProductAttention(2, 4, layout="batch_first"), ops.Linear(8, 8)),
+    "emits": lambda: Sequential(ops.DotProductAttention(2, 4, layout="batch_first", mask="none"), ops.Linear(8, 8)),
     "main_grad": lambda: Sequential(ops.Linear(8, 8, accumulate_into_main_grad=True)),
     "no function": lambda: Sequential(ops.Linear(8, 8), ops.QGELU()),
     "another formula": lambda: Sequential(ops.Linear(8, 8), Halved()),

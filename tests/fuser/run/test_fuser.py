@@ -148,7 +148,11 @@ SWITCHES = {
 def test_attention_is_planned_again_when_a_switch_is_set(name, planned):
     asked, switch = SWITCHES[name]
     before = asked()
-    attending = sequential(ops.Linear(8, 24), te_fuser.Sequential(ops.DotProductAttention(2, 4)), dtype=torch.float32)
+    attending = sequential(
+        ops.Linear(8, 24),
+        te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="none", layout="sequence_first")),
+        dtype=torch.float32,
+    )
     without = mlp()
     x = tensor(5, 3, 8, dtype=torch.float32)
     try:

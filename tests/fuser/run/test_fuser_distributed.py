@@ -40,10 +40,18 @@ def test_attention_refuses_context_parallel(one_process):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    model, x = sequential(ops.GELU(), ops.DotProductAttention(2, 4)), tensor(6, 2, 24)
+    model, x = (
+        sequential(ops.GELU(), ops.DotProductAttention(2, 4, mask="none", layout="sequence_first")),
+        tensor(6, 2, 24),
+    )
     want = model(x)
     with context_parallel(init_device_mesh("cpu", (1,)), buffers=[torch.zeros(6, 2)], buffer_seq_dims=[0]):
-        for call in (model, model.plan, model.reference, ops.DotProductAttention(2, 4)):
+        for call in (
+            model,
+            model.plan,
+            model.reference,
+            ops.DotProductAttention(2, 4, mask="none", layout="sequence_first"),
+        ):
             with pytest.raises(RuntimeError, match="DotProductAttention: inside torch's context_parallel.*outside of"):
                 call(x)
         sequential(ops.GELU())(x)

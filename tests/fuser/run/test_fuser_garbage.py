@@ -38,7 +38,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "reference": lambda: Sequential(ops.Linear(8, 8), ops.Dropout(0.1), kernels="reference"),
     "nested": lambda: Sequential(Residual(ops.LayerNorm(8), ops.Linear(8, 8)), Sequential(ops.ReLU(), memory="lean")),
     "with plain modules": lambda: Sequential(torch.nn.Linear(8, 8), ops.Linear(8, 8), torch.nn.Tanh(), ops.GELU()),
-    "attention": lambda: Sequential(ops.Linear(8, 24), ops.DotProductAttention(2, 4)),
+    "attention": lambda: Sequential(
+        ops.Linear(8, 24), ops.DotProductAttention(2, 4, mask="none", layout="sequence_first")
+    ),
     "verified": lambda: Sequential(ops.Linear(8, 8), ops.GELU(), verify=True),
     "fused operation": lambda: Sequential(Pair(), ops.Bias(8)),
     "row op alone": lambda: ops.LayerNorm(8),

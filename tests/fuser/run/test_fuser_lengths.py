@@ -25,7 +25,7 @@ def attending(**options):
     return [
         ops.LayerNorm(16),
         ops.Linear(16, 48),
-        ops.DotProductAttention(2, 8, layout="batch_first", **options),
+        ops.DotProductAttention(2, 8, layout="batch_first", **{"mask": "none", **options}),
         ops.Linear(16, 16),
         ops.Dropout(0.25),
     ]

@@ -41,7 +41,11 @@ def test_a_mode_that_changes_during_a_call(
     kind: str, place: str, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call is of the mode in which it began, and so is each later one."""
-    drop = [ops.Dropout(1.0)] if kind == "dropout" else [ops.DotProductAttention(2, 4, dropout=1.0)]
+    drop = (
+        [ops.Dropout(1.0)]
+        if kind == "dropout"
+        else [ops.DotProductAttention(2, 4, dropout=1.0, mask="none", layout="sequence_first")]
+    )
     model, x = Sequential(ops.Linear(8, 24), *drop).train(training), torch.randn(3, 2, 8)
     meanwhile(monkeypatch, *PLACES[place], lambda: model.train(not training))
     y = model(x)

@@ -33,7 +33,7 @@ def made(**options: Any) -> Sequential:
     return Sequential(
         ops.LayerNorm(8),
         ops.Linear(8, 24),
-        ops.DotProductAttention(2, 4, dropout=0.1),
+        ops.DotProductAttention(2, 4, dropout=0.1, mask="none", layout="sequence_first"),
         Residual(ops.Linear(8, 16), ops.SwiGLU(), ops.Dropout(0.1)),
         **options,
     ).eval()

@@ -253,7 +253,9 @@ def test_the_launches_that_add_up_column_sums_are_told() -> None:
 
 
 def test_the_sums_of_packed_heads_are_told_too() -> None:
-    model = te_fuser.Sequential(ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal")).to("meta", torch.bfloat16)
+    model = te_fuser.Sequential(
+        ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal", layout="sequence_first")
+    ).to("meta", torch.bfloat16)
     x = torch.empty(1024, 4, 384, dtype=torch.bfloat16, device="meta", requires_grad=True)
     (step,) = model.plan(x, device="h200").backward
     # Attention's kernel and the packing.
@@ -269,7 +271,7 @@ def test_which_dimension_is_which_is_told_with_its_size() -> None:
     def block(**layout: Any) -> te_fuser.Residual:
         return te_fuser.Residual(
             ops.Linear(16, 32), ops.RotaryEmbedding(4, heads=4, kv_heads=2, **layout),
-            ops.DotProductAttention(4, 4, kv_heads=2, **layout),
+            ops.DotProductAttention(4, 4, kv_heads=2, **{"mask": "none", "layout": "sequence_first", **layout}),
         )  # fmt: skip
 
     x = torch.randn(2, 7, 16)

@@ -204,7 +204,10 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
     def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
         return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
 
-    model, x = Sequential(ops.DotProductAttention(2, 8, dropout=0.5)), torch.randn(4, 3, 48, dtype=torch.float64)
+    model, x = (
+        Sequential(ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")),
+        torch.randn(4, 3, 48, dtype=torch.float64),
+    )
     clock(monkeypatch, lambda: 0.5)
     with torch.no_grad():
         report, exact = model.tune(x), model.eval().tune(x)
@@ -220,7 +223,7 @@ def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.Mo
     def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
         return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
 
-    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5), ops.GELU())
+    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first"), ops.GELU())
     x = torch.randn(4, 3, 48, dtype=torch.float64)
     wrong_gelu(forward=True)
     clock(monkeypatch, lambda: 0.5)

@@ -53,7 +53,7 @@ def layers(count: int = 2, dropout: float = 0.0, gated: bool = False) -> te_fuse
     hidden, inner, heads, _, _ = SIZES[device()]
 
     def layer() -> te_fuser.Sequential:
-        attention = ops.DotProductAttention(heads, hidden // heads, mask="causal")
+        attention = ops.DotProductAttention(heads, hidden // heads, mask="causal", layout="sequence_first")
         up, act = (2 * inner, ops.SwiGLU()) if gated else (inner, ops.GELU())
         return te_fuser.Sequential(
             te_fuser.Residual(

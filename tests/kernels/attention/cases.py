@@ -19,13 +19,20 @@ MASKS = [("none", None), ("causal", None)] + [
 BY_NAME = {provider.name: provider for provider in PROVIDERS}
 CPU = BY_NAME["cpu_flash"]
 H200 = AttentionProblem(
-    DotProductAttention(4, 64).settings(), "cuda", (9, 0), torch.bfloat16, 2, 128, deterministic=False, cudnn=91900
+    DotProductAttention(4, 64, mask="none", layout="sequence_first").settings(),
+    "cuda",
+    (9, 0),
+    torch.bfloat16,
+    2,
+    128,
+    deterministic=False,
+    cudnn=91900,
 )
 
 
 def make(heads=4, kv_heads=4, dim=8, samples=2, positions=7, dtype=torch.float64, device="cpu", **arguments):
     """An op, packed heads x and the output's gradient dy."""
-    op = DotProductAttention(heads, dim, kv_heads=kv_heads, **arguments)
+    op = DotProductAttention(heads, dim, kv_heads=kv_heads, **{"mask": "none", "layout": "sequence_first", **arguments})
     shape = (positions, samples) if op.layout == "sequence_first" else (samples, positions)
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, op.packed.features, generator=rng, dtype=torch.float64).to(device, dtype)
@@ -100,6 +107,8 @@ def problem(base=H200, **changes):
     """H200's problem with something changed: fields, or what its op is made from."""
     op = {name: changes.pop(name) for name in ("heads", "kv_heads", "head_dim", "mask", "dropout") if name in changes}
     if op:
-        settings = DotProductAttention(**{"heads": 4, "head_dim": 64, **op}).settings()
+        settings = DotProductAttention(
+            **{"mask": "none", "layout": "sequence_first", "heads": 4, "head_dim": 64, **op}
+        ).settings()
         changes["settings"] = settings
     return dataclasses.replace(base, **changes)

@@ -99,7 +99,7 @@ def test_nothing_to_attend_to(provider: Padded) -> None:
 def test_why_not(mask: AttentionMask, scores: dict, words: str) -> None:
     packing = "apart" if mask.key_padding else "blocked"
     settings = ops.DotProductAttention(
-        4, 8, mask=mask, packing=packing, scores=ops.AttentionScores(**scores)
+        4, 8, mask=mask, packing=packing, scores=ops.AttentionScores(**scores), layout="sequence_first"
     ).settings()
     reason = why_not_moved(settings)
     assert reason is not None and words in reason and reason.startswith("padding by a boolean tensor is told by moving")
@@ -107,7 +107,7 @@ def test_why_not(mask: AttentionMask, scores: dict, words: str) -> None:
 
 def test_which_providers_take_it() -> None:
     def reason(name: str, mask: AttentionMask, packing: str = "interleaved") -> str | None:
-        op = ops.DotProductAttention(4, 64, mask=mask, packing=packing)
+        op = ops.DotProductAttention(4, 64, mask=mask, packing=packing, layout="sequence_first")
         x = Spec((128, 4, op.packed.features), torch.bfloat16, torch.device("cuda"))
         keys = 128 if packing == "apart" else None
         return reason_not(BY_NAME[name], AttentionProblem.of(op.settings(), x, (9, 0), True, keys))

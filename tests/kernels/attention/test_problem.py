@@ -10,7 +10,7 @@ from te_fuser.ops.dot_product_attention import DotProductAttention
 
 
 def test_a_problem_is_taken_from_settings_and_spec():
-    op = DotProductAttention(4, 8, kv_heads=2, layout="batch_first", dropout=0.25)
+    op = DotProductAttention(4, 8, kv_heads=2, layout="batch_first", dropout=0.25, mask="none")
     found = AttentionProblem.of(op.settings(), Spec((3, 9, 64), torch.float32, torch.device("cpu")))
     assert (found.samples, found.positions, found.device_type) == (3, 9, "cpu")
     assert found.settings.dropout == 0.25 and not found.switched_off and not found.deterministic

@@ -84,7 +84,7 @@ def test_heads_without_a_common_stride_are_refused():
         ({**grouped, "kv_heads": 1}, 2, True),
         ({**grouped, "kv_heads": 4}, 2, True),
     ):
-        settings = DotProductAttention(head_dim=64, **options).settings()
+        settings = DotProductAttention(head_dim=64, **options, mask="none").settings()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cudnn_frontend.PACKAGE, "version", lambda: fake_cudnn.VERSION)
             reason = PROVIDER.reason_not(problem(settings=settings, samples=samples))
@@ -132,7 +132,7 @@ def test_without_a_backward_or_rows_nothing_is_built(front_end):
     assert PROVIDER.reason_not(problem()) is None
     assert PROVIDER.reason_not(at_hand(samples=0)) is None and PROVIDER.reason_not(at_hand(positions=0)) is None
     assert front_end.graphs == []
-    op = DotProductAttention(4, 8)
+    op = DotProductAttention(4, 8, mask="none", layout="sequence_first")
     x = Spec((9, 3, 96), torch.bfloat16, torch.device("cuda", 3))
     assert AttentionProblem.of(op.settings(), x, (9, 0), needs_grad=True).backward_on is None
 
@@ -257,7 +257,8 @@ class Graph:
         print("too late" if sys.is_finalizing() else "in time")
 
 cudnn_frontend.graph_for = lambda problem: Graph()
-attention_cudnn_frontend._graph(DotProductAttention(2, 8).settings(), 1, 4, torch.bfloat16, 0)
+op = DotProductAttention(2, 8, mask="none", layout="sequence_first")
+attention_cudnn_frontend._graph(op.settings(), 1, 4, torch.bfloat16, 0)
 """
 
 
