@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
@@ -85,14 +85,19 @@ class Covering:
     def cover(self, prices: Prices, keeping: Keeping) -> Covers:
         """The cheapest covers that fit together, by prices that may weigh the host's time."""
         aim = self._once((prices, keeping.weight), lambda: Aim(prices, keeping.weight))
-        found = self._round(aim, keeping.held, Withheld())
+        held = keeping.held
+        found = self._round(aim, held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
+        while more := self._kept_anyway(found.backward) - held:
+            held |= more
+            found = self._round(aim, held, Withheld())
+            assert found is not None
         if found.demand_unmet:
-            second = self._second_round(aim, keeping.held)
+            second = self._second_round(aim, held)
             found = found if second is None or found.length <= second.length else second
         backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
         refusals = functools.partial(self._refusals, found, _WEIGHED if aim.weight else "")
-        return Covers(forward, backward, list(self._choices(found.backward)), refusals)
+        return Covers(forward, backward, self._choices(found.backward), refusals)
 
     # --------------------------------------------------------------------------------------------- rounds
 
@@ -144,8 +149,18 @@ class Covering:
                 return fusion, (start, stop)
         return None
 
+    def _kept_anyway(self, backward: list[Way]) -> frozenset[int]:
+        """The values that a cover computes again although other steps of it read their memory, under whatever name."""
+        again, read = self._reads(backward)
+        memory = {self.problem.graph.stored(ref) for ref in read}
+        return frozenset([self.problem.graph.value_of(r) for r in again if self.problem.graph.stored(r) in memory])
+
     def _demands(self, backward: list[Way]) -> frozenset[Ref]:
-        """What a backward cover reads of forward's; what is computed again, hanging nodes read instead."""
+        """What a backward cover reads of forward's."""
+        return self._reads(backward)[1]
+
+    def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
+        """What a backward cover computes again, which hanging nodes then read, and what is read of forward's."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()
@@ -153,7 +168,7 @@ class Covering:
             there_is = way.found.section.refs_in(section)
             for refs, found in ((way.recomputed, again), (way.read, read), (way.read_hanging, hanging)):
                 found.update(map(there_is.__getitem__, refs))
-        return frozenset(read | hanging - again)
+        return again, frozenset(read | hanging - again)
 
     # --------------------------------------------------------------------------- sections that are alike
 
@@ -223,10 +238,14 @@ class Covering:
 
     # ---------------------------------------------------------------------------------- what is said of it
 
-    def _choices(self, backward: list[Way]) -> Iterator[Choice]:
+    def _choices(self, backward: list[Way]) -> list[Choice]:
+        """Those of all sections, but none for a value of which backward reads a view: its memory stays anyway."""
+        graph, found = self.problem.graph, list[Choice]()
         for section, way in zip(self.sections, backward, strict=True):
             if way.choices:
-                yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+                found += self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+        viewed = {graph.stored(ref) for ref in self._reads(backward)[1] if graph.stored(ref) != ref}
+        return [c for c in found if self.problem.read_in_backward(c.root) not in viewed]
 
     def _choices_in(self, way: Way, there: Section) -> list[Choice]:
         here, values = way.found.section, self.problem.graph.values
