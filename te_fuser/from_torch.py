@@ -17,7 +17,7 @@ from te_fuser import ops
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
 from te_fuser.sequential import Sequential
 
@@ -68,6 +68,19 @@ def from_torch(
         named = "; ".join(f"{path!r} ({kind}): {why}" for path, (kind, why) in conversion.left.items())
         warnings.warn(f"from_torch left these as they are, to run by themselves: {named}", stacklevel=2)
     return made
+
+
+def why_none(module: nn.Module) -> str:
+    """Why no ops could stand for a module, nor for any part of it; empty where some could."""
+    if callable(getattr(module, "as_ops", None)):
+        return ""
+    conversion = _Conversion(False, "none")
+    try:
+        made = conversion.convert(module, "")
+    except _Cannot as no:
+        return str(no)
+    left = [f"{path} ({kind}): {why}" for path, (kind, why) in conversion.left.items()]
+    return "" if any(walk(made)) else "; ".join(left) or "nothing is in it"
 
 
 class SelfAttention(Sequential):

@@ -418,10 +418,11 @@ def test_modules_that_are_no_ops_are_named() -> None:
         parallelize(copy.deepcopy(model), mesh)
     with pytest.warns(UserWarning, match="of which each has a term, are not added up; te_fuser"):
         parallelize(copy.deepcopy(model), mesh, sequence_parallel=True)
+    styled = te_fuser.Sequential(nn.Linear(F, F))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize(nn.ModuleDict({"embedding": nn.Embedding(3, F), "layer": layer(), "list": mlp()}), mesh)
-        parallelize(te_fuser.Sequential(nn.Linear(F, F)), mesh, plan={"0": ColwiseParallel()})
+        parallelize(styled, mesh, plan={"0": ColwiseParallel()})
 
 
 @on_ranks
