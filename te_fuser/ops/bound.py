@@ -132,7 +132,7 @@ class Bound(FusableOperation):
     def reads_none(self) -> bool:
         """Whether its owner has None in the place of a parameter, as a module without a bias does."""
         places = [place_of(self.owner, name) for name in self._all_names()]
-        return any(hasattr(owner, name) and not has_tensor(owner, name) for owner, name in places)
+        return any(not has_tensor(owner, name) and hasattr(owner, name) for owner, name in places)
 
     def _all_names(self) -> list[str]:
         return [name for names in self._names.values() for name in names]

@@ -126,6 +126,12 @@ class Graph:
         return found
 
     @functools.cached_property
+    def views(self) -> dict[Ref, Ref]:
+        """The tensors that are views of others, and the first name of that memory."""
+        memories = zip(self._refs, self._storages, strict=True)
+        return {ref: self._refs[at] for ref, at in memories if ref.form == AS_MADE and at != ref.index}
+
+    @functools.cached_property
     def related(self) -> list[tuple[int, int, int]]:
         """By value the one that it is, the first that is the same tensor, and the first in the same memory."""
         return [
