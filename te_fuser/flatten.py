@@ -277,15 +277,18 @@ class _Flattener:
         self.found.append(Border(module, here, reads, gives, outputs))
 
 
-def runs_itself(m: torch.nn.Module) -> bool:
-    """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
-    if any(GLOBAL_HOOKS) or any(hooks_of(m)):
-        return True
+def runs_itself(m: torch.nn.Module) -> str:
+    """Why a module must go through its own __call__; empty where it need not."""
+    if any(GLOBAL_HOOKS):
+        return "hooks of all modules"
+    if any(hooks_of(m)):
+        return "hooks of its own"
     if isinstance(m, OpList):
-        return m.runs_alone or has_own_call(m)
-    if "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__:
-        return True
-    return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
+        return "a call of its own" if m.runs_alone or has_own_call(m) else ""
+    if not isinstance(m, FusableOperation):
+        return "no op"
+    calls = type(m).__call__ is not torch.nn.Module.__call__ or type(m).forward is not FusableOperation.forward
+    return "a call of its own" if calls or "forward" in m.__dict__ else ""
 
 
 def has_own_call(m: OpList) -> bool:

@@ -91,7 +91,7 @@ def converts(module: nn.Module) -> bool:
     if isinstance(module, (*_OPS, nn.MultiheadAttention)):  # the latter as ops is called with x alone
         return False
     try:
-        return any(True for _ in walk(_Conversion(False, "none").convert(module, "")))
+        return not why_none(module)
     except Exception:  # of a user's as_ops, too
         return False
 
@@ -106,6 +106,19 @@ def _parts(module: nn.Module, name: str) -> Iterator[str]:
             yield path
         elif not isinstance(child, _OPS):
             yield from _parts(child, path)
+
+
+def why_none(module: nn.Module) -> str:
+    """Why no ops could stand for a module, nor for any part of it; empty where some could."""
+    if callable(getattr(module, "as_ops", None)):
+        return ""
+    conversion = _Conversion(False, "none")
+    try:
+        made = conversion.convert(module, "")
+    except _Cannot as no:
+        return str(no)
+    left = [f"{path} ({kind}): {why}" for path, (kind, why) in conversion.left.items()]
+    return "" if any(walk(made)) else "; ".join(left) or "nothing is in it"
 
 
 class SelfAttention(Sequential):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.compiler import is_compiling
 
-from te_fuser.flatten import OpList, Options, flatten, qualified
+from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
@@ -50,6 +51,9 @@ class Sequential(OpList):
         fallback: what "auto" does where generated kernels cannot be had: "warn" once (the default) and run
             PyTorch's, or raise an "error" that says what is missing.
         verify: check every fused step on the data it sees against float64; slow, raises when a step errs.
+
+    Warns:
+        UserWarning: once for each class of torch.nn that stands in a list although `from_torch` makes ops of it.
     """
 
     flattens: ClassVar[bool] = True  # of this class's forward: a subclass that defines another says it of its own
@@ -69,6 +73,7 @@ class Sequential(OpList):
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify is True or False, got {verify!r}")
         self._structure: _Structure | None = None
+        _say_what_is_plain(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
@@ -266,11 +271,12 @@ class Sequential(OpList):
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
         if not measure:
             plans, unseen = self._looked_at(x, outputs, device, inputs)
-            return Explanation(plans, source, unseen="" if unseen is None else str(unseen))
+            return Explanation(plans, source, (), "" if unseen is None else str(unseen), _borders(self._prepared()))
         if device is not None:
             raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
         found = self._measured(x, outputs, inputs)
-        return Explanation([plan for plan, _ in found], source, [times for _, times in found])
+        times = [times for _, times in found]
+        return Explanation([plan for plan, _ in found], source, times, borders=_borders(self._prepared()))
 
     def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """(plan, times) for each group of ops between plain modules."""
@@ -424,3 +430,46 @@ def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
 
 def _with_notes(plan: Plan, group: Group) -> Plan:
     return replace(plan, notes=(*plan.notes, *group.notes)) if group.notes else plan
+
+
+_said: set[type] = set()  # classes that were warned of
+
+
+def _say_what_is_plain(model: Sequential) -> None:
+    """Warn of modules in a list that run as they are although ops could stand for them, once for each class."""
+    plain = {name: m for name, m in model.members() if not isinstance(m, (FusableOperation, OpList))}
+    new = {name: type(m) for name, m in plain.items() if type(m) not in _said and not _why_none(m)}
+    if new:
+        _said.update(new.values())
+        named = ", ".join(f"{name} ({kind.__name__})" for name, kind in new.items())
+        warnings.warn(
+            f"te_fuser.Sequential fuses ops, and runs {named} of this list as they are: make the list by "
+            "te_fuser.from_torch(torch.nn.Sequential(...)), or put te_fuser.from_torch(module) in the place of each. "
+            "This is said once for each class",
+            stacklevel=3,
+        )
+
+
+def _why_none(module: torch.nn.Module) -> str:
+    from te_fuser.from_torch import why_none
+
+    return why_none(module)
+
+
+def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
+    """What runs by itself, and why, with the number of plans before it; modules in a row for one reason as one."""
+    found: list[tuple[int, str, list[str]]] = []
+    plans = 0
+    for part in parts:
+        if isinstance(part, Group):
+            plans += 1
+            continue
+        module, why = part.module, runs_itself(part.module)
+        if not isinstance(module, (FusableOperation, OpList)):
+            none = _why_none(module)
+            made = f"makes none of it: {none}" if none else "makes ops of it, with its parameters"
+            why = f"{why}; te_fuser.from_torch(module) {made}"
+        if not found or found[-1][:2] != (plans, why):
+            found.append((plans, why, []))
+        found[-1][2].append(f"{part.path} ({type(module).__name__})")
+    return [(before, f"By itself, fused with nothing: {', '.join(names)}: {why}") for before, why, names in found]

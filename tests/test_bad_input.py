@@ -420,8 +420,19 @@ def test_a_device_that_is_no_name():
     model = sequential(ops.GELU())
     for call in (model.plan, model.plans, model.explain):
         for device in (torch.device("cpu"), 0):
-            words = ["a device to plan for is a name, like 'h200'", f"got {re.escape(repr(device))}"]
+            words = [
+                "a device to plan for is a name, like 'h200'",
+                f"got {re.escape(repr(device))}",
+                "leave device= out",
+            ]
             refused(TypeError, words, lambda call=call, device=device: call(X, device=device))
+        for place in ("cuda", "cuda:0", "Meta"):
+            words = [
+                f"unknown device '{place}'",
+                "known: cpu, h200",
+                "to plan for the device that x is on, leave device=",
+            ]
+            refused(ValueError, words, lambda call=call, place=place: call(X, device=place))
     assert model.plan(X, device=DEVICES["h100"]).device.name == "h100"
 
 

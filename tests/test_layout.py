@@ -77,7 +77,7 @@ KNOWS = {
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
-WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
+WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify"), ("te_fuser.sequential", "te_fuser.from_torch")}
 # The fuser's rooms, in the order of a call -> the rooms they may import.
 FUSER = {
     "graph": set(),

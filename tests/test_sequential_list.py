@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -148,7 +149,9 @@ def test_wrong_list_operations():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"memory": "tiny"}, "memory is one of fast, balanced, lean or a budget in bytes, got 'tiny'"),
+        ({"memory": "tiny"}, "memory is one of fast, balanced, lean or a budget in bytes, .* got 'tiny'"),
+        ({"memory": "1GB"}, r"a budget in bytes, a whole number such as 2\*\*30 for 1 GiB, got '1GB'"),
+        ({"memory": 1e9}, r"a whole number such as .* got 1000000000\.0"),
         ({"memory": -1}, "got -1"),
         ({"memory": True}, "got True"),
         ({"kernels": "cuda"}, "kernels is one of auto, generated, reference, got 'cuda'"),
@@ -189,3 +192,60 @@ def test_residual():
     assert_as_meant(model, X)
     with pytest.raises(ValueError, match=r"Add '0'.*shape \[5, 8\], the main input \[5, 4\]"):
         sequential(te_fuser.Residual(ops.Linear(8, 4)))(X)
+
+
+@pytest.fixture
+def unsaid(monkeypatch):
+    """No class was warned of yet."""
+    monkeypatch.setattr("te_fuser.sequential._said", set())
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_modules_that_ops_could_stand_for_are_warned_of_once_for_each_class():
+    with pytest.warns(
+        UserWarning, match=r"runs 1 \(Linear\), 2 \(GELU\) of this list .*te_fuser\.from_torch"
+    ) as caught:
+        te_fuser.Sequential(ops.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.BatchNorm1d(8))
+    assert [w.filename for w in caught] == [__file__]
+    with pytest.warns(UserWarning, match=r"runs first \(Sequential\), last \(SiLU\) of this list") as caught:
+        te_fuser.Sequential(OrderedDict(first=nn.Sequential(nn.Conv1d(1, 1, 1), ops.ReLU()), last=nn.SiLU()))
+        te_fuser.Residual(nn.Linear(8, 8), nn.SiLU())
+    assert len(caught) == 1
+
+
+def _hooked():
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+NO_OPS = {
+    "no class of the table": lambda: nn.BatchNorm1d(8),
+    "another dimension": lambda: nn.Softmax(dim=0),
+    "hooks": _hooked,
+    "a list of others": lambda: nn.Sequential(nn.Sequential(nn.Conv1d(1, 1, 1)), nn.BatchNorm1d(8)),
+    "an empty list": nn.Sequential,
+    "a decoder": lambda: nn.TransformerDecoderLayer(8, 2),
+    "an eps that follows the dtype": lambda: nn.RMSNorm(8, elementwise_affine=False),
+    "a class of its own": lambda: type("Mine", (nn.Linear,), {"forward": lambda self, x: x})(8, 8),
+}
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("name", NO_OPS)
+def test_modules_that_no_op_stands_for_are_not_warned_of(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = NO_OPS[name]()
+        te_fuser.Sequential(ops.Linear(8, 8), module, ops.GELU())
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_what_the_warning_advises_fuses():
+    modules = nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = te_fuser.from_torch(nn.Sequential(*modules))
+        each = te_fuser.Sequential(*map(te_fuser.from_torch, modules))
+    for model in (whole, each):
+        assert len(model.plans(torch.randn(4, 8))) == 1 and model[1].weight is modules[1].weight

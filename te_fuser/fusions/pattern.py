@@ -97,9 +97,15 @@ def _check_part(part: Any, fusion: str) -> None:
 
 def _why_never(kind: Any) -> str | None:
     """Why no list holds an op of this kind; None: one may."""
+    if isinstance(kind, FusableOperation):
+        own = f"write {type(kind).__name__}, and say by when= what it has to be like"
+        return _why_never(type(kind)) or f"{kind!r} is an op, and a pattern lists classes: {own}"
     if not (isinstance(kind, type) and issubclass(kind, FusableOperation)):
-        name = getattr(kind, "__name__", repr(kind))
-        return f"{name} is not a FusableOperation, so its pattern can never match"
+        name = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else repr(kind)
+        return (
+            f"{name} is not a FusableOperation, so its pattern can never match: list classes of ops, such as "
+            "te_fuser.ops.GELU, and OneOf, Optional and Repeat of these"
+        )
     name = kind.__name__
     if kind.lower is FusedOperation.lower:
         return _why_never_of_its_kind(kind)

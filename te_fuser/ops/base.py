@@ -205,8 +205,9 @@ class FusableOperation(HoldsScales, TakesArguments):
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
-    views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    views: ClassVar[str] = ""  # "input", or a named input: it moves nothing, its output is a view of that
     ranks: ClassVar[int] = 1  # how many processes run it together
+    bound_parts: ClassVar[tuple[Any, ...]] = ()  # the ops that it stands for, each a `Bound` to it
     hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
     idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name

@@ -29,14 +29,13 @@ class Bound(FusableOperation):
     bound to the copy. A copy of the op alone is bound to nothing, and an error says so when it is used.
 
     Args:
-        op: an elementary op; of one that stands for several, as Linear does, bind each.
+        op: an elementary op, or a `Linear`; of another one that stands for several, bind each.
         owner: the module to read from, which may get its parameters later.
         **names: for each parameter of the op the owner's name for it ("part.weight" is that of a module in it), or
             several, to be joined along dimension 0: see `Together`; or `Transposed(name)`.
 
     Raises:
-        TypeError: when `op` is no elementary op or has buffers, `owner` no module, or `names` are not those of its
-            parameters.
+        TypeError: when `op` is neither or has buffers, `owner` no module, or `names` are not those of its parameters.
         AttributeError: in a call, when the owner has no such parameter.
         ReferenceError: in a call, when the owner is gone.
     """
@@ -47,10 +46,10 @@ class Bound(FusableOperation):
         self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str] | Transposed
     ) -> None:
         super().__init__()
-        if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
-            raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
-        given_names = {name: _names_in(theirs) for name, theirs in names.items()}
-        if not isinstance(owner, torch.nn.Module) or not all(given_names.values()):
+        if not isinstance(op, FusableOperation) or not (op.bound_parts or [low.op for low in op.lower()] == [op]):
+            kind = type(op).__name__
+            raise TypeError(f"Bound takes one elementary op, or a Linear, got {kind}; bind the ops it stands for")
+        if not isinstance(owner, torch.nn.Module) or not all(map(_names_in, names.values())):
             raise TypeError(f"Bound takes a module and names of its parameters, got {owner!r} and {names}")
         own = [name for name, parameter in op._parameters.items() if parameter is not None]
         if set(own) != set(names):
@@ -63,10 +62,16 @@ class Bound(FusableOperation):
             setattr(op, name, None)
         # A tuple, so that torch.nn.Module does not take it for a submodule: whoever hooks all modules hooks this one.
         self._ops = (op,)
-        self._names = {name: given_names[name] for name in own}
+        self._read(owner, {name: names[name] for name in own})
+        for part in op.bound_parts:
+            if names.keys() >= {*part.names.values()}:
+                part._read(owner, {name: names[theirs] for name, theirs in part.names.items()})
+        constructed(self)
+
+    def _read(self, owner: torch.nn.Module, names: Mapping[str, str | Sequence[str] | Transposed]) -> None:
+        self._names = {name: _names_in(theirs) for name, theirs in names.items()}
         self._transposed = frozenset(name for name, theirs in names.items() if isinstance(theirs, Transposed))
         self._owner = weakref.ref(owner)
-        constructed(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # An ordinary reference, which copy and pickle lead to the owner's copy.
@@ -120,8 +125,14 @@ class Bound(FusableOperation):
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
-        bindings = {name: self._binding(name) for name in self._names}
+        bindings = {} if self.op.bound_parts else {name: self._binding(name) for name in self._names}
         return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
+
+    @property
+    def reads_none(self) -> bool:
+        """Whether its owner has None in the place of a parameter, as a module without a bias does."""
+        places = [place_of(self.owner, name) for name in self._all_names()]
+        return any(not has_tensor(owner, name) and hasattr(owner, name) for owner, name in places)
 
     def _all_names(self) -> list[str]:
         return [name for names in self._names.values() for name in names]

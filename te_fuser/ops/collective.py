@@ -252,8 +252,8 @@ class Collective(OfRanks, UnfusedOperation):
         return self.group.size
 
     @property
-    def views(self) -> bool:  # type: ignore[override]
-        return self._way(self.forth) is None
+    def views(self) -> str:  # type: ignore[override]
+        return "input" if self._way(self.forth) is None else ""
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]

@@ -11,7 +11,6 @@ import torch
 
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import function_or_none
 from te_fuser.ops.cut import SHARING, Cut
@@ -77,6 +76,10 @@ class Linear(Cut):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    @property
+    def bound_parts(self) -> tuple[Bound, ...]:  # type: ignore[override]
+        return self._parts
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in SHARING and "_parts" in self.__dict__:
@@ -99,7 +102,7 @@ class Linear(Cut):
     def lower(self) -> list[LoweredOp]:
         product, add_bias = self._parts
         lowered = [replace(low, suffix=".matmul") for low in product.lower()]
-        if has_tensor(self, "bias"):
+        if not add_bias.reads_none:
             lowered += [replace(low, suffix=".bias") for low in add_bias.lower()]
         return lowered
 

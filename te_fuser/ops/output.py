@@ -11,6 +11,9 @@ from te_fuser.ops.row_op import RowOp
 class Output(RowOp):
     """Hand the input through and offer it to the caller: y = x, given by `model(x, outputs=(name,))`.
 
+    Its gradient is added to the others of x and rounded with them, once. Where x is the list's input, or another
+    result, the caller gets a view of it: the memory is shared.
+
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """

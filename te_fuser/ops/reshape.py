@@ -28,7 +28,7 @@ class Reshape(UnfusedOperation):
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
-    views: ClassVar[bool] = True
+    views: ClassVar[str] = "input"
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()

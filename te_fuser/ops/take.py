@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,8 @@ class Take(UnfusedOperation):
         ValueError: for a name that cannot be a keyword argument.
     """
 
+    views: ClassVar[str] = "value"
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = check_name(name)
@@ -41,7 +43,7 @@ class Take(UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         return (Gradient(("value",), (), "value_gradient"),)
 
-    op_forward = forward_of(lambda value: value.detach(), "value")
+    op_forward = forward_of(lambda value: value.view_as(value), "value")
     value_gradient = gradient_of("value", lambda dy: dy, "dy")
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:

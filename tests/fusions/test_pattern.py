@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from te_fuser import fusions, ops
 from te_fuser.fusions import OneOf, Optional, Repeat
@@ -136,8 +137,11 @@ NEVER = {
     "linear_inside": ([OneOf(M, ops.Linear)], "Linear is lowered"),
     "linear_deep_inside": ([Repeat(Optional(ops.Linear))], "Linear is lowered"),
     "compound": ([Compound], "Compound is lowered"),
-    "no_op": ([M, int], "int is not a FusableOperation, so its pattern can never match"),
-    "an_op_itself": ([ops.GELU()], r"GELU\(.*\) is not a FusableOperation"),
+    "no_op": ([M, int], "int is not a FusableOperation, so its pattern can never match: list classes of ops, such as"),
+    "an_op_itself": ([ops.GELU()], r"GELU\(.*\) is an op, and a pattern lists classes: write GELU, and say by when="),
+    "an_op_inside": ([M, Repeat(OneOf(B, ops.ReLU()))], r"ReLU\(\) is an op, and a pattern lists classes: write ReLU"),
+    "a_linear_itself": ([ops.Linear(2, 2)], r"name those instead \(Linear is MatMul, Bias\)"),
+    "of_torch": ([torch.nn.GELU], r"torch\.nn\.modules\.activation\.GELU is not a FusableOperation"),
     "a_name": (["GELU"], "'GELU' is not a FusableOperation"),
     "all_optional": ([Optional(M), Optional(B)], "every part of its pattern is optional"),
     "repeat_none": ([Repeat(G, at_least=0)], "every part of its pattern is optional"),

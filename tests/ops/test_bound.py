@@ -138,7 +138,9 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("run", [False, True])
-@pytest.mark.parametrize("make", [Mlp, lambda: Mlp()[:1], lambda: sequential(ops.Linear(8, 8), Mlp())])
+@pytest.mark.parametrize(
+    "make", [Mlp, lambda: Mlp()[:1], lambda: sequential(ops.Linear(8, 8), Mlp()), lambda: Affine()]
+)
 def test_the_owner_is_freed_when_it_is_dropped(make: Callable[[], Any], run: bool, uncollected: None) -> None:
     model = make()
     if run and len(model) > 1:
@@ -223,11 +225,85 @@ def test_a_module_in_it_may_own_the_parameters() -> None:
     torch.testing.assert_close(model(X), X @ owner.part.weight.t())
 
 
+# --------------------------------------------------------------------------------------------------- a Linear
+
+
+class Affine(te_fuser.Sequential):
+    """Owns what its Linears read: one with a bias, one without, and one with several joined, behind a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ops.Bound(ops.Linear(8, 16, device="meta"), self, weight="up", bias="shift"),
+            ops.GELU(),
+            ops.Bound(ops.Linear(16, 8, bias=False, device="meta"), self, weight=ops.Transposed("down")),
+            ops.Bound(ops.Linear(8, 8, device="meta"), self, weight=("a", "b"), bias="last"),
+            kernels="reference",
+        )
+        shapes = {"up": (16, 8), "shift": 16, "down": (16, 8), "a": (3, 8), "b": (5, 8), "last": 8}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        randomize(self)
+
+    def by_hand(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(x @ self.up.t() + self.shift, approximate="tanh") @ self.down
+        return y @ torch.cat([self.a, self.b]).t() + self.last
+
+
+@pytest.mark.parametrize("make", [lambda m: m, *COPIES.values()])
+def test_a_linear_reads_the_owners_parameters(make: Callable[[Any], Any]) -> None:
+    model = Affine()
+    if (made := make(model)) is not model and not isinstance(made, Affine):  # one op of a copy
+        model, made = made.owner, made.owner
+    assert list(made.state_dict()) == ["up", "shift", "down", "a", "b", "last"]
+    assert not [m for m in made.modules() if isinstance(m, ops.Linear)]
+    made.load_state_dict({name: 2.0 * p for name, p in model.state_dict().items()})
+    x = X.clone().requires_grad_()
+    assert_as_meant(made, x)
+    leaves = [x, *made.parameters()]
+    y, want = made(x), made.by_hand(x)
+    torch.testing.assert_close(y, want)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy))
+    assert [n.role for n in made.plan(x).graph.nodes] == ["mat_mul", "bias", "gelu", "mat_mul", "mat_mul", "bias"]
+    torch.testing.assert_close(made[0](X), X @ made.up.t() + made.shift)
+    assert repr(made[0]).endswith("weight=up, bias=shift)")
+
+
+def test_a_bias_that_the_owner_has_not_is_none() -> None:
+    """Also where it gets one, or loses it; a name that it does not have at all is an error."""
+    owner = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+    op = ops.Bound(ops.Linear(8, 8, device="meta"), owner, weight="weight", bias="bias")
+    model = te_fuser.Sequential(op, kernels="reference")
+    for run in (model, op):
+        torch.testing.assert_close(run(X), owner(X))
+        owner.bias = nn.Parameter(tensor(8))
+        torch.testing.assert_close(run(X), owner(X))
+        owner.bias = None
+        torch.testing.assert_close(run(X), owner(X))
+    other = ops.Bound(ops.Linear(8, 8, device="meta"), owner, weight="weight", bias="shift")
+    with pytest.raises(AttributeError, match=r"Bound\(Bias\) reads 'shift' of Linear, which has no parameter of that"):
+        other(X)
+
+
+class Pair(ops.FusedOperation):
+    """Stands for two ops."""
+
+    def __init__(self) -> None:
+        super().__init__(up=ops.MatMul(8, 8), act=ops.GELU())
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), "takes one elementary op, got Linear; bind the"),
-        (lambda: ops.Bound(nn.Linear(8, 8), nn.Module(), weight="w"), "takes one elementary op, got Linear"),  # type: ignore[arg-type]
+        (lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), r"of Linear \(weight, bias\), got weight"),
+        (
+            lambda: ops.Bound(Pair(), nn.Module(), weight="w"),
+            "takes one elementary op, or a Linear, got Pair; bind the",
+        ),
+        (
+            lambda: ops.Bound(nn.Linear(8, 8), nn.Module(), weight="w"),
+            "takes one elementary op, or a Linear, got Linear",
+        ),  # type: ignore[arg-type]
         (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
         (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
         (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),

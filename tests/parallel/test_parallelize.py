@@ -412,6 +412,27 @@ def test_a_group_in_place_of_a_mesh() -> None:
     assert_as_whole(parallelize(mlp(), mesh), mlp())
 
 
+class Owner(te_fuser.Sequential):
+    """Owns what its Linears read."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ops.Bound(ops.Linear(F, INNER, device="meta"), self, weight="up", bias="shift"),
+            ops.GELU(),
+            ops.Bound(ops.Linear(INNER, F, device="meta"), self, weight="down", bias="last"),
+        )
+        torch.manual_seed(0)
+        for name, shape in {"up": (INNER, F), "shift": INNER, "down": (F, INNER), "last": F}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+
+
+@on_ranks
+def test_linears_that_are_bound_are_cut() -> None:
+    model = parallelize(Owner(), mesh_of())
+    assert [p.to_local().shape[-1] for p in model.parameters()] == [F, INNER // 2, INNER // 2, F]  # type: ignore[attr-defined]
+    assert_as_whole(model, Owner())
+
+
 @on_ranks
 def test_modules_that_are_no_ops_are_named() -> None:
     mesh = mesh_of()
@@ -422,10 +443,11 @@ def test_modules_that_are_no_ops_are_named() -> None:
         parallelize(te_fuser.Sequential(nn.Embedding(3, F), ops.Linear(F, F)), mesh)
     with pytest.warns(UserWarning, match="of which each has a term, are not added up; te_fuser"):
         parallelize(copy.deepcopy(model), mesh, sequence_parallel=True)
+    styled = te_fuser.Sequential(nn.Linear(F, F))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize(nn.ModuleDict({"embedding": nn.Embedding(3, F), "layer": layer(), "list": mlp()}), mesh)
-        parallelize(te_fuser.Sequential(nn.Linear(F, F)), mesh, plan={"0": ColwiseParallel()})
+        parallelize(styled, mesh, plan={"0": ColwiseParallel()})
 
 
 @on_ranks

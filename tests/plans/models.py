@@ -248,6 +248,24 @@ CASES: dict[str, Case] = {
         (48, 4, 512),
         outputs=("norm", "end"),
     ),
+    "parallel branches": Case(
+        _rows(
+            lambda: ops.Fork("skip"),
+            lambda: ops.LayerNorm(1024),
+            lambda: ops.Fork("norm"),
+            lambda: ops.Linear(1024, 1024),
+            lambda: ops.Add("skip"),
+            lambda: ops.Fork("first"),
+            lambda: ops.Take("norm"),
+            lambda: ops.Linear(1024, 4096),
+            ops.GELU,
+            lambda: ops.Linear(4096, 1024),
+            lambda: ops.Add("first"),
+        ),
+        (2048, 1024),
+        BF16,
+        is_short=True,
+    ),
     "named inputs": Case(
         _rows(
             lambda: ops.AdaptiveLayerNorm(256, batch_dim=1),

@@ -42,7 +42,7 @@ def made(**keywords: Any) -> Any:
         (made, {"enc_dec_window_size": [1]}, "^enc_dec_window_size is .left, right"),
         (made, {"enc_dec_bottom_right_diagonal": 1.5}, "^enc_dec_bottom_right_diagonal is True or False"),
         (made, {"verify": "x"}, "^verify is True or False, got 'x'"),
-        (made, {"memory": [1]}, r"^memory is one of .* or a budget in bytes, got \[1\]"),
+        (made, {"memory": [1]}, r"^memory is one of .* or a budget in bytes, .* got \[1\]"),
         (te_fuser.LayerNorm, {"normalized_shape": b"q"}, "^normalized_shape is a whole number, got b'q'"),
         (te_fuser.RMSNorm, {"normalized_shape": torch.tensor(2.0)}, "^normalized_shape is a whole number, got tensor"),
         (te_fuser.RMSNorm, {"hidden_size": "8"}, "^hidden_size is a whole number, got '8'"),

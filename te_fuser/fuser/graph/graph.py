@@ -120,9 +120,16 @@ class Graph:
     def _storages(self) -> list[int]:
         found = list(self._roots)
         for n in self.nodes:  # what a node reads comes before what it makes
+            seen = {"input": n.input, **n.named_in}.get(n.op.views)
             for value in (n.output, *n.named_out):
-                found[value] = found[n.input] if n.op.views else found[self._roots[value]]
+                found[value] = found[self._roots[value] if seen is None else seen]
         return found
+
+    @functools.cached_property
+    def views(self) -> dict[Ref, Ref]:
+        """The tensors that are views of others, and the first name of that memory."""
+        memories = zip(self._refs, self._storages, strict=True)
+        return {ref: self._refs[at] for ref, at in memories if ref.form == AS_MADE and at != ref.index}
 
     @functools.cached_property
     def related(self) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
@@ -56,11 +56,14 @@ class _Round:
 
     Attributes:
         impossible: joint fusions that backward would have taken, and why their forward cannot run.
+        again, read: what backward computes again, which hanging nodes then read, and what it reads of forward's.
     """
 
     backward: list[Way]
     forward: list[Way]
     impossible: dict[MatchOf, Refusal]
+    again: Set[Ref]
+    read: Set[Ref]
 
     @property
     def length(self) -> int:
@@ -85,14 +88,29 @@ class Covering:
     def cover(self, prices: Prices, keeping: Keeping) -> Covers:
         """The cheapest covers that fit together, by prices that may weigh the host's time."""
         aim = self._once((prices, keeping.weight), lambda: Aim(prices, keeping.weight))
-        found = self._round(aim, keeping.held, Withheld())
+        held = keeping.held
+        found = self._round(aim, held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
+        while more := self._kept_anyway(found) - held:
+            held |= more
+            found = self._round(aim, held, Withheld())
+            assert found is not None
         if found.demand_unmet:
-            second = self._second_round(aim, keeping.held)
+            second = self._second_round(aim, held)
             found = found if second is None or found.length <= second.length else second
         backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
         refusals = functools.partial(self._refusals, found, _WEIGHED if aim.weight else "")
-        return Covers(forward, backward, list(self._choices(found.backward)), refusals)
+        return Covers(forward, backward, self._choices(found), refusals)
+
+    def _kept_anyway(self, found: _Round) -> frozenset[int]:
+        """The values that are computed again although other steps read their memory, under whatever name."""
+        graph = self.problem.graph
+        return frozenset(map(graph.value_of, found.again & (found.read | self._viewed(found))))
+
+    def _viewed(self, found: _Round) -> set[Ref]:
+        """The memory of which backward reads views."""
+        views = self.problem.graph.views
+        return {views[ref] for ref in views.keys() & found.read}
 
     # --------------------------------------------------------------------------------------------- rounds
 
@@ -105,21 +123,24 @@ class Covering:
             if backward is None:
                 return None
             chosen = _edges(backward)
-            joint, found, wrong = self._once(("following", chosen), functools.partial(self._following, backward))
+            follows = functools.partial(self._following, backward)
+            joint, found, wrong, reads = self._once(("following", chosen), follows)
             if wrong is None:
                 break
             impossible[wrong] = _why_impossible(wrong, joint)
         forward = self._forward(aim, found)
         if forward is None:
             return None
-        return _Round(backward, forward, impossible)
+        return _Round(backward, forward, impossible, *reads)
 
-    def _following(self, backward: list[Way]) -> tuple[list[MatchOf], list[Found], MatchOf | None]:
-        """A backward cover's joint fusions, the candidates for forward, and the first of those that cannot run."""
+    def _following(
+        self, backward: list[Way]
+    ) -> tuple[list[MatchOf], list[Found], MatchOf | None, tuple[set[Ref], frozenset[Ref]]]:
+        """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
-        giving = ForwardCandidates(self.problem, self.prices, self._demands(backward), joint)
-        found = self._each_found(giving)
-        return joint, found, self._cannot_run(joint, found)
+        reads = self._reads(backward)
+        found = self._each_found(ForwardCandidates(self.problem, self.prices, reads[1], joint))
+        return joint, found, self._cannot_run(joint, found), reads
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
         """Forward as if nobody demanded anything, then a round within what it gives."""
@@ -144,8 +165,8 @@ class Covering:
                 return fusion, (start, stop)
         return None
 
-    def _demands(self, backward: list[Way]) -> frozenset[Ref]:
-        """What a backward cover reads of forward's; what is computed again, hanging nodes read instead."""
+    def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
+        """What a backward cover computes again, which hanging nodes then read, and what is read of forward's."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()
@@ -153,7 +174,7 @@ class Covering:
             there_is = way.found.section.refs_in(section)
             for refs, found in ((way.recomputed, again), (way.read, read), (way.read_hanging, hanging)):
                 found.update(map(there_is.__getitem__, refs))
-        return frozenset(read | hanging - again)
+        return again, frozenset(read | hanging - again)
 
     # --------------------------------------------------------------------------- sections that are alike
 
@@ -223,10 +244,13 @@ class Covering:
 
     # ---------------------------------------------------------------------------------- what is said of it
 
-    def _choices(self, backward: list[Way]) -> Iterator[Choice]:
-        for section, way in zip(self.sections, backward, strict=True):
+    def _choices(self, found: _Round) -> list[Choice]:
+        """Those of all sections, but none for a value of which backward reads a view: its memory stays anyway."""
+        choices, viewed = list[Choice](), self._viewed(found)
+        for section, way in zip(self.sections, found.backward, strict=True):
             if way.choices:
-                yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+                choices += self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+        return [c for c in choices if self.problem.read_in_backward(c.root) not in viewed] if viewed else choices
 
     def _choices_in(self, way: Way, there: Section) -> list[Choice]:
         here, values = way.found.section, self.problem.graph.values

@@ -246,11 +246,12 @@ def device_named(name: str) -> Device:
         ValueError: when it is unknown.
         TypeError: when it is no name.
     """
+    known = f"known: {', '.join(DEVICES)}; to plan for the device that x is on, leave device= out"
     if not isinstance(name, str):
-        raise TypeError(f"a device to plan for is a name, like 'h200' (known: {', '.join(DEVICES)}), got {name!r}")
+        raise TypeError(f"a device to plan for is a name, like 'h200', got {name!r}; {known}")
     key = name.lower()
     if key not in DEVICES:
-        raise ValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
+        raise ValueError(f"unknown device {name!r}; {known}")
     return DEVICES[key]
 
 

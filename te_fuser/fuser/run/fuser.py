@@ -397,7 +397,10 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"fallback is one of {', '.join(_FALLBACKS)}, got {fallback!r}")
     known = isinstance(memory, str) and memory in LAMBDA
     if not known and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 0):
-        raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
+        raise ValueError(
+            f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, a whole number such as 2**30 for 1 GiB, got "
+            f"{memory!r}"
+        )
 
 
 def check_tensor(x: Any, where: str = "") -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction
 
@@ -91,8 +90,10 @@ def load(
     kernels = load_kernels(wanted, plan.target, plan.x.device, rows, plan.written) | dict(instead or {})
     sums = load_column_sums(plan.target, plan.x.device) if with_sums else None
     graph = plan.graph
-    result, *extras = _tensors(plan, [graph.output, *(graph.named_outputs[name] for name in outputs)])
-    computed = any(graph.producer(v) is not None for v in (result, *extras))
+    given = [graph.output, *(graph.named_outputs[name] for name in outputs)]
+    handed_on = _handed_on(graph, given)
+    computed = handed_on is None
+    result, *extras = handed_on or given
     loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
     prepared = Prepared(
         plan,
@@ -129,16 +130,11 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     return called.function if called is not None and called.reads == segment.takes else None
 
 
-def _tensors(plan: Plan, values: Sequence[int]) -> list[int]:
-    """For each value the first that is the same tensor, an input or one of these: for autograd, too, it is that one."""
-    graph = plan.graph
-    known = {graph.ref(v): v for v in (*graph.named_inputs.values(), 0)}
-    same: dict[Ref, Ref] = {}
-    for step in plan.forward:
-        for new, old in step.task.aliases:
-            same[new] = same.get(old, old)
-    refs = [same.get(ref, ref) for ref in map(graph.ref, values)]
-    return [known.setdefault(ref, v) for ref, v in zip(refs, values, strict=True)]
+def _handed_on(graph: Graph, values: Sequence[int]) -> list[int] | None:
+    """The inputs that a call gives, where it gives nothing else and none twice: views of these, and nothing runs."""
+    inputs = {graph.ref(v): v for v in (*graph.named_inputs.values(), 0)}
+    found = [inputs[ref] for ref in map(graph.ref, values) if ref in inputs]
+    return found if len(set(found)) == len(values) else None
 
 
 def runs_alike(first: Plan, second: Plan) -> bool:
@@ -231,9 +227,10 @@ def _execute(
         for v in segment.last_read:
             del values[v]
         values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
-    if not prepared.extras:
-        return values[prepared.result]
-    return (values[prepared.result], *(values[v] for v in prepared.extras))
+    made = [values[v] for v in (prepared.result, *prepared.extras)]
+    if not prepared.segments:
+        made = [t.view_as(t) for t in made]
+    return tuple(made) if prepared.extras else made[0]
 
 
 def _with_made(program: Program, parameters: Sequence[torch.Tensor], lying: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -252,10 +249,11 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
         return _apply(segment, *tensors)  # type: ignore[no-any-return]
+    given = tensors[: len(segment.values_in)]
     if segment.unrecorded:
         with torch.no_grad():
-            return segment.results(segment.run_forward(tensors))
-    return segment.results(segment.run_forward(tensors))
+            return segment.results(segment.run_forward(tensors), given)
+    return segment.results(segment.run_forward(tensors), given)
 
 
 def unhooked(t: torch.Tensor) -> torch.Tensor:

@@ -149,15 +149,16 @@ class Segment:
             watched.refuse_check(found)
         return found
 
-    def results(self, slots: list[Any]) -> list[torch.Tensor]:
-        """The outputs; ones that share storage become tensors of their own over it."""
-        made = [slots[k] for k in self.results_at]
-        if self.recorded:
-            own = [t.view_as(t) if shared else t for t, shared in zip(made, self.aliased, strict=True)]
-            return [_native.refusing(t) for t in own]
-        if self.aliased == (False,):
-            return made
-        return [t.detach() if shared else t for t, shared in zip(made, self.aliased, strict=True)]
+    def results(self, slots: list[Any], given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The outputs; ones that are an input or an earlier one become views of it, which autograd knows as such.
+
+        Args:
+            given: the values handed in, where no autograd node sees that an op's own code gave one of these back.
+        """
+        made: list[torch.Tensor] = []
+        for t, shared in zip([slots[k] for k in self.results_at], self.aliased, strict=True):
+            made.append(t.view_as(t) if shared or any(t is other for other in (*given, *made)) else t)
+        return [_native.refusing(t) for t in made] if self.recorded else made
 
 
 class SegmentFunction(torch.autograd.Function):

@@ -36,15 +36,22 @@ class Explanation:
         plans: one for each group of ops between plain modules.
         measured: times of their steps, where they were asked for.
         unseen: what it takes to know the plans that come after these; empty where these are all.
+        borders: what runs between them by itself, and why: (the number of plans before it, text).
     """
 
     def __init__(
-        self, plans: Sequence[Plan], source: bool = False, measured: Sequence[Measured] = (), unseen: str = ""
+        self,
+        plans: Sequence[Plan],
+        source: bool = False,
+        measured: Sequence[Measured] = (),
+        unseen: str = "",
+        borders: Sequence[tuple[int, str]] = (),
     ) -> None:
         self.plans = list(plans)
         self.source = source
         self.measured = list(measured)
         self.unseen = unseen
+        self.borders = list(borders)
 
     def __str__(self) -> str:
         """Plain text, 110 columns wide."""
@@ -59,10 +66,14 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for k, plan in enumerate(self.plans):
+        for k, plan in enumerate([*self.plans, None]):
+            between = [Text(text) for before, text in self.borders if before == k]
+            yield from [*([Text("")] if between and k else []), *between]
+            if plan is None:
+                break
             of = f" of {len(self.plans)}" if not self.unseen else ""
             number = f"Plan {k + 1}{of}: " if len(self.plans) > 1 or self.unseen else "Plan: "
-            if k:
+            if k or between:
                 yield Text("")
             yield from _plan_page(plan, self.measured[k] if self.measured else None, number)
         if self.unseen:

@@ -190,7 +190,7 @@ def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, tor
     for name, t in given.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{label}: its forward must return a tensor, got {type(t).__name__}{_for(name)}")
-        found[name] = t.detach() if any(t is other for other in found.values()) else t
+        found[name] = t.view_as(t) if any(t is other for other in found.values()) else t
     return found
 
 

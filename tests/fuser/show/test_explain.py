@@ -286,3 +286,41 @@ def test_which_dimension_is_which_is_told_with_its_size() -> None:
         "(packing='blocked')"
     ) in " ".join(str(other.explain(x)).split())
     assert "Layout" not in str(mlp().explain(sample()))
+
+
+class Own(te_fuser.Sequential):
+    """A list with a call of its own."""
+
+    def forward(self, x: torch.Tensor, **inputs: Any) -> Any:
+        return super().forward(x, **inputs)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_what_runs_by_itself_is_named_in_its_place_with_the_reason(measure: bool) -> None:
+    hooked = ops.Linear(16, 16)
+    hooked.register_forward_hook(lambda *_: None)
+    model = te_fuser.Sequential(
+        torch.nn.BatchNorm1d(3),
+        ops.LayerNorm(16),
+        te_fuser.Residual(torch.nn.Linear(16, 16), torch.nn.GELU()),
+        ops.ReLU(),
+        Own(ops.GELU()),
+        hooked,
+        kernels="reference",
+    )
+    text = str(model.explain(sample(), measure=measure))
+    assert max(map(len, text.splitlines())) <= 110
+    said, first = " ".join(text.split()), "By itself, fused with nothing:"
+    convert = "no op; te_fuser.from_torch(module) makes"
+    wanted = (
+        f"{first} 0 (BatchNorm1d): {convert} none of it: no op means what it does Plan 1 of 2: 2 ops",
+        f"{first} 2.0 (Linear), 2.1 (GELU): {convert} ops of it, with its parameters Plan 2 of 2: 2 ops",
+        f"{first} 4 (Own): a call of its own {first} 5 (Linear): hooks of its own",
+    )
+    assert said.startswith(wanted[0]) and wanted[1] in said and said.endswith(wanted[2])
+
+
+def test_a_list_of_plain_modules_alone_is_explained() -> None:
+    model = te_fuser.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
+    explanation = model.explain(sample())
+    assert not explanation.plans and "0 (LayerNorm), 1 (Linear): no op; te_fuser.from_torch(module)" in str(explanation)
