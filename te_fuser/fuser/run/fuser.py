@@ -366,8 +366,8 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(
-                f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name: what else a module of the "
-                "list takes in a call, a flag or an object, is given to that module itself"
+                f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name: what else a module of "
+                "the list takes in a call, a flag or an object, is given to that module itself"
             )
         if (remedy := _remedy(t)) is not None:
             raise TypeError(f"input {name!r}: te_fuser takes dense, materialized tensors; call {remedy} first")
