@@ -28,6 +28,7 @@ def settle(patch: pytest.MonkeyPatch, cpu: str, folder: Path) -> None:
     # Test processes share the cores, and two pools on one core wait for each other.
     torch.set_num_threads(1)
     _one_cpu(patch, cpu)
+    patch.delenv("COLUMNS", raising=False)  # plans are printed as wide as a terminal is
     _own_nodes(patch)
     _nothing_tuned(patch, folder)
     _no_optional_packages(patch)

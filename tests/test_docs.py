@@ -11,6 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from te_fuser.presets.base import Preset
 from tests.parallel.ranks import forking
 
 ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+PAGE, LEGIBLE = 838, 8  # pixels: how wide a page shows a picture, and the height of letters that can be read
 FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
@@ -125,6 +128,24 @@ def test_the_guide_names_every_argument() -> None:
     names = {name for kind in made for of in (kind, kind.forward) for name in inspect.signature(of).parameters}
     names = (names | {*ARGUMENTS, *WITHOUT_EFFECT}) - {"self", "call", "prefix", "packing"}  # the last two: inside
     assert len(made) == 8 and sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in IMAGES.glob("*.svg")))
+def test_labels_of_pictures_are_legible(name: str) -> None:
+    picture = ElementTree.parse(IMAGES / name).getroot()
+    scale = PAGE / float(picture.attrib["viewBox"].split()[2])
+    found = []
+    for label in picture.iter("{http://www.w3.org/2000/svg}text"):
+        size = re.search(r"[\d.]+", label.get("font-size") or label.attrib["style"].split("font-size")[1])
+        assert size
+        found.append((scale * float(size[0]), label.text))
+    assert found and [label for label in found if label[0] < LEGIBLE] == []
+
+
+def test_the_picture_of_a_layer_shows_its_plan() -> None:
+    """Should this fail, then plans have changed: python docs/images/layer.py draws it again."""
+    module = runpy.run_path(str(IMAGES / "layer.py"))
+    assert (IMAGES / "layer.svg").read_text() == module["picture"]()
 
 
 @pytest.mark.parametrize(

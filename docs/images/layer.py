@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -13,7 +15,8 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.step import Step
 
-UNIT, LEFT, HEIGHT = 56, 92, 30
+LEFT, HEIGHT, GAP, MARGIN = 82, 34, 4, 2
+SIZE, LEAST, LETTER = 12.0, 11.0, 0.6  # of a font; how wide its letters are
 COLOURS = {"generated": "#3b7dd8", "product": "#6b7280", "other": "#9a6bb5"}
 
 
@@ -40,14 +43,35 @@ def colour(step: Step) -> str:
     return COLOURS["product"] if step.name.startswith("mat") else COLOURS["other"]
 
 
-def box(start: int, stop: int, y: float, text: str, fill: str, ink: str = "#fff", height: float = HEIGHT) -> str:
-    """One rounded box over the columns start..stop-1."""
-    x, width = LEFT + start * UNIT, (stop - start) * UNIT - 4
-    size = min(12.0, 1.75 * width / max(len(text), 1))
-    return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="5" fill="{fill}"/>'
-        f'<text x="{x + width / 2}" y="{y + height / 2 + size / 3:.1f}" font-size="{size:.1f}" fill="{ink}" '
-        f'text-anchor="middle">{escape(text)}</text>'
+def words(name: str) -> list[str]:
+    """The parts of a name that stay on one line, each but the last with its underscore."""
+    return re.findall("[^_]*_|[^_]+", name)
+
+
+def edges(names: list[str], steps: list[Step]) -> list[float]:
+    """Where columns begin, and the last one ends: each is as wide as the words that stand in it alone."""
+    alone = [[name] for name in names]
+    for step in steps:
+        if step.stop - step.start == 1:
+            alone[step.start] += words(step.name)
+    widths = [max(map(len, column)) * LETTER * SIZE + 4 * MARGIN + GAP for column in alone]
+    return [round(edge, 1) for edge in accumulate(widths, initial=LEFT)]
+
+
+def box(x: float, end: float, y: float, name: str, fill: str, ink: str = "#fff") -> str:
+    """One rounded box from x to a gap before `end`, and in it a name, in as many lines as it needs."""
+    width = end - GAP - x
+    lines, letters = [""], int((width - 2 * MARGIN) / LETTER / LEAST)
+    for word in words(name):
+        if lines[-1] and len(lines[-1] + word) > letters:
+            lines.append("")
+        lines[-1] += word
+    size = min(SIZE, (width - 2 * MARGIN) / LETTER / max(map(len, lines)))
+    first = y + HEIGHT / 2 + size / 3 - 1.15 * size * (len(lines) - 1) / 2
+    return f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{HEIGHT}" rx="5" fill="{fill}"/>' + "".join(
+        f'<text x="{x + width / 2:.1f}" y="{first + 1.15 * size * k:.1f}" font-size="{size:.1f}" fill="{ink}" '
+        f'text-anchor="middle">{escape(line)}</text>'
+        for k, line in enumerate(lines)
     )
 
 
@@ -66,7 +90,8 @@ def draw(plan: Plan) -> str:
     """The picture as SVG text."""
     parts, y = [], 12.0
     names = [n.op.kind.__name__.replace("DotProduct", "") for n in plan.graph.nodes]
-    parts += [box(k, k + 1, y, name, "#e5e7eb", "#111827") for k, name in enumerate(names)]
+    at = edges(names, [s for s in (*plan.forward, *plan.backward) if s.name != "alias"])
+    parts += [box(at[k], at[k + 1], y, name, "#e5e7eb", "#111827") for k, name in enumerate(names)]
     parts.append(f'<text x="8" y="{y + 19}" font-size="13" fill="#374151">the list</text>')
     for title, steps in (("forward", plan.forward), ("backward", plan.backward)):
         y += HEIGHT + 18
@@ -74,19 +99,22 @@ def draw(plan: Plan) -> str:
         parts.append(f'<text x="8" y="{y + 14}" font-size="13" fill="#374151">{title}</text>')
         parts.append(f'<text x="8" y="{y + 29}" font-size="11" fill="#6b7280">{len(shown)} steps</text>')
         for row in lanes(shown):
-            parts += [box(s.start, s.stop, y, s.name.replace("mat_mul.", "d "), colour(s)) for s in row]
+            parts += [box(at[s.start], at[s.stop], y, s.name, colour(s)) for s in row]
             y += HEIGHT + 4
         y -= HEIGHT + 4
-    width, height = LEFT + UNIT * len(names) + 8, y + HEIGHT + 14
+    width, height = round(at[-1] + 8), y + HEIGHT + 14
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
         f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 
-if __name__ == "__main__":
-    x = torch.empty(2048, 4, 4096, dtype=torch.bfloat16, requires_grad=True)
+def picture() -> str:
+    """The file's text."""
     with torch.device("meta"):
-        model = layer(4096, 16384, 32).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    Path(__file__).with_suffix(".svg").write_text(draw(model.plan(x, device="h200")))
+        x = torch.empty(2048, 4, 4096, dtype=torch.bfloat16, requires_grad=True)
+        return draw(layer(4096, 16384, 32).bfloat16().plan(x, device="h200"))
+
+
+if __name__ == "__main__":
+    Path(__file__).with_suffix(".svg").write_text(picture())

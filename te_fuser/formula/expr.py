@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from te_fuser.formula.rendering import render
@@ -195,8 +196,8 @@ def lift(value: Any) -> Expr:
     """An expression as it is, a number as a constant."""
     if isinstance(value, Expr):
         return value
-    if isinstance(value, (int, float, Fraction)):
-        return const(value or 0.0)
+    if isinstance(value, Real):
+        return const((value if isinstance(value, (int, float, Fraction)) else float(value)) or 0.0)
     tensor = "; name the tensor as an argument, compute(self, x, weight), and it is there" * hasattr(value, "dtype")
     raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}{tensor}")
 
@@ -371,7 +372,7 @@ def power(a: Expr, exponent: Any) -> Expr:
     Raises:
         TypeError: for another exponent.
     """
-    if not isinstance(exponent, (int, float, Fraction)) or not math.isfinite(exponent):
+    if not isinstance(exponent, Real) or not math.isfinite(exponent):
         raise TypeError(
             f"a formula raises to powers that are finite numbers, not to {exponent!r}; write exp(y * log(x))"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_fuser.ops.base import Spec
+from te_fuser.ops.checks import whole_number
 
 # Name of a layout -> the dimensions of x that count positions and samples.
 LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}
@@ -68,7 +69,7 @@ class Heads:
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
+            if whole_number("an op with heads", name, getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")
@@ -238,7 +239,7 @@ class Apart:
 
     def __post_init__(self) -> None:
         one_of("packing", self.packing, PACKINGS)
-        if self.value_dim is not None and self.value_dim < 1:
+        if self.value_dim is not None and whole_number("Apart", "value_dim", self.value_dim) < 1:
             raise ValueError(f"value_dim is {self.value_dim}; it must be at least 1")
 
     @property

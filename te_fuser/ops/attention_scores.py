@@ -17,7 +17,7 @@ import torch
 
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.base import Spec
-from te_fuser.ops.checks import check_name
+from te_fuser.ops.checks import check_name, real_number
 
 SOFT_CAP, BIAS, ALIBI, SINK = "a soft cap", "a score bias", "ALiBi", "a sink"
 SINKS = {"none": "no sink", "zero": "a logit of 0 beside the scores", "learned": "a parameter for each head"}
@@ -44,7 +44,7 @@ class AttentionScores:
     by_position: bool = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.soft_cap < math.inf:
+        if not 0.0 <= real_number("AttentionScores", "soft_cap", self.soft_cap) < math.inf:
             raise ValueError(f"soft_cap is a positive bound of the scores, or 0 for none; got {self.soft_cap}")
         one_of("sink", self.sink, SINKS)
         if self.by_position and self.bias is None:

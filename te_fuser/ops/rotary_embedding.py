@@ -20,6 +20,7 @@ import torch
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention_math import raised
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.checks import finite_number, whole_number
 from te_fuser.ops.context import Context, Spans, blocks_of
 from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
@@ -159,14 +160,14 @@ class RotaryEmbedding(OfPositions):
     ) -> None:
         super().__init__()
         packed = PackedHeads(heads, heads if kv_heads is None else kv_heads, head_dim, layout, packing)
-        rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        rotary_dim = head_dim if rotary_dim is None else whole_number("RotaryEmbedding", "rotary_dim", rotary_dim)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ValueError(
                 f"rotary_dim must be even and in [2, head_dim = {head_dim}], got {rotary_dim}: features turn in pairs"
             )
-        if base <= 0.0:
+        if finite_number("RotaryEmbedding", "base", base) <= 0.0:
             raise ValueError(f"base must be positive, got {base}")
-        if position_offset < 0:
+        if whole_number("RotaryEmbedding", "position_offset", position_offset) < 0:
             raise ValueError(f"position_offset must not be negative, got {position_offset}")
         self.head_dim = head_dim
         self.heads = heads

@@ -196,7 +196,10 @@ def _arguments(compute: Callable[..., Any], op: str) -> Mapping[str, bool]:
     """The names of a formula's arguments after self and x, and whether they may be None."""
     if compute is RowOp.compute:
         raise TypeError(f"{op} has no formula: define compute(self, x, ...)")
-    _, _, *others = inspect.signature(compute).parameters.values()
+    _, *taken = inspect.signature(compute).parameters.values()
+    if not taken:
+        raise TypeError(f"{op}.compute takes no x: define compute(self, x, ...)")
+    others = taken[1:]
     for p in others:
         if p.kind is not p.POSITIONAL_OR_KEYWORD:
             raise TypeError(f"{op}.compute takes {p}: its arguments after x are tensors, each by its name")

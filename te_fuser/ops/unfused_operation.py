@@ -10,6 +10,20 @@ import torch
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
 
 
+def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
+    """The gradients of a backward that gives dx, or (dx, {name: gradient}).
+
+    Raises:
+        TypeError: when it gives a tuple of anything else.
+    """
+    if not isinstance(result, tuple):
+        return {"input": result}
+    if len(result) != 2 or not isinstance(result[1], Mapping):
+        kinds = ", ".join(type(part).__name__ for part in result)
+        raise TypeError(f"{owner}: its backward must return dx, or (dx, {{name: gradient}}), got ({kinds})")
+    return {"input": result[0], **result[1]}
+
+
 class UnfusedOperation(FusableOperation):
     """An op with its own forward and gradients on tensors.
 
@@ -60,9 +74,7 @@ class UnfusedOperation(FusableOperation):
 
     def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """op_backward as one node of the graph."""
-        result = self.op_backward(call, dy)
-        dx, others = result if isinstance(result, tuple) else (result, {})
-        return {"input": dx, **others}
+        return by_name(type(self).__name__, self.op_backward(call, dy))
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         """op_forward, recorded by autograd: so verify checks op_backward against it."""

@@ -26,8 +26,10 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
         [.., positions / ranks, ..]; a view where it is one block.
 
     Raises:
-        ValueError: when the ranks cannot cut it into equal blocks.
+        ValueError: when the ranks cannot cut it into equal blocks, or it has no such dimension.
     """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"cut_sequence: an input of shape {list(x.shape)} has no dimension {dim!r} to cut along")
     context = Context(Group.of("cut_sequence", group), balanced)
     context.check("cut_sequence", x.shape[dim])
     return context.own(x, x.shape[dim] // context.group.size, dim)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.from_torch import converts
 from te_fuser.ops import Bound, Cut, FusableOperation, telling
+from te_fuser.ops.checks import yes_or_no
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
@@ -82,6 +83,7 @@ def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str,
     group = _group_of(mesh)
     groups = [group] if group.size > 1 else []
     with telling.telling_errors(groups):
+        yes_or_no("parallelize", "sequence_parallel", sequence_parallel)
         dim = sequence_dim(model) if sequence_parallel else 0
         styles = derived_plan(model, group) if plan is None else _matched(model, plan)
         _say_what_is_plain(model, styles, sequence_parallel)
@@ -149,6 +151,8 @@ def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_
 
 def _matched(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     names = [name for name, _ in model.named_modules()]
+    if not isinstance(plan, Mapping) or not all(isinstance(style, ParallelStyle) for style in plan.values()):
+        raise TypeError(f'parallelize takes a plan as {{"*.fc1": Column(), "*.fc2": Row()}}, got {plan!r}')
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]

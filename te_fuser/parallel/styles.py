@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul, telling
 from te_fuser.ops.binding import place_of
+from te_fuser.ops.checks import count
 from te_fuser.ops.dtensor import Laid, is_dtensor, own_part
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Line
@@ -87,6 +88,10 @@ class Column(_Style):
 
     parts: Parts = 1
     mode = "column"
+
+    def __post_init__(self) -> None:
+        for part in self.parts if isinstance(self.parts, (tuple, list)) else (self.parts,):
+            count("Column", "parts", part)
 
     @property
     def _parts(self) -> Parts:

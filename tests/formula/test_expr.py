@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -202,6 +203,13 @@ def test_depth_counts_dependent_reductions() -> None:
     centered = x - row_mean(x)
     variance = row_mean(centered * centered)
     assert (x.depth, row_mean(x).depth, variance.depth, row_max(x * variance).depth) == (0, 1, 2, 3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    x = expr.leaf("x", Axes.FULL, 8)
+    for kind in (np.float32, np.float64, np.int64, np.float16):
+        assert x * kind(3) is x * 3.0 and kind(3) * x is x * 3.0 and x ** kind(3) is x**3
+        assert maximum(x, kind(0)) is maximum(x, 0.0)
 
 
 def test_values_stop_simplification_and_carry_parts() -> None:

@@ -288,6 +288,19 @@ def test_a_backward_that_gives_too_little():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("made", [lambda dy: (dy, dy.sum(0)), lambda dy: (dy, {}, dy)])
+def test_a_backward_whose_gradients_have_no_names(made):
+    @te_fuser.fusion(backward=[ops.Bias, ops.GELU], name="odd", **FREE)
+    def odd(m, dy):
+        return made(dy)
+
+    y = mlp()(X)
+    with pytest.raises(
+        TypeError, match=r"fusion 'odd' over op 2 .*must return dx, or \(dx, {name: gradient}\), got \(T"
+    ):
+        y.sum().backward()
+
+
 # ------------------------------------------------------------------------------------ what was written before
 
 

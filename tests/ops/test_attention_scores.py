@@ -195,6 +195,8 @@ def test_what_cannot_be_is_refused():
             AttentionScores(soft_cap=bound)
     with pytest.raises(ValueError, match="soft_cap is a positive bound"):
         AttentionScores(-1.0)
+    with pytest.raises(TypeError, match="takes a number as soft_cap, got '30'"):
+        AttentionScores("30")
     with pytest.raises(ValueError, match="sink='one' is unknown; use one of 'none', 'zero', 'learned'"):
         AttentionScores(sink="one")
     op = DotProductAttention(2, 4, scores=AttentionScores(bias="b", alibi="s"), layout="batch_first", mask="none")

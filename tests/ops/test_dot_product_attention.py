@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser.formula import random
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention_heads import Apart, PackedHeads
 from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
@@ -314,6 +314,17 @@ def test_infer():
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         DotProductAttention(**{"mask": "none", "layout": "sequence_first", "heads": 4, "head_dim": 8, **arguments})
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, None])
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim", "value_dim"])
+def test_sizes_are_whole_numbers(name, value):
+    if value is None and name in ("kv_heads", "value_dim"):
+        value = [4]
+    with pytest.raises(TypeError, match=f"takes a whole number as {name}, got"):
+        Apart(value_dim=value) if name == "value_dim" else DotProductAttention(
+            **{"heads": 4, "head_dim": 8, name: value}
+        )
 
 
 def test_check_inputs():

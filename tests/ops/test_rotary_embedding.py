@@ -215,6 +215,9 @@ def test_changed_attributes_are_used():
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         RotaryEmbedding(**{"head_dim": 8, "heads": 4, **arguments})
+    for name, value in (*((name, 4.0) for name in ("head_dim", "rotary_dim", "position_offset")), ("base", "1e4")):
+        with pytest.raises(TypeError, match=f"takes a (whole )?number as {name}, got"):
+            RotaryEmbedding(**{"head_dim": 8, "heads": 4, name: value})
 
 
 def test_infer():

@@ -42,6 +42,11 @@ class Default(ops.RowOp):
         return x * factor
 
 
+class NoX(ops.RowOp):
+    def compute(self):
+        return 1.0
+
+
 class Nothing(ops.RowOp):
     pass
 
@@ -98,6 +103,7 @@ FORMULAS = {
         TypeError,
         [r"Default.compute takes factor=3.0", r"an attribute of the op, read as self\.factor"],
     ),
+    "no_x": (NoX, TypeError, [r"NoX.compute takes no x: define compute\(self, x, \.\.\.\)"]),
     "none_at_all": (Nothing, TypeError, [r"Nothing has no formula: define compute\(self, x, \.\.\.\)"]),
 }
 

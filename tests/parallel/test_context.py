@@ -283,6 +283,8 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         model(tensor(3, B, F))
     with pytest.raises(ValueError, match="inference_params hold whole sequences"):
         model(x, inference_params=te_fuser.InferenceParams(B, S))
+    with pytest.raises(ValueError, match=r"cut_sequence: an input of shape \[6, 2\] has no dimension 2"):
+        cut_sequence(tensor(6, 2), mesh, dim=2)
     with pytest.raises(ValueError, match="sequence of 6 positions cannot be cut into 4 equal blocks"):
         cut_sequence(tensor(6, B), mesh, balanced=True)
     with pytest.raises(ValueError, match=r"cp_global_ranks=\[0, 3\], but cp_group has \[0, 1\]"):

@@ -350,6 +350,15 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
         parallelize(layer(num_gqa_groups=1), mesh)
     with pytest.raises(ValueError, match=r"no module has a name like '\*.fc1'; there are 0, 0.0"):
         parallelize(mlp(), mesh, plan={"*.fc1": Column()})
+    for plan in ({"0.1": "column"}, [Column()], Column()):
+        with pytest.raises(TypeError, match="parallelize takes a plan as .*, got "):
+            parallelize(mlp(), mesh, plan=plan)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parallelize takes True or False as sequence_parallel, got 'yes'"):
+        parallelize(mlp(), mesh, sequence_parallel="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Column takes a whole number from 1 on as parts, got 0"):
+        Column(parts=(2, 0))
+    with pytest.raises(TypeError, match="Column takes a whole number as parts, got '2'"):
+        Column(parts="2")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Column takes a MatMul, a Bias, a Linear, or a Bound one of these, got GELU"):
         parallelize(mlp(), mesh, plan={"0.2": Column()})
     with pytest.raises(TypeError, match="Heads takes a DotProductAttention, got GELU"):

@@ -15,6 +15,7 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
+from te_fuser.ops.tensor_function import TorchFunction
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Named, Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.ops.tensor_function import TorchFunction
 
 _STATISTIC = 4  # bytes of a number for each row
 _LEAST_GAIN = 0.02  # of the plan's time: less than what prices know
@@ -151,7 +151,10 @@ def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
         return None
     if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
         return None
-    found: TorchFunction | None = line(x, (*node.parameters, *node.named_in))
+    found = line(x, (*node.parameters, *node.named_in))
+    if not (found is None or isinstance(found, TorchFunction)):
+        kind = node.op.kind.__name__
+        raise TypeError(f"{kind}.by_torch gives a te_fuser.ops.tensor_function.TorchFunction, or None, got {found!r}")
     return found
 
 

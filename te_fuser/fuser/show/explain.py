@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import html
 import io
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import measure_renderables
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +26,7 @@ from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple,
 if TYPE_CHECKING:
     from te_fuser.fuser.show.measure import Measured
 
-_WIDTH = 110
+_WIDTH, _UNLIMITED = 110, 10_000
 _STEP_WIDTH = 39
 _FEW_REFUSALS = 12
 
@@ -54,10 +56,12 @@ class Explanation:
         self.borders = list(borders)
 
     def __str__(self) -> str:
-        """Plain text, 110 columns wide."""
+        """Plain text, as wide as the terminal, else 110 columns; wider where a name would have to be cut."""
         page = io.StringIO()
-        console = Console(file=page, width=_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-        console.print(self, crop=False)
+        width = shutil.get_terminal_size((_WIDTH, 0)).columns
+        console = Console(file=page, width=_UNLIMITED, color_system=None, force_terminal=False, legacy_windows=False)
+        least = measure_renderables(console, console.options, list(self._pages())).minimum
+        console.print(self, width=max(width, least), crop=False)
         return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
     __repr__ = __str__
@@ -66,6 +70,14 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._pages()
+        if self.source:
+            for title, text in self.sources().items():
+                yield Text(f"\n{title}", style="bold")
+                # Code is code: a broken line would not compile.
+                yield Text(text.rstrip(), no_wrap=True, overflow="ignore")
+
+    def _pages(self) -> Iterable[Any]:
         for k, plan in enumerate([*self.plans, None]):
             between = [Text(text) for before, text in self.borders if before == k]
             yield from [*([Text("")] if between and k else []), *between]
@@ -78,11 +90,6 @@ class Explanation:
             yield from _plan_page(plan, self.measured[k] if self.measured else None, number)
         if self.unseen:
             yield Text(f"\nNo plan is known from here on: {self.unseen}.")
-        if self.source:
-            for title, text in self.sources().items():
-                yield Text(f"\n{title}", style="bold")
-                # Code is code: a broken line would not compile.
-                yield Text(text.rstrip(), no_wrap=True, overflow="ignore")
 
     def sources(self) -> dict[str, str]:
         """Heading -> generated code, of each distinct kernel of the plans; equal kernels come once."""
@@ -134,10 +141,10 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
     times = [t for r in rows for t in (r.seconds, r.measured) if t is not None]
     time_unit, tick = ("ms", 1e-3) if max(times) >= 0.1 else ("us", 1e-6)
     with_measured = rows[0].measured is not None
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    table = _StepTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("ops", no_wrap=True)
-    table.add_column("what they are", ratio=1, overflow="fold")
-    table.add_column("step", width=_STEP_WIDTH, overflow="fold")
+    table.add_column("what they are", overflow="fold")
+    table.add_column("step", overflow="fold")
     numbers = [f"read\n{size_unit}", f"written\n{size_unit}", f"predicted\n{time_unit}"]
     numbers += [f"measured\n{time_unit}"] if with_measured else []
     for heading in numbers:
@@ -151,7 +158,30 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
         cells += [f"{(block.measured or 0.0) / tick:.1f}"] if with_measured else []
         share = "" if block.share is None else f" {block.share:.0%}"
         table.add_row(span(block.ops), ", ".join(block.covers), _step_text(block), *cells, f"{block.limit}{share}")
-    return Group(Text(f"\n{direction.capitalize()}", style="bold"), table)
+    return Group(Text(f"\n{direction.capitalize()}", style="bold"), _whole(table))
+
+
+class _StepTable(Table):
+    """Its two columns of words share what its numbers leave of the page; neither gets less than its longest word."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(max_width=_UNLIMITED)
+        what, step = (measure_renderables(console, wide, [c.header, *c.cells]) for c in self.columns[1:3])
+        room = options.max_width - sum((c.width or 0) + 1 for c in self.columns) + 1
+        if room >= what.minimum + step.minimum:
+            first = room - max(step.minimum, min(step.maximum, _STEP_WIDTH))
+            self.columns[1].width = max(what.minimum, min(what.maximum, first))
+            self.columns[2].width = min(step.maximum, room - self.columns[1].width)
+        return super().__rich_console__(console, options)
+
+
+def _whole(table: Table) -> Table:
+    """The table, with every column of numbers as wide as its longest line: only words wrap."""
+    for column in table.columns:
+        if column.no_wrap:
+            lines = "\n".join(map(str, (column.header, *column.cells))).splitlines()
+            column.width = max(map(len, lines))
+    return table
 
 
 def _size_unit(largest: float) -> tuple[str, float]:
@@ -220,7 +250,7 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     yield Text("\nKept for backward", style="bold")
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     unsorted = [k for k in plan.kept if k.owner == "activation"]
     activations = sorted(unsorted, key=lambda k: (-k.bytes, _kept_at(plan, k)))
     for (_, size), entries in grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
@@ -235,7 +265,7 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
             text = words.format(count(sum(k.ref != SEED for k in entries), owner))
             seed = " and the seed of random draws" if any(k.ref == SEED for k in entries) else ""
             grid.add_row(size_text(plan.kept_bytes(owner)), text + seed)
-    yield Padding(grid, (0, 0, 0, 2))
+    yield Padding(_whole(grid), (0, 0, 0, 2))
     if plan.choices:
         yield Text("\nKept, or computed again in backward (predicted)", style="bold")
         choices = grouped(plan.choices, str)
@@ -299,11 +329,11 @@ def _gains_page(plan: Plan) -> Iterable[Any]:
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for k, heading in enumerate(("products of", "their own", "8 bits ms", "own ms", "gain ms")):
-        table.add_column(heading, justify="right" if k > 1 else "left", no_wrap=k > 0)
+        table.add_column(heading, justify="right" if k > 1 else "left", no_wrap=k > 0, overflow="fold")
     for entries in grouped(found, lambda g: (g.dtype, g.seconds, g.own_seconds)).values():
         table.add_row(f"{entries[0].path}{and_others(len(entries))}", entries[0].dtype, *_gained(entries[:1]))
     table.add_row("together", "", *_gained(found), style="bold")
-    yield Padding(table, (0, 0, 0, 2))
+    yield Padding(_whole(table), (0, 0, 0, 2))
 
 
 def _gained(entries: Sequence[Gain]) -> list[str]:
@@ -327,7 +357,7 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
         cells += [f"{sum(r.measured or 0.0 for r in rows) * 1e3:.3f}"] if measured else []
         cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
-    yield Padding(table, (0, 0, 0, 2))
+    yield Padding(_whole(table), (0, 0, 0, 2))
     recorded = sum(s.recorded for s in plan.segments)
     own = f"autograd: {count(len(plan.segments) - recorded, 'node')} of its own, else PyTorch's"
     nodes = own if recorded else "autograd nodes"

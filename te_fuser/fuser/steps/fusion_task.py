@@ -14,6 +14,7 @@ from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, ByBlocks, FusionCall, Match
 from te_fuser.ops.share import stream_of
+from te_fuser.ops.unfused_operation import by_name
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -210,7 +211,6 @@ class FusionRunner:
             slots[k] = result if name == "output" else emission_made(self._label, call.made, name)
 
     def _store_backward(self, slots: Slots, result: Any) -> None:
-        dx, others = result if isinstance(result, tuple) else (result, {})
-        made = {"input": dx, **others}
+        made = by_name(self._label, result)
         for name, k in self._outputs:
             slots[k] = gradient_made(self._label, made, name)

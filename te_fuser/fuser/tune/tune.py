@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +52,9 @@ class Effort:
     def __post_init__(self) -> None:
         if not (isinstance(self.rounds, int) and self.rounds > 0):
             raise ValueError(f"rounds says how often each plan has its turn, 1 or more; got {self.rounds!r}")
-        if not 0.0 < self.seconds < math.inf:
+        if not (isinstance(self.seconds, Real) and 0.0 < self.seconds < math.inf):
             raise ValueError(f"seconds says how long a turn lasts, more than 0; got {self.seconds!r}")
-        if not 0.0 <= self.margin < 1.0:
+        if not (isinstance(self.margin, Real) and 0.0 <= self.margin < 1.0):
             raise ValueError(f"margin is a share of the time, in [0, 1); got {self.margin!r}")
 
 

@@ -269,3 +269,15 @@ def test_verify_sees_a_wrong_function() -> None:
         Sequential(*model, verify=True)(x)
     right = Sequential(*mlp(), verify=True)
     right(x).sum().backward()
+
+
+def test_by_torch_gives_nothing_but_such_a_function() -> None:
+    class Bare(ops.RowOp):
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0
+
+        def by_torch(self, x: object, names: tuple[str, ...]) -> object:
+            return torch.tanh
+
+    with pytest.raises(TypeError, match="Bare.by_torch gives a .*TorchFunction, or None, got <built-in"):
+        Sequential(Bare())(numbers(3, 8))

@@ -38,6 +38,28 @@ def test_text_is_plain_and_fits() -> None:
         assert all(line == line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.parametrize("columns", [20, 110, 160, 400])
+def test_names_stay_whole_at_any_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of ops, names of steps and of what they keep: each can be searched for and copied."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with torch.device("meta"):
+        layer = te_fuser.TransformerLayer(64, 256, 4, params_dtype=torch.bfloat16)
+        model = te_fuser.Sequential(OrderedDict(decoder_of_the_model=layer))
+        x = torch.empty(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    explanation = model.explain(x, device="h200")
+    (plan,) = explanation.plans
+    text = str(explanation)
+    for direction in ("forward", "backward"):
+        words = set(section(text, direction.capitalize()).replace(",", "").split())
+        for row in step_rows(plan, direction):
+            names = {word for named in (*row.covers, *row.keeps, *row.again) for word in named.split()}
+            assert {row.name, *names} <= words
+            assert f" {row.seconds * 1e6:.1f} {row.limit}" in text
+    assert columns > 110 or max(map(len, text.splitlines())) < 150
+    assert columns < 160 or max(map(len, text.splitlines())) <= columns
+    assert all(whole in section(text, "Totals") for whole in ("predicted bytes", "host ms", "launches"))
+
+
 def test_every_step_has_a_row_in_running_order() -> None:
     explanation = mlp().explain(sample())
     plan = explanation.plans[0]

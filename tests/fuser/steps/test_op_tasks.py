@@ -289,6 +289,15 @@ def test_a_gradient_that_is_no_tensor() -> None:
         ours(torch.randn(7, WIDTH, requires_grad=True)).sum().backward()
 
 
+def test_gradients_without_names() -> None:
+    own = {"op_forward": lambda self, call, x: 2 * x, "op_backward": lambda self, call, dy: (dy, dy.sum(0))}
+    ours = Sequential(ops.GELU(), type("Wrong", (UnfusedOperation,), own)(), kernels="reference")
+    with pytest.raises(
+        TypeError, match=r"Wrong: .* must return dx, or \(dx, {name: gradient}\), got \(Tensor, Tensor\)"
+    ):
+        ours(torch.randn(7, WIDTH, requires_grad=True)).sum().backward()
+
+
 def test_reading_a_gradient_that_does_not_come() -> None:
     own = {"op_backward": lambda self, call, dy: 2 * dy + 3 * call["d_other"]}
     ours = Sequential(ops.GELU(), type("Careless", (Exported,), own)(), kernels="reference")
