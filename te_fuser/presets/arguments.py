@@ -205,7 +205,7 @@ def stacklevel_of_user() -> int:
 
 
 def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any]) -> bool:
-    """Whether an argument that does nothing here has a value by which it would do nothing there."""
+    """True for a value by which an argument without effect here asks Transformer Engine for nothing, too."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
     if nothing is None or any(keywords[name] is n for n in nothing):
         return True

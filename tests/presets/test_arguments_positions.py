@@ -1,4 +1,4 @@
-"""What constructors and calls of presets take by position, and the defaults of their arguments."""
+"""Positions of arguments, of constructors and of calls of presets, and the defaults of their keywords."""
 
 from __future__ import annotations
 

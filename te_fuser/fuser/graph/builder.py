@@ -58,7 +58,7 @@ class GraphBuilder:
             raise TypeError(f"{error}, or run under torch.autocast") from error
 
     def _builds_under_autocast(self) -> bool:
-        """Whether a call that is made outside of torch.autocast would be taken inside."""
+        """True where torch.autocast is off and the same call would be taken inside of it."""
         if self.call.autocast is not None:
             return False
         try:  # also of devices that have no autocast

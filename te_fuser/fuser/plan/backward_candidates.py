@@ -134,8 +134,8 @@ class BackwardCandidates:
         return self._is_withheld(ref) or ref.kind is EMITTED and node.index in self.limits.silent
 
     def _gradient_reads(self, node: Node, gradient: Gradient) -> Named:
-        found = [(name, self.problem.read_ref(node, name)) for name in gradient.reads]
-        return [(name, _itself(ref, name, gradient)) for name, ref in found if ref is not None]
+        found = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
+        return _themselves(found, gradient) if gradient.by_attributes else found
 
     def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step:
         """One node of an opaque op's backward."""
@@ -297,8 +297,8 @@ class BackwardCandidates:
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
         fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
-        found = [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.takes]
-        inputs = [(name, _itself(ref, name, gradient)) for name, ref in found]
+        inputs = [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.takes]
+        inputs = _themselves(inputs, gradient) if gradient.by_attributes else inputs
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         what = ("backward", fusion, fit.whole, k)
@@ -383,6 +383,6 @@ class BackwardCandidates:
         return needed, outputs
 
 
-def _itself(ref: Ref, name: str, gradient: Gradient) -> Ref:
-    """What a node of a backward reads: a parameter whose attributes it asks as it is, also where the op's is cast."""
-    return ref._replace(form=AS_MADE) if name in gradient.by_attributes else ref
+def _themselves(read: Named, gradient: Gradient) -> list[tuple[str, Ref]]:
+    """Reads of a backward node, with parameters whose attributes it asks as they are, not as the op casts them."""
+    return [(name, ref._replace(form=AS_MADE) if name in gradient.by_attributes else ref) for name, ref in read]
