@@ -166,7 +166,7 @@ class Covering:
         return None
 
     def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
-        """What a backward cover computes again, which hanging nodes then read, and what is read of forward's."""
+        """Tensors that a backward cover computes again, for hanging nodes to read, and those of forward that it reads."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()
