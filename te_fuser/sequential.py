@@ -457,7 +457,7 @@ def _why_none(module: torch.nn.Module) -> str:
 
 
 def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
-    """What runs by itself, and why, with the number of plans before it; modules in a row for one reason as one."""
+    """Modules that run by themselves, and why, with the number of plans before them; those of one reason in a row."""
     found: list[tuple[int, str, list[str]]] = []
     plans = 0
     for part in parts:

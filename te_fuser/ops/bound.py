@@ -130,7 +130,7 @@ class Bound(FusableOperation):
 
     @property
     def reads_none(self) -> bool:
-        """Whether its owner has None in the place of a parameter, as a module without a bias does."""
+        """True where its owner has None in the place of a parameter, as a module without a bias does."""
         places = [place_of(self.owner, name) for name in self._all_names()]
         return any(not has_tensor(owner, name) and hasattr(owner, name) for owner, name in places)
 

@@ -166,7 +166,7 @@ class Covering:
         return None
 
     def _reads(self, backward: list[Way]) -> tuple[set[Ref], frozenset[Ref]]:
-        """What a backward cover computes again, which hanging nodes then read, and what is read of forward's."""
+        """Tensors that backward computes again, for hanging nodes to read, and those of forward that it reads."""
         again: set[Ref] = set()
         read: set[Ref] = set()
         hanging: set[Ref] = set()
@@ -245,7 +245,7 @@ class Covering:
     # ---------------------------------------------------------------------------------- what is said of it
 
     def _choices(self, found: _Round) -> list[Choice]:
-        """Those of all sections, but none for a value of which backward reads a view: its memory stays anyway."""
+        """The choices of all sections, but for values of which backward reads a view: their memory stays anyway."""
         choices, viewed = list[Choice](), self._viewed(found)
         for section, way in zip(self.sections, found.backward, strict=True):
             if way.choices:

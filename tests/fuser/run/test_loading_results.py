@@ -1,4 +1,4 @@
-"""What a call returns: tensors of its own; where one is an input, or another output, a view that autograd knows of."""
+"""Results of a call: tensors of its own; where one is an input, or another output, a view that autograd knows of."""
 
 from __future__ import annotations
 
