@@ -18,7 +18,7 @@ def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
     """
     if not isinstance(result, tuple):
         return {"input": result}
-    if len(result) != 2 or not isinstance(result[1], Mapping):
+    if len(result) != 2 or (type(result[1]) is not dict and not isinstance(result[1], Mapping)):
         kinds = ", ".join(type(part).__name__ for part in result)
         raise TypeError(f"{owner}: its backward must return dx, or (dx, {{name: gradient}}), got ({kinds})")
     return {"input": result[0], **result[1]}
