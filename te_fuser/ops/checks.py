@@ -69,6 +69,7 @@ def must_say(
                 raise TypeError(f"{type(self).__name__} has to be told: {'; '.join(missing)}")
             init(self, *args, **given)
 
+        checked.says = choices  # type: ignore[attr-defined]
         return checked
 
     return around

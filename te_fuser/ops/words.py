@@ -88,6 +88,7 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
         names, positions = [p.name for p in takes], sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in takes)
         unknown = [name for name in named if name not in names]
         why = f"cannot be made: {error}"
+        says = getattr(kind.__init__, "says", {})  # type: ignore[misc]
         if unknown:
             why = f"takes no argument {unknown[0]!r}{meant(unknown[0], names)}"
         elif len(given) > positions:
@@ -95,6 +96,8 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
             said = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in others if name in names)
             why = f"takes {positions} arguments by position, got {len(given)}: "
             why += f"write {said}" if said else "name the others, or leave them out"
+        elif not named.keys() >= says.keys():
+            return  # the constructor says what to give
         raise TypeError(f"{kind.__name__}() {why}\n  {kind.__name__}{inspect.Signature(takes)}") from None
 
 

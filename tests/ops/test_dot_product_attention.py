@@ -323,7 +323,7 @@ def test_sizes_are_whole_numbers(name, value):
         value = [4]
     with pytest.raises(TypeError, match=f"takes a whole number as {name}, got"):
         Apart(value_dim=value) if name == "value_dim" else DotProductAttention(
-            **{"heads": 4, "head_dim": 8, name: value}
+            **{"mask": "none", "layout": "batch_first", "heads": 4, "head_dim": 8, name: value}
         )
 
 

@@ -76,7 +76,10 @@ WORDS: dict[str, tuple[Callable[[], Any], str]] = {
         r"^LayerNorm\(\) takes 2 arguments by position, got 3: write elementwise_affine=True\n"
         r"  LayerNorm\(features, eps=1e-05, \*, .*bias=True",
     ),
-    "by_position_of_a_list": (lambda: te_fuser.LayerNorm(64, 1e-5, True, 3), "by position, got 4: name the others"),
+    "by_position_of_a_list": (
+        lambda: te_fuser.LayerNorm(64, 1e-5, True, 3),
+        "by position, got True behind them: give it",
+    ),
     "by_position_without_any": (lambda: ops.ReLU(True), r"0 arguments by position, got 1: name the others, or leave"),
     "misspelt": (
         lambda: ops.Linear(8, 8, biass=True),  # type: ignore[call-arg]
