@@ -196,8 +196,10 @@ def lift(value: Any) -> Expr:
     """An expression as it is, a number as a constant."""
     if isinstance(value, Expr):
         return value
-    if isinstance(value, Real):
-        return const((value if isinstance(value, (int, float, Fraction)) else float(value)) or 0.0)
+    if isinstance(value, (int, float, Fraction)):
+        return const(value or 0.0)
+    if isinstance(value, Real):  # numpy's
+        return const(float(value) or 0.0)
     tensor = "; name the tensor as an argument, compute(self, x, weight), and it is there" * hasattr(value, "dtype")
     raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}{tensor}")
 

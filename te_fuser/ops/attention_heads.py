@@ -69,7 +69,8 @@ class Heads:
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
-            if whole_number("an op with heads", name, getattr(self, name)) < 1:
+            value = getattr(self, name)
+            if (value if type(value) is int else whole_number("an op with heads", name, value)) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")

@@ -74,6 +74,13 @@ class TakesArguments:
 _signature = functools.lru_cache(maxsize=512)(inspect.signature)
 
 
+@functools.lru_cache(maxsize=512)
+def _required(init: Any) -> tuple[str, ...]:
+    """Names of the arguments without a default that may be given by position."""
+    _, *takes = _signature(init).parameters.values()
+    return tuple(p.name for p in takes if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
+
+
 def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Refuse arguments that the constructor of a class does not take.
 
@@ -81,6 +88,8 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
         TypeError: naming the nearest, and what it takes.
     """
     signature = _signature(kind.__init__)  # type: ignore[misc]
+    if not named and len(given) == len(_required(kind.__init__)):  # type: ignore[misc]
+        return
     try:
         signature.bind(kind, *given, **named)
     except TypeError as error:
