@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.run.fuser import Fuser
     from te_fuser.fuser.run.kept import KeptPlan
     from te_fuser.fuser.tune.tune import TuneReport
+
+# Whether PyTorch's compiler follows how a list is taken apart, which a reference does inside of what is compiled.
+_FOLLOWED = torch.__version__ >= "2.13"
 
 
 class Sequential(OpList):
@@ -169,6 +172,11 @@ class Sequential(OpList):
 
     def _prepared(self) -> list[Part]:
         if is_compiling():  # of the reference, into which compilers look; they see no native code
+            if is_dynamo_compiling() and not _FOLLOWED:
+                raise NotImplementedError(
+                    "torch.compile(fullgraph=True) and torch.export.export(strict=True) of a reference need PyTorch "
+                    "2.13; leave fullgraph away, export with strict=False"
+                )
             return flatten(self)
         structure = self._structure
         if structure is None or not still_hold(structure.facts):

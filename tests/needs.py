@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from te_fuser import sequential
 from te_fuser.codegen import nvrtc
 from tests.fake_cuda import CXX
 
@@ -19,3 +20,4 @@ def has_nvrtc() -> bool:
 
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+needs_follower = pytest.mark.skipif(not sequential._FOLLOWED, reason="needs a compiler that follows references")

@@ -21,13 +21,12 @@ from te_fuser import ops
 from te_fuser.presets.arguments import WITHOUT_EFFECT
 from te_fuser.presets.attention_call import ARGUMENTS
 from te_fuser.presets.base import Preset
+from tests.documents import BLOCK, FILES, ROOT, blocks
 from tests.parallel.ranks import forking
+from tests.versions.packages import named
 
-ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 PAGE, LEGIBLE = 838, 8  # pixels: how wide a page shows a picture, and the height of letters that can be read
-FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 NAME = re.compile(r"\bte_fuser(?:\.[A-Za-z_]\w*)+")
 WRITTEN_CALL = re.compile(r"`((?:ops|nn)\.\w+\([^`]*\))`")
@@ -40,25 +39,13 @@ HEADS |= {p.name for base in BASES[1:] for p in base.iterdir() if p.is_dir()}
 WRITTEN_PATH = re.compile(rf"`((?:{'|'.join(sorted(HEADS))})/[\w./*-]*)`")
 
 
-def blocks(path: Path) -> str:
-    """The file's python blocks as one program; line numbers are the document's."""
-    text = path.read_text()
-    lines = [""] * (text.count("\n") + 1)
-    for found in BLOCK.finditer(text):
-        first = text[: found.start(1)].count("\n")
-        for k, line in enumerate(found.group(1).splitlines()):
-            lines[first + k] = line
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks_run(path: Path, tmp_path: Path) -> None:
     program = blocks(path)
     if not program.strip():
         pytest.skip("no python block")
-    for package in ("transformers", "accelerate", "pytorch_lightning"):
-        if f"from {package} import" in program or f"import {package} as" in program:
-            pytest.importorskip(package)
+    for package in named(program):
+        pytest.importorskip(package)
     script = tmp_path / "blocks.py"
     script.write_text(program)
     # A process of its own: fusions that a document registers must not reach other tests.

@@ -74,6 +74,11 @@ def _shared(e: Expr, g: Expr, reaches: str) -> Contributions:
     return (mul(hit, div(g, reductions.row_sum(hit))),)
 
 
+def _limited(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """torch.clamp with a gradient that passes at the limits, too; that of PyTorch does so up to 2.13."""
+    return torch.where((x >= low) & (x <= high), x, torch.clamp(x.detach(), low, high))
+
+
 def _clamp(e: Expr, g: Expr) -> Contributions:
     low, high = e.attrs
     inside = g
@@ -147,7 +152,7 @@ _ROWS = (
         lambda e, g: _tie(g, e.args[0], e.args[1], "gt", "lt"),
         cuda="te::minimum", cpu=3,
     ),
-    Function("clamp", torch.clamp, _clamp, cuda="te::clamp", gpu=2, cpu=2),
+    Function("clamp", _limited, _clamp, cuda="te::clamp", gpu=2, cpu=2),
     Function("abs", torch.abs, _abs, abs, cuda="fabsf"),
     Function(
         "relu",
@@ -307,14 +312,14 @@ def minimum(a: Operand, b: Operand) -> Any:
 
 
 def clamp(x: Operand, low: float = -math.inf, high: float = math.inf) -> Any:
-    """x limited to [low, high], two numbers; the gradient passes where low <= x <= high, as in torch."""
+    """x limited to [low, high], two numbers; the gradient passes where low <= x <= high."""
     for bound in (low, high):
         if not isinstance(bound, Real):
             kind = "a tensor" if isinstance(bound, (Expr, torch.Tensor)) else repr(bound)
             raise TypeError(f"clamp takes numbers as limits, got {kind}; by tensors: minimum(maximum(x, low), high)")
     if isinstance(x, Expr):
         return expr.unary("clamp", x, (float(low), float(high)))
-    return torch.clamp(x, low, high)
+    return _limited(x, low, high)
 
 
 def where(condition: Operand, a: Operand, b: Operand) -> Any:

@@ -189,7 +189,9 @@ def _serve(rank: int, world: int, log: str, cpu: str, deadline: float, gpu: bool
 _make_gloo = dist.ProcessGroupGloo.__init__
 
 
-def _with_one_thread(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+def _with_one_thread(
+    self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: bool
+) -> None:
     """A group of gloo that has one thread, and runs its works in their order.
 
     PyTorch 2.13 gives it two, which write the name of the work that ended last into one string without a lock. A name
@@ -199,6 +201,8 @@ def _with_one_thread(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, 
     options = dist.ProcessGroupGloo._Options()
     options._devices, options._threads = [dist.ProcessGroupGloo.create_default_device()], 1
     options._timeout = timeout
+    for name, value in others.items():  # from PyTorch 2.14 on
+        setattr(options, name, value)
     _make_gloo(self, store, rank, size, options)
 
 

@@ -12,6 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.looking import plans_that_run
+from tests.needs import needs_follower
 from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, layer
 from tests.twins import randomize, tensor
 
@@ -230,7 +231,13 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "strict"), [("lengths", False), ("offsets", False), ("padded, angles", False), ("padded, angles", True)]
+    ("name", "strict"),
+    [
+        ("lengths", False),
+        ("offsets", False),
+        ("padded, angles", False),
+        pytest.param("padded, angles", True, marks=needs_follower),
+    ],
 )
 def test_export_of_what_a_cpu_looks_at(name: str, strict: bool) -> None:
     """Lengths and offsets are values of the exported program: nobody looks at them while it is traced."""
@@ -254,6 +261,7 @@ def test_export_of_what_a_cpu_looks_at(name: str, strict: bool) -> None:
     torch.testing.assert_close(program(x, other), made(x, **{**call, "cu_seqlens_q": other}), rtol=1e-4, atol=1e-5)
 
 
+@needs_follower
 def test_strict_export_of_a_layer_that_has_not_run() -> None:
     made, x = layer(params_dtype=torch.float32), torch.randn(S, B, F)
 

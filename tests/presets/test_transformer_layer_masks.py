@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import te_fuser
+from tests.needs import needs_follower
 from tests.presets.layers import BY_LENGTH, HEADS, LENGTHS, PAD, B, F, K, S, around, assert_as_meant, layer
 from tests.presets.plain import Call, causal
 from tests.presets.plain import layer as plain
@@ -138,6 +139,7 @@ def test_a_mask_that_is_not_read_is_said_once() -> None:
     assert [Path(warning.filename) for warning in said] == [Path(__file__)] * 2
 
 
+@needs_follower
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_reference_of_a_call_that_was_not_made_yet_can_be_traced(strict: bool) -> None:
     class Reference(torch.nn.Module):

@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_fuser import Residual, Sequential, autocast, ops
+from te_fuser import Residual, Sequential, autocast, ops, sequential
 from te_fuser.fuser.run import fuser
 from te_fuser.recipe import DelayedScaling
+from tests.needs import needs_follower
 
 
 class Reference(torch.nn.Module):
@@ -131,17 +132,31 @@ TRACED: dict[str, Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Ten
     "make_fx": lambda m: make_fx(m)(X),
     "jit": lambda m: torch.jit.trace(m, X),
     "export": lambda m: torch.export.export(m, (X,)).module(),
+}
+FOLLOWED: dict[str, Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
     "strict export": lambda m: torch.export.export(m, (X,), strict=True).module(),
     "compile": lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"),
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", [*TRACED, *[pytest.param(name, marks=needs_follower) for name in FOLLOWED]])
 def test_the_reference_can_be_traced(name: str) -> None:
     model = made()
-    traced = TRACED[name](Reference(model))
+    traced = {**TRACED, **FOLLOWED}[name](Reference(model))
     torch.testing.assert_close(traced(X), model(X))
     torch.testing.assert_close(traced(2 * X), model(2 * X))
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_compilers_that_do_not_follow_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # it runs as it is what it did not follow once
+    monkeypatch.setattr(sequential, "_FOLLOWED", False)
+    model = made()
+    with pytest.raises(Exception, match=r"need PyTorch 2\.13; leave fullgraph away, export with strict=False"):
+        FOLLOWED[name](Reference(model))(X)
+    in_parts = torch.compile(Reference(model), backend="eager")
+    torch.testing.assert_close(in_parts(X), model(X))
+    torch._dynamo.reset()
 
 
 REGION = DelayedScaling(amax_history_len=2)
@@ -165,6 +180,7 @@ def test_the_reference_is_exported_in_8_bits(in_8_bits: Sequential) -> None:
             torch.testing.assert_close(exported(given), in_8_bits(given))
 
 
+@needs_follower
 def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> None:
     x = torch.randn(3, 16)
     compiled = torch.compile(Reference(in_8_bits), fullgraph=True, backend="eager")
@@ -177,7 +193,7 @@ def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> Non
         torch.testing.assert_close(compiled(x), in_8_bits(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=needs_follower)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_reference_is_exported_for_any_number_of_rows(gradients: bool, strict: bool) -> None:
     model = Sequential(ops.LayerNorm(8), ops.Linear(8, 24), ops.GELU(), ops.Linear(24, 8))
