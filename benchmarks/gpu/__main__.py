@@ -168,7 +168,7 @@ def in_turn(names: Iterable[str], bench: Bench) -> Iterator[str]:
 
 
 def document(console: Console) -> None:
-    """Put the records into the documents, and make the plots of the first one."""
+    """Put the records into the documents, and make the plots of the one with most parts."""
     found = records.of_benchmarks()
     if not found:
         console.print(f"no record of a GPU in {records.RESULTS}: nothing to write")
@@ -176,7 +176,7 @@ def document(console: Console) -> None:
     docs.write_docs(found)
     float8.write_docs()
     scaling.write_docs()
-    plots.write_plots(found[0])
+    plots.write_plots(max(found, key=lambda record: len(record["parts"])))
 
 
 if __name__ == "__main__":

@@ -328,7 +328,6 @@ class TransformerLayer(ContextParallel):
             return Asked(self, hidden_states)
         outputs = call.pop("outputs", ())
         self._check_call(encoder_output, enc_dec_attn_mask, checkpoint_core_attention, call)
-        # A decoder's keys of the encoder are those of its cross attention.
         ours = {n: item for n, item in call.items() if n not in _CROSS and not (self.decodes and "_kv" in n)}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
         found, tensors = _attending(self.self_attention).understood(
