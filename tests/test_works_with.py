@@ -287,6 +287,7 @@ ELSEWHERE = {
         "parallel/test_engines.py",
         "test_losses_are_one_processs",
     ),
+    "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_block_adapters.py", "test_lora"),
     "FSDP (`fully_shard`)": ("fuser/run/test_fuser_distributed.py", "test_fsdp2"),
     "the meta device, `to_empty`, `reset_parameters`": ("fuser/run/test_fuser_parameters.py", "test_meta_device_first"),
     "Linux on x86-64": ("codegen/test_cpp.py", ""),
