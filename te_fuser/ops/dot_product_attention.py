@@ -194,6 +194,8 @@ class DotProductAttention(SharedAttention):
         self.scale = head_dim**-0.5 if scale is None else finite_number(type(self).__name__, "scale", scale)
         self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS), THEIR_LAYOUTS)
         self.packing = packing if isinstance(packing, Apart) else one_of("packing", packing, (*PACKINGS, APART))
+        if not isinstance(scores, (AttentionScores, type(None))):
+            raise TypeError(f"scores is an AttentionScores, as AttentionScores(alibi=True), got {scores!r}")
         self.scores = scores or AttentionScores()
         self.sink = empty(heads, dtype=None, device=None) if self.scores.sink == "learned" else None
         self._check_sides()
