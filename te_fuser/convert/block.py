@@ -149,7 +149,8 @@ class Block(ops.Together):
         if self.cache == "cache" and "past_key_values" in keywords:  # its name before
             keywords.setdefault("cache", keywords.pop("past_key_values"))
         arguments = dict(zip(names, args, strict=False)) | keywords
-        if len(arguments) != len(args) + len(keywords) or names[0] not in arguments:
+        unturned = "position_embeddings" in names and arguments.get("position_embeddings") is None
+        if unturned or len(arguments) != len(args) + len(keywords) or names[0] not in arguments:
             return self.was.forward(self, *args, **keywords)  # type: ignore[no-any-return]  # raises
         x = arguments.pop(names[0])
         call = Call(arguments, self.cache)

@@ -85,8 +85,9 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
             f"{type(model).__name__} has none of them{': ' * bool(to_do)}{to_do}"
         )
     try:
-        for module in new:
-            module.keep_joined()
+        with torch.inference_mode(False):  # parameters are to be ones that can be trained
+            for module in new:
+                module.keep_joined()
         if check and conversion.converted:
             conversion.error = _checked(model)
     except Exception:

@@ -71,6 +71,14 @@ class LlamaLike(Block):
 
     # ----------------------------------------------------------------------------------- attention
 
+    def attention_left(self) -> str | None:
+        attention, are = self._attention(), self._heads_are()
+        for name, heads in (("q_proj", are["heads"]), ("k_proj", are["kv_heads"]), ("v_proj", are["kv_heads"])):
+            size = getattr(attention._modules[name], "out_features", None)  # an adapter's may have none
+            if size is not None and size != heads * are["head_dim"]:
+                return f"its {name} gives {size} features, and its config says {heads} heads of {are['head_dim']}"
+        return None
+
     def settings(self) -> dict[str, Any]:
         attention = self._attention()
         return {**self._heads_are(), "scale": attention.scaling, "dropout": self._dropout()}

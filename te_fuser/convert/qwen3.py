@@ -36,7 +36,7 @@ class HeadNorms(LlamaLike):
                 return f"of its {name}: {why}"
         if len({self.norm_op(norm).eps for norm in norms.values()}) > 1:  # type: ignore[attr-defined]
             return "its norms of heads differ in eps"
-        return None
+        return super().attention_left()
 
     def function_options(self) -> dict[str, Any]:
         return {**super().function_options(), "sliding_window": self._attention().sliding_window}

@@ -258,3 +258,22 @@ def test_hooks_that_keep_the_forward(first: str, removed: str) -> None:
             Keeping.remove(module)
     te_fuser.convert(model)
     assert_alike(results(model, IDS), results(original, IDS))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fewer_heads_than_the_config_says(family: str, when: str) -> None:
+    """Heads that were pruned: the model's attention reads how many there are from the shapes."""
+    original = model_of(family)
+    model = copy.deepcopy(original)
+    conversion = te_fuser.convert(model) if when == "after" else None
+    for each in (original, model):
+        attention = each.model.layers[0].self_attn
+        bias = attention.q_proj.bias is not None
+        for name, inside, outside in (("q_proj", 16, 16), ("k_proj", 16, 8), ("v_proj", 16, 8), ("o_proj", 16, 16)):
+            torch.manual_seed(1)
+            setattr(attention, name, nn.Linear(inside, outside, bias=bias, dtype=torch.float64))
+    conversion = conversion or te_fuser.convert(model)
+    assert_alike(results(model, IDS), results(original, IDS))
+    words = "its q_proj gives 16 features, and its config says 4 heads of 8"
+    assert conversion.left == {"model.layers.0.self_attn": words}

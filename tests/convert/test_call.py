@@ -110,6 +110,13 @@ def test_wrong_calls_raise_as_the_class_does() -> None:
             layer_of(each)()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_layer_without_angles_raises_as_the_class_does(family: str) -> None:
+    for each in both(family):
+        with pytest.raises(TypeError, match="NoneType"):
+            layer_of(each)(X)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_check_decodes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that drops its cache is right in one call, and found out all the same."""

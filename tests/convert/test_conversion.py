@@ -190,3 +190,12 @@ def test_a_reverted_model_is_saved_by_safetensors(tmp_path: Path) -> None:
     te_fuser.revert(model)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     assert_alike(load_file(tmp_path / "model.safetensors"), original.state_dict(), 0)
+
+
+def test_under_inference_mode() -> None:
+    original = model_of("llama")
+    model = copy.deepcopy(original)
+    with torch.inference_mode():
+        te_fuser.convert(model)
+        assert_alike({"y": model(IDS).logits}, {"y": original(IDS).logits})
+    assert_alike(results(model, IDS), results(original, IDS))
