@@ -419,7 +419,11 @@ def test_a_changed_attribute_is_a_changed_op():
             'make it with mask="given", and call with',
         ),
         ({"mask": ["causal"], "layout": "batch_first"}, ValueError, r"mask=\['causal'\] is unknown"),
-        ({"mask": "none", "layout": "batch_first", "scores": "alibi"}, TypeError, r"AttentionScores\(alibi=True\), got"),
+        (
+            {"mask": "none", "layout": "batch_first", "scores": "alibi"},
+            TypeError,
+            r"AttentionScores\(alibi=True\), got",
+        ),
         ({"mask": "none", "layout": "batch_first", "scores": {}}, TypeError, "scores is an AttentionScores"),
     ],
 )
