@@ -159,7 +159,7 @@ class Block(ops.Together):
         return self.run(x, call)
 
     def _is_beyond_lists(self, call: Call) -> bool:
-        """Whether a call says something of which lists of ops know nothing."""
+        """True for a call that says something of which lists of ops know nothing."""
         unknown = call.unknown()
         if unknown:
             words = f"called with {', '.join(unknown)}, which lists of ops know nothing of"

@@ -196,7 +196,7 @@ def _checked(model: nn.Module) -> float:
 
 
 def _allowed(want: torch.Tensor) -> float:
-    """How far from the original is taken for rounding; in float64 too its norms round to float32."""
+    """The distance from the original that rounding may make; in float64 too its norms round to float32."""
     eps: float = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
     return eps * max(torch.finfo(want.dtype).tiny, want.abs().max().item())
 

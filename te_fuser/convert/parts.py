@@ -131,7 +131,7 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def why_shared(attention: nn.Module) -> str | None:
-    """Why an attention module runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
+    """The reason for which attention runs by itself where ranks share its heads, as by transformers' `tp_plan`."""
     for name, module in attention.named_children():
         if has_own_forward(module) and any(is_dtensor(p) for p in module._parameters.values()):
             return f"its {name} is cut for the ranks of a mesh (tp_plan), each of which has some of its heads"
