@@ -84,6 +84,9 @@ class Cost:
         return shares / (self.sent + other.sent or 1.0)  # type: ignore[no-any-return]
 
 
+_NUMBERS = tuple(f.name for f in fields(Cost) if f.name != "dtype")
+
+
 def costs_in(found: Any) -> Iterator[Any]:
     """The costs in what says several: in a tuple of them, which may hold tuples."""
     for c in found if isinstance(found, tuple) else (found,):
@@ -97,12 +100,12 @@ def why_no_cost(found: Any) -> str | None:
     if not isinstance(found, Cost):
         hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
         return f"{type(found).__name__}, not a Cost; write {hint}"
-    for f in fields(found):
-        number = getattr(found, f.name)
-        if f.name == "dtype" or f.name in ("seconds", "calls") and number is None:
+    for name in _NUMBERS:
+        number = getattr(found, name)
+        if name in ("seconds", "calls") and number is None:
             continue
-        if not isinstance(number, (int, float)) or not 0 <= number < math.inf or f.name == "efficiency" and not number:
-            return f"a Cost of {f.name}={number!r}, which nothing takes; `when` refuses a match"
+        if not isinstance(number, (int, float)) or not 0 <= number < math.inf or name == "efficiency" and not number:
+            return f"a Cost of {name}={number!r}, which nothing takes; `when` refuses a match"
     return None
 
 
