@@ -18,6 +18,13 @@ from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
+class UnderWay(NamedTuple):
+    """A tensor that other ranks send, and the work of the ProcessGroup that ends when it is there."""
+
+    arriving: torch.Tensor
+    work: torch.distributed.Work
+
+
 @dataclass(frozen=True)
 class Exchange:
     """What ranks do with a tensor of each, all of one shape.
@@ -79,29 +86,32 @@ class Exchange:
             return sum(self.parts) // math.gcd(*self.parts)
         return 2 if self.balanced else 1
 
-    def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def start(self, x: torch.Tensor, group: Group) -> UnderWay:
         """Send x; what comes back is there when `wait` has waited for it."""
         telling.start(group)
-        ops, n = torch.ops._c10d_functional, group.size
+        ranks, n = group.process_group(), group.size
+        x = x.detach()
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
-            return ops.all_reduce(sent, "sum", group.name)  # type: ignore[no-any-return]
-        if self.cut is None:  # not all_gather_into_tensor: two that end at once break memory in gloo (PyTorch 2.13)
-            whole = sent.new_empty(n * sent.shape[0], *sent.shape[1:])
-            return ops.all_gather_into_tensor_out(sent, n, group.name, out=whole)  # type: ignore[no-any-return]
+            summed = sent.clone()
+            return UnderWay(summed, ranks.allreduce([summed]))
+        rows = sent.shape[0] * (1 if self.join is None else n) // (1 if self.cut is None else n)
+        made = sent.new_empty(rows, *sent.shape[1:])
+        if self.cut is None:
+            return UnderWay(made, ranks._allgather_base(made, sent))
         if self.join is None:
-            return ops.reduce_scatter_tensor(sent, "sum", n, group.name)  # type: ignore[no-any-return]
-        sizes = [sent.shape[0] // n] * n
-        return ops.all_to_all_single(sent, sizes, sizes, group.name)  # type: ignore[no-any-return]
+            return UnderWay(made, ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions()))
+        return UnderWay(made, ranks.alltoall_base(made, sent, [], []))
 
-    def wait(self, started: torch.Tensor, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Wait for what `start` gave, and join it.
 
         Args:
             dtype: of 8 bits, which are sent as bytes.
         """
-        y = torch.ops._c10d_functional.wait_tensor(started)
+        started.work.wait()
+        y = started.arriving
         y = y if self.join is None else self._join(y, self.join, group.size)
         return y if dtype is None else y.view(dtype)
 
@@ -303,11 +313,11 @@ class Collective(OfRanks, UnfusedOperation):
             return (Gradient(("input",), (), "pass_gradient"),)
         return (Gradient(("input",), (), "start_gradient", wait="wait_gradient"),)
 
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor | UnderWay:  # type: ignore[override]
         forth = self._way(self.forth)
         return x.view_as(x) if forth is None else forth.start(x, self._known())
 
-    def wait(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
+    def wait(self, call: OpCall, started: UnderWay) -> torch.Tensor:
         """y of what came back."""
         assert self.forth is not None
         return self.forth.wait(started, self.group, _bits(self.carried and self.carried.values))
@@ -316,12 +326,12 @@ class Collective(OfRanks, UnfusedOperation):
         """dx = dy."""
         return {"input": dy}
 
-    def start_gradient(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+    def start_gradient(self, call: OpCall, dy: torch.Tensor) -> UnderWay:
         """Send dy."""
         assert self.back is not None
         return self.back.start(dy, self._known())
 
-    def wait_gradient(self, call: OpCall, started: torch.Tensor) -> dict[str, torch.Tensor]:
+    def wait_gradient(self, call: OpCall, started: UnderWay) -> dict[str, torch.Tensor]:
         """dx of what came back."""
         assert self.back is not None
         return {"input": self.back.wait(started, self.group, _bits(self.carried and self.carried.gradients))}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from te_fuser.ops.collective import Exchange, exchanged
+from te_fuser.ops.collective import Exchange, UnderWay, exchanged
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import parts_of
 
-UnderWay = list[tuple[list[int], torch.Tensor]]  # which of some tensors, and what was started of them, flat
+Sums = list[tuple[list[int], UnderWay]]  # which of some tensors, and what was started of them, flat
 LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine that trains adds up over the ranks
 
 
@@ -29,7 +29,7 @@ def is_left(parameter: torch.Tensor) -> bool:
     return marks.pop()
 
 
-def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
+def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> Sums:
     """Sums over the ranks of tensors that each of them has, on their way: one collective for each dtype among them."""
     found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
@@ -39,7 +39,7 @@ def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> UnderWay:
     return found
 
 
-def wait_for_sums(under_way: UnderWay, gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+def wait_for_sums(under_way: Sums, gradients: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The sums of these tensors, which were started."""
     found = list(gradients)
     for places, flat in under_way:

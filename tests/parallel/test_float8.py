@@ -42,14 +42,14 @@ def mine(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def sent() -> Iterator[list[torch.dtype]]:
     """The dtypes of what is gathered in here."""
     found: list[torch.dtype] = []
-    gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+    gather = dist.ProcessGroup._allgather_base
 
-    def noted(t: torch.Tensor, *rest: Any, out: torch.Tensor) -> torch.Tensor:
+    def noted(ranks: dist.ProcessGroup, made: torch.Tensor, t: torch.Tensor) -> Any:
         found.append(t.dtype)
-        return gather(t, *rest, out=out)  # type: ignore[no-any-return]
+        return gather(ranks, made, t)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops._c10d_functional, "all_gather_into_tensor_out", noted)
+        patch.setattr(dist.ProcessGroup, "_allgather_base", noted)
         yield found
 
 

@@ -13,7 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.ops.collective import Exchange
+from te_fuser.ops.collective import Exchange, UnderWay
 from te_fuser.ops.group import Group
 from tests.gpu.ranks.models import SIZES, backward, batch, by_nccl, device, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
@@ -32,11 +32,12 @@ def settled() -> None:
 def one_by_one() -> Iterator[None]:
     """In here nothing else runs while ranks exchange."""
 
-    def start(self: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def start(self: Exchange, x: torch.Tensor, group: Group) -> UnderWay:
         settled()
-        y = torch.ops._c10d_functional.wait_tensor(begin(self, x, group))
+        started = begin(self, x, group)
+        started.work.wait()
         settled()
-        return y  # type: ignore[no-any-return]
+        return started
 
     with mock.patch.object(Exchange, "start", start):
         yield
@@ -55,13 +56,13 @@ def scribble() -> None:
 def scribbling() -> Iterator[None]:
     """In here all that nobody holds is written to while ranks exchange."""
 
-    def start(self: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def start(self: Exchange, x: torch.Tensor, group: Group) -> UnderWay:
         y = begin(self, x, group)
         del x
         scribble()
         return y
 
-    def wait(self: Exchange, started: torch.Tensor, *given: Any) -> torch.Tensor:
+    def wait(self: Exchange, started: UnderWay, *given: Any) -> torch.Tensor:
         scribble()
         return finish(self, started, *given)
 
