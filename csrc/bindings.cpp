@@ -7,9 +7,11 @@
 #include "cublaslt.h"
 #include "cuda_driver.h"
 #include "cuda_kernel.h"
+#include "exchange_bindings.h"
 #include "facts.h"
 #include "known_call.h"
 #include "matmul.h"
+#include "peer_matmul.h"
 #include "quantize_weights.h"
 #include "sole_owner.h"
 #include "step_bindings.h"
@@ -76,9 +78,12 @@ PYBIND11_MODULE(_native, module) {
              "Take another file than the library that PyTorch has loaded; '' for that one again.");
 
   te::bind_steps(module);
+  te::bind_exchanges(module);
   if (!te::bind_facts(module) || !te::bind_known_call(module) || !te::bind_holders(module)) throw py::error_already_set();
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
   add_type(module, "CudaMatmul", te::make_cuda_matmul_type());
+  add_type(module, "GatherMatmul", te::make_gather_matmul_type());
+  add_type(module, "MatmulScatter", te::make_matmul_scatter_type());
   add_type(module, "QuantizeWeights", te::make_quantize_weights_type());
 }

@@ -21,6 +21,12 @@ std::string bind_functions(void* library, CudaDriver& driver) {
   bind(driver.module_get_function, "cuModuleGetFunction");
   bind(driver.function_set_attribute, "cuFuncSetAttribute");
   bind(driver.stream_is_capturing, "cuStreamIsCapturing");
+  bind(driver.stream_create, "cuStreamCreateWithPriority");
+  bind(driver.stream_wait_event, "cuStreamWaitEvent");
+  bind(driver.stream_batch_memory, "cuStreamBatchMemOp_v2");
+  bind(driver.event_create, "cuEventCreate");
+  bind(driver.event_record, "cuEventRecord");
+  bind(driver.event_query, "cuEventQuery");
   bind(driver.copy_on_device, "cuMemcpyDtoDAsync_v2");
   bind(driver.launch_kernel, "cuLaunchKernelEx");
   return bind.missing();

@@ -10,6 +10,7 @@ struct CUctx_st;
 struct CUmod_st;
 struct CUfunc_st;
 struct CUstream_st;
+struct CUevent_st;
 
 namespace te {
 
@@ -21,6 +22,7 @@ struct CudaDriver {
   using Module = CUmod_st*;
   using Function = CUfunc_st*;
   using Stream = CUstream_st*;
+  using Event = CUevent_st*;
 
   // Numbers of the driver's enumerations.
   static constexpr int success = 0;
@@ -28,6 +30,9 @@ struct CudaDriver {
   static constexpr int compute_capability_major = 75;      // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   static constexpr int max_dynamic_shared_size_bytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   static constexpr int capture_status_none = 0;            // CU_STREAM_CAPTURE_STATUS_NONE
+  static constexpr int not_ready = 600;                    // CUDA_ERROR_NOT_READY
+  static constexpr unsigned stream_non_blocking = 1;       // CU_STREAM_NON_BLOCKING
+  static constexpr unsigned event_disable_timing = 2;      // CU_EVENT_DISABLE_TIMING
   static constexpr unsigned may_start_early = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
   // CUlaunchAttribute and CUlaunchConfig.
@@ -46,6 +51,18 @@ struct CudaDriver {
     unsigned attribute_count;
   };
 
+  // One of CUstreamBatchMemOpParams: to wait until 32 bits of memory have a value, or to write it.
+  struct MemoryOperation {
+    static constexpr unsigned wait = 1, write = 2;  // CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+    static constexpr unsigned until_equal = 1;      // CU_STREAM_WAIT_VALUE_EQ
+    unsigned operation;
+    Pointer address;
+    uint64_t value;
+    unsigned flags;
+    Pointer alias;
+    uint64_t padding;
+  };
+
   Result (*init)(unsigned flags);
   Result (*get_error_name)(Result error, const char** text);
   Result (*get_error_string)(Result error, const char** text);
@@ -59,6 +76,12 @@ struct CudaDriver {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*stream_is_capturing)(Stream stream, int* status);
+  Result (*stream_create)(Stream* stream, unsigned flags, int priority);
+  Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
+  Result (*stream_batch_memory)(Stream stream, unsigned count, MemoryOperation* operations, unsigned flags);
+  Result (*event_create)(Event* event, unsigned flags);
+  Result (*event_record)(Event event, Stream stream);
+  Result (*event_query)(Event event);
   Result (*copy_on_device)(Pointer to, Pointer from, size_t bytes, Stream stream);
   Result (*launch_kernel)(const Configuration* configuration, Function function, void** parameters, void** extra);
 };

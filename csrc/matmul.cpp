@@ -215,6 +215,10 @@ CudaMatmul* product_made_by(PyObject* function) {
   return makes ? &product_of(self) : nullptr;
 }
 
+bool run_product(CudaMatmul& product, PyObject* const* tensors, size_t count, Workspace& workspace) {
+  return run(product, tensors, count, workspace);
+}
+
 PyObject* make_product(CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, Workspace& workspace) {
   try {
     MatmulTensors tensors;

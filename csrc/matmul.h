@@ -19,4 +19,7 @@ CudaMatmul* product_made_by(PyObject* function);
 // or nullptr with a Python error set.
 PyObject* make_product(CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, Workspace& workspace);
 
+// A product of tensors that are there, what is written among them; false with a Python error set.
+bool run_product(CudaMatmul& product, PyObject* const* tensors, size_t count, Workspace& workspace);
+
 }  // namespace te

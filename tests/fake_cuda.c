@@ -2,13 +2,19 @@
  *
  * "Machine code" is "library:number", a library made by cuda_on_cpu.py and the kernel's number in it: functions are its
  * emulate_NUMBER_SYMBOL and run at once, on the CPU. The number "-" makes functions that do nothing.
+ *
+ * Streams that are made here are threads, each of which does what it was given in that order, after a while (`delay`). Work
+ * on any other stream is done at once, and waits on the thread that gives it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef void (*emulated)(int blocks, int threads, void** arguments);
 
@@ -22,6 +28,7 @@ struct fake_state {
   int loads, launches, early, copies, pushes, pops;
   unsigned last_blocks, last_threads, last_shared_bytes;
   char last_symbol[256];
+  int delay; /* the most microseconds that a stream takes to begin something */
 };
 struct fake_state fake = {.devices = 2, .multiprocessors = 3, .capability = 9};
 static pthread_mutex_t one_launch = PTHREAD_MUTEX_INITIALIZER; /* the emulation has one set of blocks and threads */
@@ -103,11 +110,103 @@ int cuStreamIsCapturing(void* stream, int* status) {
   *status = fake.capturing;
   return 0;
 }
-int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
-  (void)stream;
-  __atomic_add_fetch(&fake.copies, 1, __ATOMIC_RELAXED);
-  memcpy((void*)to, (const void*)from, bytes);
+
+/* ---- streams and events ---- */
+
+struct event { long recorded, done; };
+struct memory_operation { unsigned operation; unsigned long long address; uint64_t value; unsigned flags; uint64_t rest[2]; };
+struct work {
+  enum { COPY, FLAG, RECORD, FOLLOW } kind;
+  unsigned long long to, from;
+  size_t bytes;
+  struct memory_operation flag;
+  struct event* event;
+  long number;
+  struct work* next;
+};
+struct stream {
+  pthread_t thread;
+  pthread_mutex_t lock;
+  pthread_cond_t given;
+  struct work *first, *last;
+  struct stream* next;
+};
+static struct stream* streams; /* those that were made here */
+
+static void do_work(const struct work* w) {
+  switch (w->kind) {
+    case COPY: memcpy((void*)w->to, (const void*)w->from, w->bytes); return;
+    case RECORD: __atomic_store_n(&w->event->done, w->number, __ATOMIC_SEQ_CST); return;
+    case FOLLOW: while (__atomic_load_n(&w->event->done, __ATOMIC_SEQ_CST) < w->number) sched_yield(); return;
+    case FLAG: break;
+  }
+  uint32_t* flag = (uint32_t*)w->flag.address;
+  const uint32_t value = (uint32_t)w->flag.value;
+  if (w->flag.operation == 2) __atomic_store_n(flag, value, __ATOMIC_SEQ_CST);
+  else while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) != value) sched_yield();
+}
+static void* serve(void* given) {
+  struct stream* s = given;
+  unsigned seed = (unsigned)(uintptr_t)s ^ (unsigned)getpid();
+  for (;;) {
+    pthread_mutex_lock(&s->lock);
+    while (!s->first) pthread_cond_wait(&s->given, &s->lock);
+    struct work* w = s->first;
+    if (!(s->first = w->next)) s->last = NULL;
+    pthread_mutex_unlock(&s->lock);
+    if (fake.delay > 0) usleep((unsigned)rand_r(&seed) % (unsigned)fake.delay);
+    do_work(w);
+    free(w);
+  }
+  return NULL;
+}
+static int give(void* stream, struct work w) {
+  struct stream* s = streams;
+  while (s && s != stream) s = s->next;
+  if (!s) return do_work(&w), 0;
+  struct work* given = malloc(sizeof w);
+  *given = w;
+  given->next = NULL;
+  pthread_mutex_lock(&s->lock);
+  if (s->last) s->last->next = given;
+  else s->first = given;
+  s->last = given;
+  pthread_cond_signal(&s->given);
+  pthread_mutex_unlock(&s->lock);
   return 0;
+}
+int cuStreamCreateWithPriority(struct stream** stream, unsigned flags, int priority) {
+  if (!depth || flags != 1 || priority > 0) return 1;
+  struct stream* s = calloc(1, sizeof *s);
+  pthread_mutex_init(&s->lock, NULL);
+  pthread_cond_init(&s->given, NULL);
+  s->next = streams;
+  streams = s;
+  *stream = s;
+  return pthread_create(&s->thread, NULL, serve, s) ? 2 : 0;
+}
+int cuEventCreate(struct event** event, unsigned flags) { return *event = calloc(1, sizeof **event), flags == 2 ? 0 : 1; }
+int cuEventRecord(struct event* event, void* stream) {
+  return give(stream, (struct work){.kind = RECORD, .event = event, .number = ++event->recorded});
+}
+int cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
+  return flags ? 1 : give(stream, (struct work){.kind = FOLLOW, .event = event, .number = event->recorded});
+}
+int cuEventQuery(struct event* event) {
+  return __atomic_load_n(&event->done, __ATOMIC_SEQ_CST) < event->recorded ? 600 : 0;
+}
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, const struct memory_operation* operations, unsigned flags) {
+  if (flags || !depth || !count || count > 256) return 1;
+  for (unsigned i = 0; i < count; ++i) {
+    const struct memory_operation* o = operations + i;
+    if (o->address % 4 || (o->operation == 1 ? o->flags != 1 : o->operation != 2 || o->flags)) return 1;
+    give(stream, (struct work){.kind = FLAG, .flag = *o});
+  }
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
+  __atomic_add_fetch(&fake.copies, 1, __ATOMIC_RELAXED);
+  return give(stream, (struct work){.kind = COPY, .to = to, .from = from, .bytes = bytes});
 }
 struct attribute { unsigned id; union { char bytes[64]; long long alignment; int number; } value; };
 struct configuration {

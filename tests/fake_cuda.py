@@ -39,6 +39,7 @@ class FakeDriver(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("loads", "launches", "early", "copies", "pushes", "pops")),
         *((name, ctypes.c_uint) for name in ("last_blocks", "last_threads", "last_shared_bytes")),
         ("last_symbol", ctypes.c_char * 256),
+        ("delay", ctypes.c_int),
     ]
 
 

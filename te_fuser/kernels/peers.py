@@ -1,0 +1,206 @@
+"""Peers: buffers that the GPUs of a group write to one another by copy engines, so that exchanges need no SM.
+
+The memory is PyTorch's symmetric memory. NVLink multicast is never used: it is switched off before a group's ranks
+first meet, and each buffer is looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.ops import telling
+from te_fuser.ops.group import Group
+
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_BUFFERS = 3  # of a group at first: exchanges that are under way at once, of which a plan seldom has more than two
+_ALIGNMENT = 256  # bytes
+_WITHOUT = "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
+
+Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where those of each rank lie for this process
+
+
+# ------------------------------------------------------------------------------------------------ can it be used
+
+
+def obstacle(group: Group, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot write to one another on the device at hand, in words; None where nothing is known.
+
+    It asks this process alone: what other ranks lack shows when a plan first runs.
+    """
+    if device.type != "cuda":
+        return f"copy engines are of GPUs, the input is on {device.type}"
+    why = _why_no_memory(device) or _why_multicast()
+    if why is None and not group.is_here():
+        why = f"torch.distributed knows no group {group.title!r} in this process"
+    return why or _why_not_one_host(group) or _why_no_peers(group, device)
+
+
+def _why_no_memory(device: torch.device) -> str | None:
+    """Why PyTorch gives no memory that several GPUs write to."""
+    try:
+        backend = _symmetric_memory().get_backend(device)
+    except ImportError as error:
+        return f"this PyTorch has no symmetric memory ({error})"
+    if backend != "CUDA":
+        return f"PyTorch's symmetric memory is by {backend} here, and this takes that by CUDA: unset TORCH_SYMMMEM"
+    return None
+
+
+def _why_multicast() -> str | None:
+    """Why NVLink multicast would be used."""
+    asked = os.environ.get(MULTICAST, "1")
+    return None if asked == "1" else f"{MULTICAST}={asked} asks for NVLink multicast, which is not used here: unset it"
+
+
+def _why_not_one_host(group: Group) -> str | None:
+    """Why the ranks are not those of one host, as far as who started them says so."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or local == "0":
+        return None
+    ranks = torch.distributed.get_process_group_ranks(group.process_group())
+    hosts = {rank // int(local) for rank in ranks}
+    return None if len(hosts) == 1 else f"the ranks of {group.title} are on {len(hosts)} hosts"
+
+
+def _why_no_peers(group: Group, device: torch.device) -> str | None:
+    """Why the GPUs of this host are too few, or do not write to one another's memory."""
+    count, index = torch.cuda.device_count(), torch.cuda.current_device() if device.index is None else device.index
+    if count < group.size and os.environ.get(OVERLAPPING) != "1":
+        return (
+            f"this process sees {count} GPU{'' if count == 1 else 's'}, and {group.title} has {group.size} ranks: let "
+            "each process see all of them, and choose its own by torch.cuda.set_device"
+        )
+    others = [k for k in range(count) if k != index and not torch.cuda.can_device_access_peer(index, k)]
+    return f"GPU {index} cannot access the memory of GPU {others[0]}" if others else None
+
+
+# ------------------------------------------------------------------------------------------------------- buffers
+
+
+class Peers:
+    """The buffers of a group on a device, which grow when an exchange needs more, by all ranks at once.
+
+    Attributes:
+        ranks, rank: how many there are, and this one's number.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.ranks, self.rank = group.size, group.rank
+        self._group, self._device = group, device
+        self._native: _native.PeerBuffers | None = None
+        self._count = _BUFFERS
+        self._graphed: list[Any] = []  # what captured CUDA graphs go by, which has to stay when there are larger ones
+
+    def buffers(self, block_bytes: int) -> _native.PeerBuffers:
+        """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order.
+
+        Raises:
+            Disagreement: where an exchange of the group was given up.
+            RuntimeError: where there is no memory for them, or a CUDA graph is captured that needs larger ones.
+        """
+        telling.start(self._group)
+        found = self._native
+        if found is None or block_bytes > found.block_bytes or found.under_way == self._count:
+            found = self._native = self._grown(block_bytes, found)
+        elif self._is_captured() and (found, self._memory) not in self._graphed:
+            self._graphed.append((found, self._memory))
+        return found
+
+    def blocks(self, buffer: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
+        return self._blocks(buffer, like.shape, like.dtype)
+
+    def _is_captured(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _grown(self, block_bytes: int, before: _native.PeerBuffers | None) -> _native.PeerBuffers:
+        if self._is_captured():
+            raise RuntimeError(
+                f"exchanges of {self._group.title} need larger buffers, which all ranks make together, and a CUDA graph "
+                "is being captured: run the model once with inputs like these before"
+            )
+        if before is not None:
+            self._count += before.under_way == self._count
+            block_bytes = max(block_bytes, before.block_bytes)
+        block_bytes = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
+        data = self._count * self.ranks * block_bytes
+        self._memory, addresses = allocate(
+            self._group, data + _native.PeerBuffers.flag_bytes(self.ranks, self._count), self._device
+        )
+        flags = self._memory[data:].view(torch.int32).view(self._count, 2, self.ranks)
+        flags[:, 0], flags[:, 1] = 0, 1
+        meet(self._group, self._device)
+        self._blocks = functools.cache(functools.partial(_blocks_of, self._memory, self.ranks, block_bytes))
+        index = self._device.index or 0
+        places = [*addresses], [address + data for address in addresses]
+        return _native.PeerBuffers(self._group.title, index, self.rank, *places, block_bytes, self._count)
+
+
+def _blocks_of(
+    memory: torch.Tensor, ranks: int, block_bytes: int, buffer: int, shape: torch.Size, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    start = buffer * ranks * block_bytes
+    elements = memory[start : start + ranks * block_bytes].view(dtype).view(ranks, -1)
+    joined = elements[:, : shape.numel()].unflatten(1, shape)
+    return *joined.unbind(0), joined
+
+
+_peers: weakref.WeakKeyDictionary[Any, dict[torch.device, Peers]] = weakref.WeakKeyDictionary()
+
+
+def peers_of(group: Group, device: torch.device) -> Peers:
+    """The peers of a group on a device, the same for all exchanges of it."""
+    known = _peers.setdefault(group.process_group(), {})
+    if device not in known:
+        known[device] = Peers(group, device)
+    return known[device]
+
+
+def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:
+    """So many bytes on each rank, which every rank can write.
+
+    Raises:
+        RuntimeError: where they cannot be had, or by NVLink multicast alone.
+    """
+    os.environ.setdefault(MULTICAST, "1")
+    why = _why_multicast()
+    if why is not None:
+        raise RuntimeError(f"symmetric memory of {group.title} cannot be had: {why}")
+    try:
+        memory = _symmetric_memory().empty(size, dtype=torch.uint8, device=device)
+        found = _symmetric_memory().rendezvous(memory, group.name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"symmetric memory of {group.title} cannot be had in {size} bytes ({error}): {_WITHOUT}"
+        ) from error
+    if found.multicast_ptr:
+        raise RuntimeError(
+            f"the symmetric memory of {group.title} was made with NVLink multicast, which is not used here: set "
+            f"{MULTICAST}=1 before anything else makes it, or {_WITHOUT}"
+        )
+    return memory, found.buffer_ptrs
+
+
+def _meet(group: Group, device: torch.device) -> None:
+    """All ranks have come here, and their devices are done with what they were given."""
+    torch.cuda.synchronize(device)
+    group.process_group().barrier().wait()
+    torch.cuda.synchronize(device)
+
+
+allocate: Callable[[Group, int, torch.device], Memory] = _symmetric_allocation
+meet: Callable[[Group, torch.device], None] = _meet
+
+
+def _symmetric_memory() -> Any:
+    """PyTorch's module, which takes its time to be imported."""
+    return importlib.import_module("torch.distributed._symmetric_memory")

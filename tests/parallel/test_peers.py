@@ -1,0 +1,141 @@
+"""Exchanges by copies between ranks, each with streams that take their time, against what ranks know of one another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from te_fuser import _native
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.peers import Peers, peers_of
+from te_fuser.ops.group import Group
+from tests.parallel.ranks import on_ranks
+from tests.peers import standing_in
+
+CPU = torch.device("cpu")
+
+
+def world() -> tuple[Peers, int, int]:
+    group = Group.of("test", dist.group.WORLD)
+    return peers_of(group, CPU), group.rank, group.size
+
+
+def given(number: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What a rank has in an exchange."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(97 * number + rank)).to(dtype)
+
+
+@on_ranks
+def test_gather() -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        for number, shape in enumerate([(3, 5), (1, 1), (7, 2, 3)]):
+            x = given(number, rank, *shape)
+            out = x.new_empty(ranks * shape[0], *shape[1:])
+            buffers = peers.buffers(x.nbytes)
+            buffers.close(buffers.gather(x, out))
+            assert torch.equal(out, torch.cat([given(number, r, *shape) for r in range(ranks)]))
+
+
+@on_ranks
+def test_blocks_for_each_rank() -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        x = given(0, rank, ranks * 3, 5)
+        out = torch.empty_like(x)
+        buffers = peers.buffers(x.nbytes // ranks)
+        buffers.close(buffers.gather(x, out, whole=False))
+        assert torch.equal(out, torch.cat([given(0, r, ranks * 3, 5).chunk(ranks)[rank] for r in range(ranks)]))
+
+
+@on_ranks
+def test_scatter() -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        x = given(0, rank, ranks * 3, 5)
+        buffers = peers.buffers(x.nbytes // ranks)
+        number = buffers.scatter(x)
+        buffers.wait(number)
+        *blocks, joined = peers.blocks(number, x[:3])
+        for r, block in enumerate(blocks):
+            assert torch.equal(block, given(0, r, ranks * 3, 5).chunk(ranks)[rank])
+        assert torch.equal(joined, torch.stack(blocks))
+        buffers.close(number)
+
+
+@pytest.mark.parametrize("delay", [0, 60])
+@on_ranks
+def test_many_exchanges_of_any_size_in_any_order(delay: int) -> None:
+    """Some are under way at once, and are waited for in an order of their own."""
+    generator = random.Random(3)
+    with standing_in(delay):
+        peers, rank, ranks = world()
+        under_way = []
+        for number in range(400 if delay else 5000):
+            rows, features, kind = generator.randrange(1, 9), generator.randrange(1, 9), generator.choice("gbs")
+            shape = (rows if kind == "g" else ranks * rows, features)
+            x = given(number, rank, *shape)
+            buffers = peers.buffers(x.nbytes if kind == "g" else x.nbytes // ranks)
+            out = x.new_full((ranks * rows, features), torch.nan)
+            taken = buffers.scatter(x) if kind == "s" else buffers.gather(x, out, kind == "g")
+            under_way.append((number, kind, shape, buffers, taken, x, out, peers.blocks(taken, x[:rows])))
+            if len(under_way) > generator.randrange(4):
+                number, kind, shape, buffers, taken, x, out, blocks = under_way.pop(generator.randrange(len(under_way)))
+                if kind == "s":
+                    buffers.wait(taken)
+                    out = torch.cat(blocks[:-1])
+                buffers.close(taken)
+                all_given = [given(number, r, *shape) for r in range(ranks)]
+                wanted = all_given if kind == "g" else [t.chunk(ranks)[rank] for t in all_given]
+                assert torch.equal(out, torch.cat(wanted)), number
+        for _, kind, _, buffers, taken, *_ in under_way:
+            if kind == "s":
+                buffers.wait(taken)
+            buffers.close(taken)
+
+
+@pytest.mark.parametrize("gives", [False, True])
+@on_ranks
+def test_a_product_of_gathered_rows(gives: bool) -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        w = given(9, 0, 6, 5)
+        for kind, others in (("forward", ()), ("forward_bias", (given(8, 0, 6),))):
+            make = products.configured(kind, torch.float32, torch.float32).make
+            product = _native.GatherMatmul(make, peers, gives)
+            found = product(given(0, rank, 4, 3, 5), w, *others)
+            x = torch.cat([given(0, r, 4, 3, 5) for r in range(ranks)])
+            y = found[0] if gives else found
+            torch.testing.assert_close(y, torch.nn.functional.linear(x, w, *others))
+            assert not gives or torch.equal(found[1], x)
+
+
+@on_ranks
+def test_a_product_that_is_scattered() -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        product = _native.MatmulScatter(products.configured("forward", torch.float32, torch.float32).make, peers)
+        for number in range(4):
+            xs = [given(2 * number, r, ranks * 3, 2, 5) for r in range(ranks)]
+            ws = [given(2 * number + 1, r, 6, 5) for r in range(ranks)]
+            whole = sum(torch.nn.functional.linear(x.double(), w.double()) for x, w in zip(xs, ws, strict=True))
+            y = product(xs[rank], ws[rank])
+            torch.testing.assert_close(y.double(), whole.chunk(ranks)[rank], rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+
+
+@on_ranks
+def test_more_exchanges_under_way_than_buffers() -> None:
+    with standing_in():
+        peers, rank, ranks = world()
+        found = []
+        for number in range(8):
+            x = given(number, rank, 3, 5)
+            out = x.new_empty(ranks * 3, 5)
+            buffers = peers.buffers(x.nbytes)
+            found.append((buffers, buffers.gather(x, out), x, out))
+        for number, (buffers, taken, _, out) in enumerate(found):
+            buffers.close(taken)
+            assert torch.equal(out, torch.cat([given(number, r, 3, 5) for r in range(ranks)]))
