@@ -21,6 +21,7 @@ std::string bind_functions(void* library, CudaDriver& driver) {
   bind(driver.module_get_function, "cuModuleGetFunction");
   bind(driver.function_set_attribute, "cuFuncSetAttribute");
   bind(driver.stream_is_capturing, "cuStreamIsCapturing");
+  bind(driver.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   bind(driver.stream_create, "cuStreamCreateWithPriority");
   bind(driver.stream_wait_event, "cuStreamWaitEvent");
   bind(driver.stream_batch_memory, "cuStreamBatchMemOp_v2");

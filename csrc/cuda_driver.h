@@ -30,6 +30,7 @@ struct CudaDriver {
   static constexpr int compute_capability_major = 75;      // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   static constexpr int max_dynamic_shared_size_bytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   static constexpr int capture_status_none = 0;            // CU_STREAM_CAPTURE_STATUS_NONE
+  static constexpr int capture_mode_relaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED
   static constexpr int not_ready = 600;                    // CUDA_ERROR_NOT_READY
   static constexpr unsigned stream_non_blocking = 1;       // CU_STREAM_NON_BLOCKING
   static constexpr unsigned event_disable_timing = 2;      // CU_EVENT_DISABLE_TIMING
@@ -76,6 +77,7 @@ struct CudaDriver {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*stream_is_capturing)(Stream stream, int* status);
+  Result (*exchange_capture_mode)(int* mode);
   Result (*stream_create)(Stream* stream, unsigned flags, int priority);
   Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
   Result (*stream_batch_memory)(Stream stream, unsigned count, MemoryOperation* operations, unsigned flags);
@@ -99,6 +101,19 @@ bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream);
 
 // Another library than libcuda.so.1, for tests; what is loaded already keeps the driver that it was loaded by.
 void set_cuda_driver(const std::string& library);
+
+// On this thread calls are allowed that a capture on another one forbids, as long as this lives.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const CudaDriver& driver) : driver_(driver) { driver_.exchange_capture_mode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+  ~BesideCaptures() { driver_.exchange_capture_mode(&mode_); }
+
+ private:
+  const CudaDriver& driver_;
+  int mode_ = CudaDriver::capture_mode_relaxed;
+};
 
 // Makes a context current on this thread and gives the earlier one back at the end: threads of the autograd engine may
 // have none, and PyTorch on this thread may work on another device.

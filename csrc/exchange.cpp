@@ -214,6 +214,7 @@ bool PeerBuffers::close(size_t buffer, Stream stream, Failure& failure) {
 }
 
 bool PeerBuffers::release(Failure& failure) {
+  const BesideCaptures beside(*driver_);
   const CurrentContext current(*driver_, context_);
   Operations operations;
   for (size_t buffer = 0; buffer < buffers_.size(); ++buffer) {
@@ -226,6 +227,7 @@ bool PeerBuffers::release(Failure& failure) {
 }
 
 bool PeerBuffers::is_done() const {
+  const BesideCaptures beside(*driver_);
   const CurrentContext current(*driver_, context_);
   return driver_->event_query(closed_) != CudaDriver::not_ready;
 }

@@ -61,7 +61,8 @@ class PeerBuffers {
   // Has a stream wait for what is sent and received; what the stream was given before has read the blocks.
   bool close(size_t buffer, Stream stream, Failure& failure);
 
-  // Lets every wait of this rank for a flag end, whoever is gone: what is computed then is void.
+  // Lets what waits for a flag here go on, whoever is gone: what is computed then is void. Once for each wait. This and the
+  // next may be called by another thread, while graphs are captured too.
   bool release(Failure& failure);
 
   // Whether what was closed last is done, as far as that can be asked.

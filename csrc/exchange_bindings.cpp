@@ -130,7 +130,8 @@ void bind_exchanges(py::module_& module) {
       .def("close", &close, py::arg("buffer"), "Have the current stream wait for all, and let others send anew.")
       .def("release", [](PeerBuffers& b) { run([&](Failure& failure) { return b.release(failure); }); },
            "Let what waits for other ranks go on; what it computes is void.")
-      .def("is_done", &PeerBuffers::is_done, "Whether the device is done with what was closed.")
+      .def("is_done", &PeerBuffers::is_done, py::call_guard<py::gil_scoped_release>(),
+           "Whether the device is done with what was closed.")
       .def_property_readonly("block_bytes", &PeerBuffers::block_bytes)
       .def_property_readonly("under_way", &PeerBuffers::under_way);
 }

@@ -350,6 +350,64 @@ class ColumnSums:
     def load(self, device: int) -> None:
         """Load on a device; RuntimeError with the driver's words."""
 
+class PeerBuffers:
+    """Buffers that the GPUs of a group write to one another by copy engines, and flags of them."""
+
+    block_bytes: int
+    under_way: int
+
+    def __init__(
+        self,
+        group: str,
+        device: int,
+        rank: int,
+        buffers: Sequence[int],
+        flags: Sequence[int],
+        block_bytes: int,
+        count: int,
+    ) -> None:
+        """Streams for copies, over memory of each rank: `count` buffers of a block for every rank, and their flags."""
+
+    @staticmethod
+    def flag_bytes(ranks: int, buffers: int) -> int:
+        """The bytes of the flags of so many buffers."""
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, whole: bool = True) -> int:
+        """Start to join every rank's x in out, or its block of every rank's x; the number of the buffer it takes."""
+
+    def scatter(self, x: torch.Tensor) -> int:
+        """Start to send each rank its block of x; the number of the buffer."""
+
+    def wait(self, buffer: int) -> None:
+        """Have the current stream wait for all blocks, its own among them, of what is scattered."""
+
+    def close(self, buffer: int) -> None:
+        """Have the current stream wait for all, and let others send anew."""
+
+    def release(self) -> None:
+        """Let what waits for other ranks go on; what it computes is void."""
+
+    def is_done(self) -> bool:
+        """Whether the device is done with what was closed."""
+
+class GatherMatmul:
+    """A product of the rows that all ranks of a group have: as make(a, b, ..), of this rank's a."""
+
+    def __new__(cls, make: Callable[..., Any], peers: Any, gives: bool = False) -> GatherMatmul:
+        """`peers` gives buffers and tensors of their blocks; with `gives` the gathered a is given, too."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """What `make` gives of the gathered a."""
+
+class MatmulScatter:
+    """This rank's rows of the sum of all ranks' make(a, b, ..)."""
+
+    def __new__(cls, make: Callable[..., Any], peers: Any) -> MatmulScatter:
+        """`peers` gives buffers and tensors of their blocks."""
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The rows."""
+
 class QuantizeWeights:
     """The kernel that makes 8 bits of many weights in one launch; `kernels/quantize_weights.cu`."""
 

@@ -6,6 +6,7 @@ The native steps are those of GPUs. Each stream begins what it is given after a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
@@ -16,9 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from te_fuser.fuser.plan.device import device_named
+from te_fuser.fuser.run import fuser
+from te_fuser.fusions.match import Match
 from te_fuser.kernels import peers
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.group import Group
-from tests import fake_cuda, fake_cublaslt
+from tests import fake_cublaslt, fake_cuda
 
 _numbers = itertools.count()
 
@@ -48,7 +53,7 @@ def _meet(group: Group, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def standing_in(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
-    """In here GPUs are stood for by this CPU, on each rank, and nothing speaks against exchanges by copies.
+    """In here this CPU stands for GPUs, on each rank, and nothing speaks against exchanges by copies.
 
     Args:
         delay: the most microseconds that a stream takes to begin something.
@@ -62,3 +67,27 @@ def standing_in(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
         state.delay = delay
         yield state
         dist.barrier()
+
+
+@contextlib.contextmanager
+def emulated(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
+    """In here plans are those of H200s, too: kernels and cuBLASLt's products run on tensors of this CPU, in float32."""
+    with standing_in(delay) as driver, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuser, "device_of", lambda device: device_named("h200"))
+        patch.setattr("te_fuser.fusions.cublaslt.why_no_product", _why_no_product)
+        products.configured.cache_clear()
+        with _emulation().in_plans():
+            yield driver
+        products.configured.cache_clear()
+
+
+@functools.cache
+def _emulation() -> fake_cuda.Emulation:
+    """One for a process, which compiles a kernel once."""
+    return fake_cuda.Emulation(Path(tempfile.mkdtemp(prefix="te_fuser-emulated-")))
+
+
+def _why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
+    if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].accumulate_into_main_grad:
+        return "the weight's gradient goes to its main_grad"
+    return None if m.dtype == torch.float32 else "the products that stand for a GPU's are in float32"

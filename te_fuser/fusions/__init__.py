@@ -5,6 +5,7 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     BY_BLOCKS,
+    PEER_COPIES,
     RECORDED,
     STRETCH,
     Fusion,
@@ -24,8 +25,6 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     cublaslt,
     matmul_bias_gelu_quack,
     matmul_main_grad,
-    all_gather_matmul,
-    matmul_reduce_scatter,
     bias_gelu_matmul_quack,
     cublaslt_masks,
     rotary_embedding,
@@ -48,6 +47,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
 __all__ = [
     "BY_BLOCKS",
     "RECORDED",
+    "PEER_COPIES",
     "STRETCH",
     "Body",
     "Cost",

@@ -158,7 +158,7 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
     """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
     form, sizes = products.form_of(kind, m.dtype, m.dtype), _sizes(m, kind, at, m.x.exact())
     describe = functools.partial(products.algorithms_of, form, sizes)
-    return Body(products.configured(kind, m.dtype, m.dtype).make, plain=True, describe=describe)
+    return Body(products.configured(kind, m.dtype, m.dtype).make, True, form.by_rows, describe)
 
 
 # ------------------------------------------------------------------------------------------------------- rows

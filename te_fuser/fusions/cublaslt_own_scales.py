@@ -210,7 +210,8 @@ def _choose(m: Match, method: str, kind: str) -> Body:
     if method == "forward":
         of = _quantizer(form, 0, m.dtype, "both" if keeps else "rows")
         run = functools.partial(_forward, of=of, output=_output_of(m, kind), keeps=keeps)
-        return Body(run, True, functools.partial(_algorithms, m.exact(), ("y",), kind), by_blocks=by_blocks)
+        describe = functools.partial(_algorithms, m.exact(), ("y",), kind)
+        return Body(run, plain=True, describe=describe, by_blocks=by_blocks)
     describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
     ways = {wanted: _quantizer(form, 2, form.dtype, wanted) for wanted in ("both", "rows", "turned")}
     backward = functools.partial(_backward, of=ways, gradients=_Gradients.of(m))

@@ -109,7 +109,7 @@ _EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
 
 def body_of(form: ProductForm, sizes: tuple[int, int, int]) -> Body:
     """A product of 8 bits that runs in the native loop, in sizes (m, n, k)."""
-    return Body(products.configured(form).make, plain=True, describe=functools.partial(algorithms_of, form, sizes))
+    return Body(products.configured(form).make, True, form.by_rows, functools.partial(algorithms_of, form, sizes))
 
 
 def put_weight_gradient(

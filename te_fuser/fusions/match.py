@@ -152,6 +152,7 @@ class Body:
 
     Attributes:
         plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
+        by_rows: whether it is a native product's `make` whose rows depend on the rows of its first tensor, each on one.
         describe: says what it runs by, as explain() shows it; nothing while that is not known.
         transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
             "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
@@ -162,6 +163,7 @@ class Body:
 
     function: Callable[..., Any]
     plain: bool = False
+    by_rows: bool = False
     describe: Callable[[], str] | None = field(default=None, compare=False)
     transposed: tuple[str, ...] = ()
     by_blocks: ByBlocks | None = None

@@ -133,8 +133,9 @@ _version = 0
 _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
 _only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
-# Names like others: kernels of several row ops; see by_torch; kernels that quantize by blocks what products read.
-STRETCH, RECORDED, BY_BLOCKS = _OWN = "stretch", "torch_functions", "kernels_by_blocks"
+# Names like others: kernels of several row ops; see by_torch; kernels that quantize by blocks what products read;
+# exchanges of ranks by copy engines.
+STRETCH, RECORDED, BY_BLOCKS, PEER_COPIES = _OWN = "stretch", "torch_functions", "kernels_by_blocks", "peer_copies"
 
 
 def register(entry: Fusion) -> Fusion:

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.ops import telling
+from te_fuser.ops import stuck, telling
+from te_fuser.ops.collective import Work
 from te_fuser.ops.group import Group
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BUFFERS = 3  # of a group at first: exchanges that are under way at once, of which a plan seldom has more than two
 _ALIGNMENT = 256  # bytes
-_WITHOUT = "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
+_WITHOUT = (
+    "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
+)
 
 Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where those of each rank lie for this process
 
@@ -32,7 +35,7 @@ Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where thos
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot write to one another on the device at hand, in words; None where nothing is known.
+    """Why the ranks of a group cannot write to one another on the device at hand, in words; None where none is known.
 
     It asks this process alone: what other ranks lack shows when a plan first runs.
     """
@@ -119,14 +122,26 @@ class Peers:
         """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
         return self._blocks(buffer, like.shape, like.dtype)
 
+    def is_done(self) -> bool:
+        """Whether the device is done with all exchanges that were waited for."""
+        return all(buffers.is_done() for buffers in self._all())
+
+    def release(self) -> None:
+        """Let what waits for other ranks on the device now go on; what it computes is void."""
+        for buffers in self._all():
+            buffers.release()
+
+    def _all(self) -> list[_native.PeerBuffers]:
+        return [] if self._native is None else [self._native, *[buffers for buffers, _ in self._graphed]]
+
     def _is_captured(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _grown(self, block_bytes: int, before: _native.PeerBuffers | None) -> _native.PeerBuffers:
         if self._is_captured():
             raise RuntimeError(
-                f"exchanges of {self._group.title} need larger buffers, which all ranks make together, and a CUDA graph "
-                "is being captured: run the model once with inputs like these before"
+                f"exchanges of {self._group.title} need larger buffers, which all ranks make together, and a CUDA "
+                "graph is being captured: run the model once with inputs like these before"
             )
         if before is not None:
             self._count += before.under_way == self._count
@@ -143,6 +158,55 @@ class Peers:
         index = self._device.index or 0
         places = [*addresses], [address + data for address in addresses]
         return _native.PeerBuffers(self._group.title, index, self.rank, *places, block_bytes, self._count)
+
+
+class ByCopies:
+    """A transport by copy engines: sums are taken in float32 where the blocks are, and rounded once."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        buffers = self._peers.buffers(sent.nbytes)
+        return _Copies(buffers, buffers.gather(sent, made), (sent, made))
+
+    def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        buffers = self._peers.buffers(sent.nbytes // self._peers.ranks)
+        return _Copies(buffers, buffers.gather(sent, made, False), (sent, made))
+
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        buffers = self._peers.buffers(made.nbytes)
+        number = buffers.scatter(sent)
+        return _Copies(buffers, number, (sent, made), self._peers.blocks(number, made)[-1])
+
+
+class _Copies:
+    """Copies under way, and the tensors that they need, which may not be freed before.
+
+    Attributes:
+        blocks: those of all ranks, of which the sum is wanted.
+    """
+
+    def __init__(
+        self,
+        buffers: _native.PeerBuffers,
+        number: int,
+        held: tuple[torch.Tensor, torch.Tensor],
+        blocks: torch.Tensor | None = None,
+    ) -> None:
+        self._buffers, self._number, self._held, self._blocks = buffers, number, held, blocks
+
+    def wait(self) -> None:
+        if self._blocks is not None:
+            self._buffers.wait(self._number)
+            torch.sum(self._blocks, 0, out=self._held[1])
+        self._buffers.close(self._number)
+        del self._held
+
+
+def by_copies(group: Group, device: torch.device) -> ByCopies:
+    """The transport of a group on a device."""
+    return ByCopies(peers_of(group, device))
 
 
 def _blocks_of(
@@ -162,6 +226,7 @@ def peers_of(group: Group, device: torch.device) -> Peers:
     known = _peers.setdefault(group.process_group(), {})
     if device not in known:
         known[device] = Peers(group, device)
+        stuck.watch_exchanger(group, known[device])
     return known[device]
 
 

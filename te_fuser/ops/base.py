@@ -133,6 +133,7 @@ class OpCall:
     notes: dict[str, object] = field(default_factory=dict)  # what forward tells backward that is no tensor
     fresh: bool = False  # whether a reference makes numbers of its call where it quantizes, and puts them into tensors
     stored: dict[str, torch.dtype] = field(default_factory=dict)  # of outputs that a reference gives in a wider one
+    transport: Any = None  # what moves tensors between ranks; None: the ProcessGroup
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.tensors.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,11 +18,52 @@ from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
+class Work(Protocol):
+    """An exchange that was started."""
+
+    def wait(self) -> object:
+        """Have the current stream wait until it is done."""
+
+
 class UnderWay(NamedTuple):
-    """A tensor that other ranks send, and the work of the ProcessGroup that ends when it is there."""
+    """A tensor that other ranks send, and the work that ends when it is there."""
 
     arriving: torch.Tensor
-    work: torch.distributed.Work
+    work: Work
+
+
+class Transport(Protocol):
+    """A way to move tensors between ranks, whose blocks lie one behind the other; each method starts to fill `made`."""
+
+    def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """Every rank's tensor."""
+
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """The sum of every rank's block for this one."""
+
+    def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """Every rank's block for this one."""
+
+
+class ByProcessGroup:
+    """Collectives of torch.distributed."""
+
+    def __init__(self, group: Group) -> None:
+        telling.start(group)
+        self._ranks = group.process_group()
+
+    def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks._allgather_base(made, sent)
+
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions())
+
+    def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks.alltoall_base(made, sent, [], [])
+
+    def add_up(self, summed: torch.Tensor) -> Work:
+        """The sum of every rank's tensor, in the place of this one's."""
+        return self._ranks.allreduce([summed])
 
 
 @dataclass(frozen=True)
@@ -86,23 +127,24 @@ class Exchange:
             return sum(self.parts) // math.gcd(*self.parts)
         return 2 if self.balanced else 1
 
-    def start(self, x: torch.Tensor, group: Group) -> UnderWay:
-        """Send x; what comes back is there when `wait` has waited for it."""
-        telling.start(group)
-        ranks, n = group.process_group(), group.size
-        x = x.detach()
+    def start(self, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
+        """Send x; what comes back is there when `wait` has waited for it.
+
+        Args:
+            by: what moves it; None: the ProcessGroup.
+        """
+        n, x = group.size, x.detach()
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
             summed = sent.clone()
-            return UnderWay(summed, ranks.allreduce([summed]))
+            return UnderWay(summed, ByProcessGroup(group).add_up(summed))
         rows = sent.shape[0] * (1 if self.join is None else n) // (1 if self.cut is None else n)
         made = sent.new_empty(rows, *sent.shape[1:])
-        if self.cut is None:
-            return UnderWay(made, ranks._allgather_base(made, sent))
-        if self.join is None:
-            return UnderWay(made, ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions()))
-        return UnderWay(made, ranks.alltoall_base(made, sent, [], []))
+        by = by or ByProcessGroup(group)
+        return UnderWay(
+            made, (by.gather if self.cut is None else by.scatter if self.join is None else by.swap)(sent, made)
+        )
 
     def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Wait for what `start` gave, and join it.
@@ -315,7 +357,7 @@ class Collective(OfRanks, UnfusedOperation):
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor | UnderWay:  # type: ignore[override]
         forth = self._way(self.forth)
-        return x.view_as(x) if forth is None else forth.start(x, self._known())
+        return x.view_as(x) if forth is None else forth.start(x, self._known(), call.transport)
 
     def wait(self, call: OpCall, started: UnderWay) -> torch.Tensor:
         """y of what came back."""
@@ -329,7 +371,7 @@ class Collective(OfRanks, UnfusedOperation):
     def start_gradient(self, call: OpCall, dy: torch.Tensor) -> UnderWay:
         """Send dy."""
         assert self.back is not None
-        return self.back.start(dy, self._known())
+        return self.back.start(dy, self._known(), call.transport)
 
     def wait_gradient(self, call: OpCall, started: UnderWay) -> dict[str, torch.Tensor]:
         """dx of what came back."""

@@ -4,6 +4,9 @@ What ranks have run before they run without asking, so where one meets something
 others (`telling`), while these wait for it in a collective. Whoever stands still looks whether one of the others told:
 it frees that one by its words, ends its own wait where the backend can (NCCL; gloo waits for the group's timeout, or
 until the other one is gone), and what this raises is said in words. As long as collectives go on nothing is asked.
+
+Exchanges by copy engines (`Exchanger`) have no backend that knows of time. Where a device waits in one for longer than the
+group's timeout, and nothing new is started meanwhile, its wait is ended in the same way, naming the ranks that say nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from te_fuser.config import config
 from te_fuser.ops import telling
@@ -26,7 +29,18 @@ _SHARE = 0.5  # of the patience: so the one that waits hears why before it gives
 _LOOKS = 16  # in that time
 _LONGEST = 10.0  # seconds from one look to the next
 _END = 2.0  # seconds that the end of the process waits for a look
+_SOON = 0.01  # seconds from one release to the next
 _ABORTED = 15.0  # and for the end of a group: NCCL gives up on one that a graph has captured after 10
+
+
+class Exchanger(Protocol):
+    """Exchanges of a group that wait on the device for other ranks."""
+
+    def is_done(self) -> bool:
+        """Whether the device is done with all that was started and waited for."""
+
+    def release(self) -> None:
+        """Let what waits on the device now go on."""
 
 
 class _Standing(NamedTuple):
@@ -43,6 +57,8 @@ class _Watch:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self._standing: weakref.WeakKeyDictionary[Any, _Standing] = weakref.WeakKeyDictionary()
+        self._exchangers: weakref.WeakKeyDictionary[Any, list[Exchanger]] = weakref.WeakKeyDictionary()
+        self._unmoved: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], float]] = weakref.WeakKeyDictionary()
         self._changed, self._ended, self._thread = threading.Event(), False, threading.Thread()
         self._ending: list[threading.Thread] = []
 
@@ -53,6 +69,11 @@ class _Watch:
             self._thread = threading.Thread(target=self._run, name="te_fuser: ranks in step", daemon=True)
             self._thread.start()
         self._changed.set()
+
+    def watch_exchanger(self, group: Group, exchanger: Exchanger) -> None:
+        """Look at its device, too."""
+        self._exchangers.setdefault(group.process_group(), []).append(exchanger)
+        self.watch((group,))
 
     def end(self) -> None:
         """Look no more: a thread in native code at the end of the interpreter would abort it."""
@@ -86,7 +107,17 @@ class _Watch:
             return
         ranks = group.process_group()
         before, now = self._standing.get(ranks), time.monotonic()
-        found = _Standing(telling.stands(group))
+        at = telling.stands(group)
+        if all(exchanger.is_done() for exchanger in self._exchangers.get(ranks, ())):
+            self._unmoved[ranks] = at, now
+        since = self._unmoved.setdefault(ranks, (at, now))
+        if since[0] != at:
+            self._unmoved[ranks] = at, now
+        elif now - since[1] >= telling.timeout(group):
+            telling.give_up(group, _words_of_silence(group, now - since[1]))
+            self._end(group)
+            return
+        found = _Standing(at)
         if before is not None and before.at == found.at:
             if telling.given_up(group):  # by another one that is in this collective, too
                 self._end(group)
@@ -102,12 +133,13 @@ class _Watch:
     def _end(self, group: Group) -> None:
         """End what this rank waits for, beside the looks at others: where a graph has captured it that takes long."""
         self._ending = [thread for thread in self._ending if thread.is_alive()]
-        self._ending.append(threading.Thread(target=_end, args=(group,), name="te_fuser: end of a group", daemon=True))
+        given = group, tuple(self._exchangers.get(group.process_group(), ()))
+        self._ending.append(threading.Thread(target=_end, args=given, name="te_fuser: end of a group", daemon=True))
         self._ending[-1].start()
 
 
 _watch = _Watch()
-watch = _watch.watch
+watch, watch_exchanger = _watch.watch, _watch.watch_exchanger
 atexit.register(_watch.end)
 
 
@@ -124,10 +156,31 @@ def _give_up(group: Group, other: str) -> None:
         warnings.warn(words, RuntimeWarning, stacklevel=1)
 
 
-def _end(group: Group) -> None:
+def _words_of_silence(group: Group, seconds: float) -> str:
+    """What is said where a device waits for other ranks: of which some say that they wait, too."""
+    store, key = group.process_group().get_group_store(), "te_fuser/waits/{}".format
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    try:
+        store.set(key(group.rank), "")
+        time.sleep(2 * _pause())
+        silent = [f"{rank}" for rank in others if not store.check([key(rank)])]
+    except RuntimeError:  # the store is gone
+        silent = [f"{rank}" for rank in others]
+    who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}" if silent else "no other rank"
+    return (
+        f"the device of {group} waits for {seconds:.0f} s in an exchange by copy engines, as long as the group's timeout, "
+        f"and {who} of group {group.title!r} did not come"
+    )
+
+
+def _end(group: Group, exchangers: Sequence[Exchanger]) -> None:
     """End what this rank waits for, when the others that do had time to hear of it: a backend ends the process else."""
     if group.size > 2:
         time.sleep(2 * _pause())
+    while not all(exchanger.is_done() for exchanger in exchangers):
+        for exchanger in exchangers:
+            exchanger.release()
+        time.sleep(_SOON)
     _abort(group)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from te_fuser import _native
+from te_fuser.config import config
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.peers import Peers, peers_of
+from te_fuser.ops import telling
 from te_fuser.ops.group import Group
-from tests.parallel.ranks import on_ranks
+from te_fuser.ops.telling import Disagreement
+from tests.parallel.ranks import Ranks, RanksFailedError, on_ranks
 from tests.peers import standing_in
 
 CPU = torch.device("cpu")
@@ -139,3 +145,34 @@ def test_more_exchanges_under_way_than_buffers() -> None:
         for number, (buffers, taken, _, out) in enumerate(found):
             buffers.close(taken)
             assert torch.equal(out, torch.cat([given(number, r, 3, 5) for r in range(ranks)]))
+
+
+@on_ranks
+def one_is_gone() -> None:
+    """Not a test: the body of the next one."""
+    with standing_in(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "patience", 0.8)
+        peers, rank, ranks = world()
+        x = given(0, rank, 3, 5)
+        out = x.new_empty(ranks * 3, 5)
+        for _ in range(3):
+            buffers = peers.buffers(x.nbytes)
+            buffers.close(buffers.gather(x, out))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        patch.setattr(telling, "timeout", lambda group: 0.5)
+        buffers = peers.buffers(x.nbytes)
+        buffers.close(buffers.gather(x, out))  # what it gives is void
+        words = "waits for . s in an exchange by copy engines, .* and rank 1 of group 'world' did not come"
+        with pytest.raises(Disagreement, match=words):
+            peers.buffers(x.nbytes)
+        print("heard of it")
+
+
+def test_a_rank_that_is_gone(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The wait of the other one ends, and its next exchange raises."""
+    ranks = Ranks(tmp_path, request.config.getoption("--cpu"), deadline=30)
+    with pytest.raises(RanksFailedError) as error:
+        ranks.run(vars(one_is_gone)["body"], {})
+    ranks.stop()
+    assert "rank 1 ended by SIGKILL" in str(error.value) and "heard of it" in str(error.value)

@@ -28,12 +28,14 @@ class Link:
         latency: seconds of a small collective, and the least of any.
         estimate: what these were taken from that nobody measured; empty where they were measured.
         hidden: the share of the time of sending that products beside it do not feel.
+        beside: the same of what copy engines send, of the product that it is one step with.
     """
 
     rates: tuple[tuple[int, float], ...]
     latency: float
     estimate: str = ""
     hidden: float = 0.37
+    beside: float = 0.5
 
     def seconds(self, cost: Cost) -> float:
         """The predicted time of what a step sends."""

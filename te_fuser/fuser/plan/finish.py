@@ -22,6 +22,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums, with_sums_over_ranks
 from te_fuser.fuser.plan.by_blocks import held_together
+from te_fuser.fuser.plan.exchanges import go_by_copies
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.order import in_running_order, without_idle
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -249,12 +250,15 @@ def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
 def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
     """Those between a product and what exchanges its output and its gradient, and borders; without any, all others.
 
-    Between a product and what exchanges the gradient of its input there is never one.
+    Between a product and what exchanges the gradient of its input there is never one, and where exchanges go by copies
+    beside products, between neither.
     """
     graph = problem.graph
     exchanged = {n.index for n in graph.nodes for g in n.gradients if g.wait}
     if not exchanged:
         return ends
+    if all(go_by_copies(problem, graph.nodes[k]) for k in exchanged):
+        return {k for k in ends if k not in exchanged and k - 1 not in exchanged}
     products = {n.index for n in graph.nodes if not n.is_row and n.parameters}
     both = {k for k in exchanged if graph.nodes[k].op.op_wait is not None}  # type: ignore[attr-defined]
     found = {k for k in ends & both if k - 1 in products}

@@ -16,6 +16,7 @@ from te_fuser import dtypes
 from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
+from te_fuser.fuser.plan.exchanges import with_copies
 from te_fuser.fuser.plan.finish import borders, finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.measuring import with_raised, with_zeros
@@ -157,6 +158,7 @@ def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
         ends = borders(graph) if options.summed_apart else frozenset[int]()
         plan, prices = _kept_as_asked(graph, options, ends)
         plan = with_blocks(with_raised(with_zeros(with_made(plan, prices), prices), prices), prices)
+        plan = with_copies(plan, prices)
         for change in PASSES:
             plan = change(plan, options)
         _ = plan.written  # what it asks of sizes is asked now

@@ -143,10 +143,14 @@ class Prices:
         """What steps with the same question take, which is asked once."""
         return self.once(price, lambda: self._told(price, task, start))
 
+    def cost(self, price: Price) -> Cost:
+        """What is asked for."""
+        asked = price.method
+        return getattr(self, asked)(*price.arguments) if isinstance(asked, str) else asked(self, *price.arguments)
+
     def _told(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
         """What is asked for, and the predicted times of the device and of the host."""
-        asked = price.method
-        cost = getattr(self, asked)(*price.arguments) if isinstance(asked, str) else asked(self, *price.arguments)
+        cost = self.cost(price)
         host = self._host(task, cost)
         seconds = self.seconds(cost, self.graph.nodes[start])
         return cost, seconds + host if self._on_cpu else seconds, host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
+
+
+class RowProduct(NamedTuple):
+    """A native product of rows: its `make`, and the names of what it takes, in order, and gives."""
+
+    make: Callable[..., Any]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
 
 
 @record()
@@ -103,6 +111,13 @@ class FusionTask(Task):
             return None
         alone = len(step.outputs) == len(self._gives()) == 1
         return Called(self.function(), tuple(read[name] for name in takes)) if alone else None
+
+    @property
+    def row_product(self) -> RowProduct | None:  # type: ignore[override]
+        """What it runs as, where that is a native product of which each row depends on that row of its first tensor."""
+        if self.body is None or not self.body.by_rows or self._blocks is not None:
+            return None
+        return RowProduct(self.body.function, self._takes(), self._gives())
 
     def _gives(self) -> tuple[str, ...]:
         """What its body gives, read or not."""

@@ -19,6 +19,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.ops.collective import Transport
     from te_fuser.ops.tensor_function import TensorFunction
 
 
@@ -32,6 +33,7 @@ class OpTask(Task):
         casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
         phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
         again: whether it is a forward that runs in backward, where its output was not kept.
+        transport: what gives that by which ranks exchange tensors; None: the ProcessGroup.
     """
 
     node: Node
@@ -40,10 +42,11 @@ class OpTask(Task):
     casts: tuple[tuple[str, torch.dtype], ...] = ()
     phase: str = "whole"
     again: bool = False
+    transport: Callable[[], Transport] | None = None
 
     @property
     def identity(self) -> Any:
-        return self.gradient, self.needed, self.casts, self.phase, self.again
+        return self.gradient, self.needed, self.casts, self.phase, self.again, self.transport
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
@@ -84,7 +87,7 @@ class OpTask(Task):
         return "method" if self.plain is None else "function"
 
     def at(self, node: Node) -> OpTask:
-        return OpTask(node, self.gradient, self.needed, self.casts, self.phase, self.again)
+        return OpTask(node, self.gradient, self.needed, self.casts, self.phase, self.again, self.transport)
 
     @property
     def plain(self) -> TensorFunction | None:
@@ -148,6 +151,8 @@ class OpRunner:
         first = slots[self._first]
         if node.draws:
             call.random = stream_of(slots[self._seed], node.stream, first.shape, node.op.batch_dim(), node.share)
+        if self._task.transport is not None:
+            call.transport = self._task.transport()
         if self._task.phase == "wait":
             call.emitted, first = first
         made = self._function(call, first)

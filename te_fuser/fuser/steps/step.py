@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.steps.fusion_task import RowProduct
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fusions.match import ByBlocks, Cost
     from te_fuser.ops.base import Spec
@@ -92,6 +93,7 @@ class Task:
         ops: those of the step that it is for, where these are not all.
         kernel: the task itself, where it is a generated kernel.
         takes_blocks: how it can take a tensor by blocks, where it does not yet.
+        row_product: the native product of rows that it is, where it is one.
     """
 
     what: ClassVar[str] = "op"
@@ -107,6 +109,7 @@ class Task:
     ops: tuple[int, ...] = ()
     kernel: KernelTask | None = None
     takes_blocks: ByBlocks | None = None
+    row_product: RowProduct | None = None
 
     @property
     def identity(self) -> Any:

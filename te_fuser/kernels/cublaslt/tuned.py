@@ -37,6 +37,11 @@ class ProductForm:
     scales_a: str = "one"
     scales_b: str = "one"
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of what it gives depends on that row of its first factor, and on no other."""
+        return not self.transpose_a and self.scales_a == "one" and not self.epilogue.endswith("bgrad")
+
     def giving(self, dtype: torch.dtype) -> ProductForm:
         """The same with a result in a dtype."""
         return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)

@@ -21,7 +21,6 @@ from te_fuser.fuser.show.explain import Explanation
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.step import Step
 from tests.plans.models import attention_branch, mlp_branch
-from tests.symmetric import NAMES as PIPELINES
 
 BF16, HIDDEN, HEADS = torch.bfloat16, 4096, 32
 H200 = DEVICES["h200"]
@@ -54,7 +53,7 @@ def plan_of(ranks: int, memory: str | int, layers: int = 1) -> Plan:
         ]
         model = te_fuser.Sequential(*(shared(b, ranks) if ranks > 1 else b for b in branches), memory=memory)
         x = torch.empty(2048 // ranks, 4, HIDDEN, dtype=BF16, requires_grad=True)
-    with fusions.disabled(*PIPELINES):
+    with fusions.disabled(fusions.PEER_COPIES):
         (plan,) = model.plans(x, device="h200")
     return plan
 
@@ -68,7 +67,7 @@ def tied_plan(ranks: int, memory: str) -> Plan:
         tied = [te_fuser.Residual(ops.LayerNorm(1024, dtype=BF16), *products) for _ in range(2)]
         x = torch.empty(512 // ranks, 1, 1024, dtype=BF16, requires_grad=True)
         model = te_fuser.Sequential(*tied, memory=memory)
-    with fusions.disabled(*PIPELINES):
+    with fusions.disabled(fusions.PEER_COPIES):
         (plan,) = model.plans(x, device="h200")
     return plan
 
