@@ -97,6 +97,7 @@ ABSTRACT = {
     "te_fuser.ops.binding",
     "te_fuser.ops.checks",  # of arguments, not an op
     "te_fuser.ops.dtensor",  # of tensors, not an op
+    "te_fuser.ops.exchange",  # of tensors, not an op
     "te_fuser.ops.facts",
     "te_fuser.ops.gradient_sums",  # of tensors, not an op
     "te_fuser.ops.group",  # the same
@@ -136,6 +137,7 @@ OP_HELPERS = {
     "construction",
     "context",
     "cut",
+    "exchange",
     "dtensor",
     "facts",
     "float8_products",
@@ -190,7 +192,8 @@ ASPECTS = {
         "gpu_bodies",
         "resuming",
         "lockstep",
-        "pipelines",
+        "peer_products",
+        "peers",
         "measuring",
         "presets",
         "overlap",
@@ -313,7 +316,12 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
     kinds -= {
         name for other in (PACKAGE / "fuser").rglob("*.py") for name in classes(other)
     }  # a tensor that a kernel makes
-    concrete = kinds | set(fusions.names()) - {fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS}
+    concrete = kinds | set(fusions.names()) - {
+        fusions.STRETCH,
+        fusions.RECORDED,
+        fusions.BY_BLOCKS,
+        fusions.PEER_COPIES,
+    }
     tree = tree_of(path)
     named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     named |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
@@ -349,8 +357,8 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
-        ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.dtensor", "_Waited"),
+        ("te_fuser.ops.exchange", "_Exchanged"),
         ("te_fuser.ops.dtensor", "_OwnPart"),
         ("te_fuser.ops.float8_products", "_Products"),
         ("te_fuser.ops.joined", "InOneBuffer"),
@@ -393,7 +401,11 @@ def test_every_op_is_exported():
     assert missing == []
 
 
-FUSIONS = [fusions.get(n) for n in fusions.names() if n not in (fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS)]
+FUSIONS = [
+    fusions.get(n)
+    for n in fusions.names()
+    if n not in (fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS, fusions.PEER_COPIES)
+]
 ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
@@ -407,7 +419,6 @@ FUSION_FILES = [
         "makers",
         "match",
         "pattern",
-        "pipeline",
         "registry",
     )
     and p not in ROW_FILES

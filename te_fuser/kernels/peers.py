@@ -17,7 +17,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.ops import stuck, telling
-from te_fuser.ops.collective import Work
+from te_fuser.ops.exchange import Work
 from te_fuser.ops.group import Group
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

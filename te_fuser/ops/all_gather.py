@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from te_fuser.ops.checks import whole_number
-from te_fuser.ops.collective import Collective, Exchange
+from te_fuser.ops.collective import Collective
+from te_fuser.ops.exchange import Exchange
 
 
 class AllGather(Collective):

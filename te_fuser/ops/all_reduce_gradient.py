@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from te_fuser.ops.collective import Collective, Exchange
+from te_fuser.ops.collective import Collective
+from te_fuser.ops.exchange import Exchange
 
 
 class AllReduceGradient(Collective):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_fuser.ops.collective import Exchange, UnderWay, exchanged
+from te_fuser.ops.exchange import Exchange, UnderWay, exchanged
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import parts_of
 

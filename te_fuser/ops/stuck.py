@@ -5,8 +5,9 @@ others (`telling`), while these wait for it in a collective. Whoever stands stil
 it frees that one by its words, ends its own wait where the backend can (NCCL; gloo waits for the group's timeout, or
 until the other one is gone), and what this raises is said in words. As long as collectives go on nothing is asked.
 
-Exchanges by copy engines (`Exchanger`) have no backend that knows of time. Where a device waits in one for longer than the
-group's timeout, and nothing new is started meanwhile, its wait is ended in the same way, naming the ranks that say nothing.
+Exchanges by copy engines (`Exchanger`) have no backend that knows of time. Where a device waits in one for longer than
+the group's timeout, and nothing new is started meanwhile, its wait is ended in the same way, naming the ranks that say
+nothing.
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ def _words_of_silence(group: Group, seconds: float) -> str:
         silent = [f"{rank}" for rank in others]
     who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}" if silent else "no other rank"
     return (
-        f"the device of {group} waits for {seconds:.0f} s in an exchange by copy engines, as long as the group's timeout, "
-        f"and {who} of group {group.title!r} did not come"
+        f"the device of {group} waits for {seconds:.0f} s in an exchange by copy engines, as long as the group's "
+        f"timeout, and {who} of group {group.title!r} did not come"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
+from te_fuser.ops.exchange import Exchange
 
 
 def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
@@ -56,6 +57,10 @@ class UnfusedOperation(FusableOperation):
     def sent_bytes(self, x: Spec, back: bool) -> float:
         """What a rank sends to those that it runs with, of x or, on the way back, of the gradient of its output."""
         return 0.0
+
+    def exchange(self, back: bool) -> Exchange | None:
+        """What its ranks do with x or, on the way back, with the gradient of its output, where that is all it does."""
+        return None
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""

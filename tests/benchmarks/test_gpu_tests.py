@@ -38,7 +38,7 @@ def test_what_ranks_run_together_is_apart(capsys: pytest.CaptureFixture[str]) ->
         "in-flight",
         "measuring",
         "out-of-step",
-        "pipelines",
+        "peer-products",
         "presets",
         "regions",
         "training",

@@ -13,7 +13,8 @@ from te_fuser import ops, verify
 from te_fuser.fuser.plan.tuned import list_key
 from te_fuser.fusions import fusion
 from te_fuser.ops.base import FusableOperation, Spec
-from te_fuser.ops.collective import Carried, Collective, Exchange
+from te_fuser.ops.collective import Carried, Collective
+from te_fuser.ops.exchange import Exchange
 from tests.twins import assert_as_meant, sequential, tensor
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.ranks import test_in_flight as in_flight
-from tests.gpu.ranks import test_pipelines as pipelines
+from tests.gpu.ranks import test_peer_products as peer_products
 from tests.gpu.ranks import test_presets as presets
 from tests.gpu.ranks import test_regions as regions
 from tests.gpu.ranks import test_training as training
@@ -37,9 +38,12 @@ def test_in_flight(sequence_parallel: bool) -> None:
 
 
 @on_ranks
-def test_pipelines() -> None:
-    vars(pipelines.test_as_the_whole_list)["body"]("lean")
-    vars(pipelines.test_by_no_multicast)["body"]()
+def test_peer_products() -> None:
+    vars(peer_products.test_they_equal_those_of_nccl)["body"](torch.float32)
+    vars(peer_products.test_ten_thousand_in_a_row)["body"]()
+    vars(peer_products.test_as_the_whole_list)["body"]("lean")
+    vars(peer_products.test_without_copies)["body"]()
+    vars(peer_products.test_by_no_multicast)["body"]()
 
 
 @on_ranks

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops import collective, telling
+from te_fuser.ops import exchange, telling
 from te_fuser.ops.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
 
@@ -152,7 +152,7 @@ def test_threads_that_share_a_group_are_refused_at_once() -> None:
     group = dist.new_group(range(WORLD))
     model, x, words = cut(mesh=DeviceMesh.from_group(group, "cpu")), data(), list[str]()
     wanted = model(x).detach()
-    wait, both = collective.Exchange.wait, threading.Barrier(2, timeout=30.0)
+    wait, both = exchange.Exchange.wait, threading.Barrier(2, timeout=30.0)
 
     def waits(*given: Any, **how: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -164,7 +164,7 @@ def test_threads_that_share_a_group_are_refused_at_once() -> None:
         words.append(str(float((model(x) - wanted).abs().max())))
 
     thread = threading.Thread(target=other)
-    with mock.patch.object(collective.Exchange, "wait", waits):
+    with mock.patch.object(exchange.Exchange, "wait", waits):
         thread.start()
         both.wait()
         with pytest.raises(

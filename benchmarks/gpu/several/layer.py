@@ -176,8 +176,7 @@ def makers(ranks: Ranks) -> dict[str, Callable[[], Entrant]]:
     }
     if not ranks.with_compile:
         found = {name: make for name, make in found.items() if ", " not in name}
-    if pipelines := [n for n in te_fuser.fusions.names() if "all_gather" in n or "reduce_scatter" in n]:
-        found[f"{OURS} without pipelines"] = lambda: _ours_without(ranks, pipelines)
+    found[f"{OURS} without copies"] = lambda: _ours_without(ranks, [te_fuser.fusions.PEER_COPIES])
     if ranks.tune:
         found[f"{OURS} tuned"] = lambda: _tuned(ranks)
     if importlib.util.find_spec("transformer_engine"):

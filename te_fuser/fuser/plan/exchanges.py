@@ -21,7 +21,7 @@ from te_fuser.fuser.steps.peer_product_task import GATHERED, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.kernels import peers
-from te_fuser.ops.collective import Collective, Exchange
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
     from te_fuser.fusions.match import Cost
+    from te_fuser.ops.exchange import Exchange
     from te_fuser.ops.group import Group
 
 
@@ -73,12 +74,11 @@ def _pairs(steps: Sequence[Step]) -> list[_Pair]:
     found = []
     for k, step in enumerate(steps):
         ref, task = started(step), step.task
-        if ref is None or not isinstance(task, OpTask) or not isinstance(task.node.op, Collective):
+        if ref is None or not isinstance(task, OpTask) or not isinstance(task.node.op, UnfusedOperation):
             continue
-        op = task.node.op
-        exchange = op.forth if task.gradient is None else op.back
-        if exchange is not None and ref in waits:
-            found.append(_Pair(k, waits[ref], exchange, op.group))
+        exchange, group = task.node.op.exchange(task.gradient is not None), task.node.op.runs_with()
+        if exchange is not None and group is not None and ref in waits:
+            found.append(_Pair(k, waits[ref], exchange, group))
     return found
 
 

@@ -19,7 +19,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.ops.collective import Transport
+    from te_fuser.ops.exchange import Transport
     from te_fuser.ops.tensor_function import TensorFunction
 
 

@@ -13,7 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.ops.collective import Exchange, UnderWay
+from te_fuser.ops.exchange import Exchange, Transport, UnderWay
 from te_fuser.ops.group import Group
 from tests.gpu.ranks.models import SIZES, backward, batch, by_nccl, device, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
@@ -32,9 +32,9 @@ def settled() -> None:
 def one_by_one() -> Iterator[None]:
     """In here nothing else runs while ranks exchange."""
 
-    def start(self: Exchange, x: torch.Tensor, group: Group) -> UnderWay:
+    def start(self: Exchange, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
         settled()
-        started = begin(self, x, group)
+        started = begin(self, x, group, by)
         started.work.wait()
         settled()
         return started
@@ -56,8 +56,8 @@ def scribble() -> None:
 def scribbling() -> Iterator[None]:
     """In here all that nobody holds is written to while ranks exchange."""
 
-    def start(self: Exchange, x: torch.Tensor, group: Group) -> UnderWay:
-        y = begin(self, x, group)
+    def start(self: Exchange, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
+        y = begin(self, x, group, by)
         del x
         scribble()
         return y

