@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 from te_fuser.ops.checks import whole_number
 from te_fuser.ops.words import meant
+from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
@@ -191,6 +192,24 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
             f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
         )
     return arguments(**{name: value for name, value in keywords.items() if name in known})
+
+
+def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+    """Refuse keywords of a preset's call that nobody knows.
+
+    Args:
+        names: those that its forward understands; None: `outputs`, and those that ops of the list read.
+
+    Raises:
+        TypeError: naming the nearest, among the arguments of its forward too.
+    """
+    if names is None:
+        parts = preset._prepared() if call.keys() - {"outputs"} else ()
+        names = {"outputs", *(name for part in parts for name in names_read(part))}
+    for name in call:
+        if name not in names:
+            near = meant(name, [*inspect.signature(preset.forward).parameters, *sorted(names)])
+            raise TypeError(f"{type(preset).__name__} takes no argument {name!r} in a call{near}")
 
 
 _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is between
