@@ -212,6 +212,12 @@ def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | No
             raise TypeError(f"{type(preset).__name__} takes no argument {name!r} in a call{near}")
 
 
+def constructor_keywords(arguments: type[Placed], constructor: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a preset, of the `locals()` of its constructor: its `**keywords`, and others that it names."""
+    named = {f.name: constructor[f.name] for f in fields(arguments) if f.name in constructor}
+    return {**named, **constructor["keywords"]}
+
+
 _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is between
 
 

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size
+from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
@@ -80,15 +80,7 @@ class MultiheadAttention(ContextParallel):
         attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(
-            kv_channels=kv_channels,
-            layernorm_epsilon=layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            **keywords,
-        )
+        super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size
+from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
 from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
@@ -138,18 +138,7 @@ class TransformerLayer(ContextParallel):
         self_attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(
-            num_gqa_groups=num_gqa_groups,
-            layernorm_epsilon=layernorm_epsilon,
-            hidden_dropout=hidden_dropout,
-            attention_dropout=attention_dropout,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            layer_number=layer_number,
-            kv_channels=kv_channels,
-            self_attn_mask_type=self_attn_mask_type,
-            **keywords,
-        )
+        super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.layer_type, self.layer_number = said.layer_type, said.layer_number
