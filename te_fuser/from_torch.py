@@ -19,7 +19,7 @@ from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.words import described, no_tensor
 from te_fuser.sequential import Sequential
 
 _OPS = (FusableOperation, Sequential)
@@ -53,7 +53,7 @@ def from_torch(
         RuntimeError: when the check finds another output or gradient.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
+        raise TypeError(f"from_torch takes a torch.nn.Module, got {described(module)}")
     if not (x is None or isinstance(x, torch.Tensor)):
         raise no_tensor("from_torch(module, x)", x)
     conversion = _Conversion(one_of("mask", mask, MASKS))

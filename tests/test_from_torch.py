@@ -437,7 +437,7 @@ def test_it_is_converted_wherever_that_happens() -> None:
         with scope:
             made = from_torch(layer)
         torch.testing.assert_close(made(x), layer(x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got <class 'torch\.nn.*Linear'>"):
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got the class Linear"):
         from_torch(nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cannot turn ModuleList into ops: no op means what it does"):
         from_torch(nn.ModuleList([nn.Linear(E, E)]))
