@@ -15,7 +15,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from te_fuser.ops.checks import whole_number
+from te_fuser.ops.checks import check_parameters_dtype, whole_number
 from te_fuser.ops.words import meant
 from te_fuser.parts import names_read
 
@@ -107,11 +107,7 @@ class Placed:
         for f in fields(self):
             if isinstance(f.default, bool):
                 check_flag(f.name, getattr(self, f.name))
-        dtype = self.params_dtype
-        if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
-            )
+        check_parameters_dtype("params_dtype", self.params_dtype)
         check_size("tp_size", self.tp_size)
         whole_number("a preset", "sequence_dim", self.sequence_dim)
 
@@ -327,5 +323,6 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+        near = meant(value, list(choices)) if isinstance(value, str) else ""
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}{near}")
     return found

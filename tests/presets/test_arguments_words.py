@@ -37,6 +37,12 @@ def made(**keywords: Any) -> Any:
         (attention, {"qk_norm_eps": float("inf")}, "^qk_norm_eps is a number from 0 on"),
         (attention, {"attn_mask_type": 0}, "^attn_mask_type=0 is unknown"),
         (made, {"self_attn_mask_type": "x"}, "^self_attn_mask_type='x' is unknown"),
+        (made, {"self_attn_mask_type": "casual"}, r"='casual' is unknown; use one of .*; did you mean 'causal'\?"),
+        (
+            made,
+            {"params_dtype": "float16"},
+            "^params_dtype is a floating-point dtype of .*'float16': use torch.float16$",
+        ),
         (made, {"window_size": 1}, "^window_size is .left, right"),
         (made, {"enc_dec_attn_mask_type": "x"}, "^enc_dec_attn_mask_type='x' is unknown"),
         (made, {"enc_dec_window_size": [1]}, "^enc_dec_window_size is .left, right"),
