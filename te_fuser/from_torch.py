@@ -64,8 +64,7 @@ def from_torch(
         made = conversion.convert(module, "")
     except _Cannot as no:
         alone = "" if any(module.children()) else "in a te_fuser.Sequential it runs by itself, as it is"
-        to_do = lines_to_write(module, "model") or alone
-        kind = type(module).__name__
+        kind, to_do = type(module).__name__, lines_to_write(module, "model") or alone
         raise TypeError(f"from_torch cannot turn {kind} into ops: {no}{'; ' * bool(to_do)}{to_do}") from None
     if check:
         _check(module, made, x, mask, attention is not None and attention.batch_first)
@@ -261,9 +260,10 @@ def _share(module: nn.Module, op: Any) -> Any:
 
 def _linear(m: nn.Linear) -> Any:
     _check_plain(m)
-    if not m.out_features:
+    rows, columns = m.weight.shape  # in_features and out_features may be those before it was pruned
+    if not rows:
         raise _Cannot("it gives 0 features, and no op adds a bias to none or goes on with them")
-    return _share(m, ops.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta"))
+    return _share(m, ops.Linear(columns, rows, bias=m.bias is not None, device="meta"))
 
 
 def _layer_norm(m: nn.LayerNorm) -> Any:

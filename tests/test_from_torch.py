@@ -497,3 +497,12 @@ def test_what_no_op_means_is_told_to_stand_in_a_list_as_it_is(module: nn.Module)
         from_torch(module)
     with pytest.raises(TypeError, match=f"{type(module).__name__} has none of them$"):
         te_fuser.convert(module)
+
+
+def test_a_linear_that_was_pruned_by_its_weight_alone() -> None:
+    module = nn.Sequential(nn.Linear(E, 20), nn.GELU(), nn.Linear(20, 3))
+    first, last = module[0], module[2]
+    first.weight, first.bias = nn.Parameter(first.weight[:7].detach()), nn.Parameter(first.bias[:7].detach())
+    last.weight = nn.Parameter(last.weight[:, :7].detach())
+    x = normal(S, E).float()
+    torch.testing.assert_close(from_torch(module)(x), module(x))
