@@ -239,7 +239,8 @@ def _parts_copied(stack: nn.Module) -> Iterator[None]:
     before = dict(stack._modules)
     for name, part in before.items():
         if part is not None and next(part.parameters(), None) is None:
-            stack._modules[name] = copy.deepcopy(part)
+            stack._modules[name] = made = copy.copy(part)
+            made._buffers = {n: b if b is None else b.clone() for n, b in part._buffers.items()}
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ class Parts:
         if any(left) or self._differ(paths, modules):
             return [Theirs(*modules)]
         # Pruning may replace weights and leave the attributes; FSDP may leave weights without a shape.
-        shapes = [_shape(m._parameters) or (m.out_features, m.in_features) for m in modules]
+        shapes = [_form(m._parameters)[1] or (m.out_features, m.in_features) for m in modules]
         columns = sum(rows for rows, _ in shapes)
         product = ops.MatMul(shapes[0][1], columns, device="meta")
         made: list[nn.Module] = [ops.Bound(product, self.owner, weight=self._join("weight", paths))]
@@ -114,13 +114,9 @@ class Parts:
 
 
 def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:
-    return parameters.get("bias") is not None, _shape(parameters)
-
-
-def _shape(parameters: Mapping[str, Any]) -> Any:
-    """The rows and columns of a weight that is there as a matrix, else None."""
+    """(has a bias, [rows, columns] of a weight that is there as a matrix or else None)."""
     weight = parameters.get("weight")
-    return None if weight is None or weight.dim() != 2 else weight.shape
+    return parameters.get("bias") is not None, None if weight is None or weight.dim() != 2 else weight.shape
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:

@@ -252,3 +252,12 @@ def test_rotary_embeddings_that_have_grown(longest: int) -> None:
     for length in (40, 7, 4, 20):
         ids = torch.arange(length)[None] % 7
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_are_cached_under_autocast() -> None:
+    model = model_of("llama", torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):  # as docs/how-to/convert.md says it
+            layer = model(IDS, use_cache=True)[1].layers[0]
+            assert (layer.keys.dtype, layer.values.dtype) == (dtype, torch.bfloat16)
+            te_fuser.convert(model, check=False)
