@@ -62,6 +62,7 @@ PYBIND11_MODULE(_native, module) {
   if (!te::init_tensor_api()) throw py::error_already_set();
   module.attr("version") = TE_FUSER_VERSION;
   module.attr("kernel_abi_version") = TE_KERNEL_ABI_VERSION;
+  module.attr("instead") = TE_FUSER_INSTEAD;
 
   module.def("num_threads", &te::num_threads, "The number of threads kernels may use now: that of torch.");
   module.def("thread_backend", &te::thread_backend, "Where kernels run: 'openmp' (torch's pool) or 'std'.");

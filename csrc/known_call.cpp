@@ -141,9 +141,8 @@ PyObject* refuse_create_graph(PyObject*, PyObject* const*, Py_ssize_t) {
   if (on == 0) return Py_NewRef(Py_None);
   if (on == 1) {
     PyErr_SetString(PyExc_RuntimeError,
-                    "te_fuser does not differentiate its backward: call backward() without create_graph=True, or use "
-                    "model.reference(x) (of a single op, te_fuser.Sequential(op).reference(x)), which plain autograd "
-                    "differentiates any number of times");
+                    "te_fuser does not differentiate its backward: call backward() without create_graph=True, or "
+                    "use " TE_FUSER_INSTEAD ", which plain autograd differentiates any number of times");
   }
   return nullptr;
 }

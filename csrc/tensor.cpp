@@ -168,8 +168,8 @@ void refuse_unreadable(const ArgumentSite& site) {
   PyObject* cause = take_error();
   PyErr_Format(PyExc_TypeError,
                "kernel '%s': tensor %zd has no memory of its own (a meta, sparse, nested, quantized or transformed "
-               "tensor); for vmap and batched gradients (is_grads_batched, jacobian(vectorize=True)) take "
-               "model.reference(x), which is plain PyTorch",
+               "tensor); for vmap and batched gradients (is_grads_batched, jacobian(vectorize=True)) "
+               "take " TE_FUSER_INSTEAD ", which is plain PyTorch",
                site.kernel, site.index);
   PyObject* error = take_error();
   PyException_SetCause(error, cause);  // steals the cause

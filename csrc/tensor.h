@@ -7,6 +7,11 @@
 #include <cstdint>
 #include <string>
 
+// What to call, by whose call it is, where a kernel is no operation that others record or differentiate; in errors.
+#define TE_FUSER_INSTEAD                                                                                  \
+  "model.reference(x) (of a single op, te_fuser.Sequential(op).reference(x); of a converted model, after " \
+  "te_fuser.revert(model), the model)"
+
 namespace te {
 
 // A dtype as DLPack spells it; `name` is torch's name without "torch.".

@@ -10,6 +10,7 @@ from te_fuser.ops.facts import Facts
 
 version: str
 kernel_abi_version: int
+instead: str
 
 class CpuKernel:
     """A generated CPU kernel, loaded from a library; see `codegen/include/te_kernel_abi.h` for what it must export."""

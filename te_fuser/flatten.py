@@ -70,7 +70,14 @@ class OpList(torch.nn.Sequential, TakesArguments):
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """The same as torch.nn.Module's, for what can be called."""
+        """The same as torch.nn.Module's, for what can be called.
+
+        Raises:
+            TypeError: for None, which torch.nn.Sequential takes and cannot call.
+        """
+        if module is None:
+            kind = type(self).__name__
+            raise TypeError(f"{kind} takes modules, got None as {name!r}: leave it out, or put ops.Identity() there")
         self._check_module(module)
         super().add_module(name, module)
 

@@ -19,7 +19,7 @@ from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.words import described, no_tensor
 from te_fuser.sequential import Sequential
 
 _OPS = (FusableOperation, Sequential)
@@ -53,19 +53,18 @@ def from_torch(
         RuntimeError: when the check finds another output or gradient.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
+        raise TypeError(f"from_torch takes a torch.nn.Module, got {described(module)}")
     if not (x is None or isinstance(x, torch.Tensor)):
         raise no_tensor("from_torch(module, x)", x)
-    conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
+    conversion = _Conversion(one_of("mask", mask, MASKS))
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
-    if conversion.masked and attention is None:
+    if mask != "none" and attention is None:
         raise ValueError(f"from_torch: there is no attention in this {type(module).__name__} to take mask={mask!r}")
     try:
         made = conversion.convert(module, "")
     except _Cannot as no:
         alone = "" if any(module.children()) else "in a te_fuser.Sequential it runs by itself, as it is"
-        to_do = lines_to_write(module, "model") or alone
-        kind = type(module).__name__
+        kind, to_do = type(module).__name__, lines_to_write(module, "model") or alone
         raise TypeError(f"from_torch cannot turn {kind} into ops: {no}{'; ' * bool(to_do)}{to_do}") from None
     if check:
         _check(module, made, x, mask, attention is not None and attention.batch_first)
@@ -112,7 +111,7 @@ def why_none(module: nn.Module) -> str:
     """Why no ops could stand for a module, nor for any part of it; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
-    conversion = _Conversion(False, "none")
+    conversion = _Conversion("none")
     try:
         made = conversion.convert(module, "")
     except _Cannot as no:
@@ -155,13 +154,12 @@ class _Conversion:
     """One call of from_torch.
 
     Attributes:
-        masked, mask: whether attention hides something, and what.
+        mask: what attention hides.
         left: path -> class and reason, of modules that stay as they are.
         made: what came of each module, by its id; one that stands in two places stays one.
         done: modules that are in the mode, training or not, in which they are to be.
     """
 
-    masked: bool
     mask: str
     left: dict[str, tuple[str, str]] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
@@ -187,8 +185,7 @@ class _Conversion:
     def _converted(self, module: nn.Module, path: str) -> Any:
         says: Any = getattr(module, "as_ops", None)
         if callable(says):
-            within = f"{path}." if path else ""
-            return says(lambda name, child: self.part(child, within + name))
+            return says(lambda name, child: self.part(child, f"{path}.{name}"))
         kind = _kind(module)
         return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 
@@ -201,7 +198,8 @@ class _Conversion:
         try:
             return self.convert(module, path)
         except _Cannot as no:
-            if self.masked and any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
+            path = path.removeprefix(".")
+            if self.mask != "none" and any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
                 raise _Cannot(f"{path!r} ({type(module).__name__}), which would run without its mask: {no}") from None
             self.left[path] = type(module).__name__, str(no)
             self.done.update(module.modules())
@@ -209,9 +207,8 @@ class _Conversion:
 
     def parts(self, modules: Mapping[str, nn.Module | None], path: str) -> Sequential:
         """A list of what stands for each."""
-        within = f"{path}." if path else ""
         there = [(name, m) for name, m in modules.items() if m is not None]
-        return Sequential(OrderedDict((name, self.part(m, within + name)) for name, m in there))
+        return Sequential(OrderedDict((name, self.part(m, f"{path}.{name}")) for name, m in there))
 
     def _settle(self, made: nn.Module, training: bool) -> None:
         for part in made.modules():
@@ -263,9 +260,10 @@ def _share(module: nn.Module, op: Any) -> Any:
 
 def _linear(m: nn.Linear) -> Any:
     _check_plain(m)
-    if not m.out_features:
+    rows, columns = m.weight.shape  # in_features and out_features may be those before it was pruned
+    if not rows:
         raise _Cannot("it gives 0 features, and no op adds a bias to none or goes on with them")
-    return _share(m, ops.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta"))
+    return _share(m, ops.Linear(columns, rows, bias=m.bias is not None, device="meta"))
 
 
 def _layer_norm(m: nn.LayerNorm) -> Any:
@@ -321,13 +319,8 @@ def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path:
             raise _Cannot(f"its activation is the function {getattr(activation, '__name__', activation)!r}")
         activation = _FUNCTIONS[activation]()
     attend: dict[str, Any] = {"self_attn": conversion.convert(m.self_attn, f"{path}.self_attn"), "dropout1": m.dropout1}
-    feed = {
-        "linear1": m.linear1,
-        "activation": activation,
-        "dropout": m.dropout,
-        "linear2": m.linear2,
-        "dropout2": m.dropout2,
-    }
+    behind = {name: getattr(m, name) for name in ("dropout", "linear2", "dropout2")}
+    feed = {"linear1": m.linear1, "activation": activation, **behind}
     listed: dict[str, Any] = {}
     for k, branch in enumerate((attend, feed), start=1):
         norm = {f"norm{k}": getattr(m, f"norm{k}")}
@@ -338,7 +331,7 @@ def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path:
 
 
 def _encoder(conversion: _Conversion, m: nn.TransformerEncoder, path: str) -> Any:
-    layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers" if path else "layers")}
+    layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers")}
     return conversion.parts(layers if m.norm is None else {**layers, "norm": m.norm}, path)
 
 
@@ -370,9 +363,7 @@ _BLOCKS: dict[type[nn.Module], Callable[[_Conversion, Any, str], Any]] = {
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,
     nn.TransformerEncoder: _encoder,
-    nn.TransformerDecoderLayer: _decoder,
-    nn.TransformerDecoder: _decoder,
-    nn.Transformer: _decoder,
+    **dict.fromkeys((nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.Transformer), _decoder),
 }
 _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what a module computes
 
@@ -407,10 +398,9 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
     inputs = _random_inputs(module) if x is None else [x.detach()]
     if inputs[0].is_meta:
         raise ValueError("from_torch cannot check with an x on the meta device: give one with values, or check=False")
-    causal, asked = MASKS[mask]
-    device, positions = inputs[0].device, inputs[0].shape[1 if batch_first else 0] if mask != "none" else 0
-    hidden = _random_mask(positions, causal, asked, device) if mask != "none" else None
-    named = {"attention_mask": hidden} if asked and hidden is not None else {}
+    device = inputs[0].device
+    hidden = None if mask == "none" else _random_mask(inputs[0].shape[int(batch_first)], *MASKS[mask], device)
+    named = {"attention_mask": hidden} if hidden is not None and MASKS[mask][1] else {}
     with in_eval_mode(module, made), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         x, wanted = _by_module(module, inputs, hidden, "random numbers" if x is None else "x")
         found = _with_gradient(lambda x: Sequential(made).reference(x, outputs=(), **named), x)

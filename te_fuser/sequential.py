@@ -85,7 +85,7 @@ class Sequential(OpList):
     # ------------------------------------------------------------------------------ list semantics
 
     def _like(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Sequential:
-        return Sequential(OrderedDict(modules), **self._given)
+        return Sequential(OrderedDict((name, m) for name, m in modules if m is not None), **self._given)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

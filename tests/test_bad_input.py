@@ -126,7 +126,7 @@ CALLS = {
         X,
         {},
         ValueError,
-        [r"^op 0 \(Add '0'\) reads 'a'", "which no Fork before it binds"],
+        [r"^op 0 \(Add '0'\) reads 'a'", r"before it binds .*\('1', a later op, binds it: move that before its use;"],
     ),
     "unknown_input": (
         lambda: [ops.GELU(), ops.Add("c")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
 from te_fuser.from_torch import converts, lines_to_write
 from te_fuser.ops.scales import drop_scales
+from te_fuser.ops.words import described
 from te_fuser.sequential import Sequential
 
 # Where transformers has a family -> where this package does.
@@ -75,7 +77,7 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
         RuntimeError: when the check finds another output or gradient; the model is then as it was.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert takes a model of transformers, got {model!r}")
+        raise TypeError(f"convert takes a model of transformers, got {described(model)}")
     Sequential(**options)  # raises for an option that there is not
     conversion, new = _swapped(model, options)
     if not conversion.converted and not conversion._refused:
@@ -103,8 +105,11 @@ def revert(model: nn.Module) -> nn.Module:
     Parameters stay, with the values that they have; scales of 8 bits go.
 
     Raises:
-        TypeError: for a layer that was given another class since, as FSDP does; nothing is reverted then.
+        TypeError: when it is no module; for a layer that was given another class since, as FSDP does; nothing is
+            reverted then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"revert takes a model that te_fuser.convert has converted, got {described(model)}")
     for module in model.modules():
         kind = _kind_of(type(module))
         if kind is not None and isinstance(module, kind) and type(module) is not kind:
@@ -213,17 +218,33 @@ def _results(stack: Any, wanted: Collection[str] = ()) -> dict[str, torch.Tensor
     tokens = torch.randint(embed.weight.shape[0], _ROWS, generator=rng, device="cpu").to(embed.weight.device)
     with torch.autocast(embed.weight.device.type, enabled=False), torch.enable_grad():
         x = embed(tokens).detach().requires_grad_()
-        y = stack(inputs_embeds=x, use_cache=False).last_hidden_state
+        with _parts_copied(stack):
+            y = stack(inputs_embeds=x, use_cache=False).last_hidden_state
         dy = torch.randn(y.shape, generator=rng, device="cpu").to(y)
         found = {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
         for name, decode in decoders(stack, x.detach()).items():
-            if name in wanted:
-                found[name] = decode()
-            elif not wanted:
-                with suppress(Exception):  # modules of one's own may take no cache
-                    if distance(decode(), y.detach()).largest <= _allowed(y.detach()):
-                        found[name] = y.detach()
+            with _parts_copied(stack):
+                if name in wanted:
+                    found[name] = decode()
+                elif not wanted:
+                    with suppress(Exception):  # modules of one's own may take no cache
+                        if distance(decode(), y.detach()).largest <= _allowed(y.detach()):
+                            found[name] = y.detach()
     return found
+
+
+@contextmanager
+def _parts_copied(stack: nn.Module) -> Iterator[None]:
+    """Inside, parts without parameters are copies: dynamic rotary embeddings change with the positions they see."""
+    before = dict(stack._modules)
+    for name, part in before.items():
+        if part is not None and next(part.parameters(), None) is None:
+            stack._modules[name] = made = copy.copy(part)
+            made._buffers = {n: b if b is None else b.clone() for n, b in part._buffers.items()}
+    try:
+        yield
+    finally:
+        stack._modules.update(before)
 
 
 @contextmanager

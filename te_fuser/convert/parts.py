@@ -46,14 +46,14 @@ class Parts:
         left: path in the layer -> why the module there runs by itself.
         joined: names of parameters that an op reads as one.
         numbers: where the numbers lie that ops were made with, and under which name.
-        biases: the parameters of what has a bias or none.
+        linears: the parameters of what has a bias or none, and weights of this shape or that.
     """
 
     owner: nn.Module
     left: dict[str, str] = field(default_factory=dict)
     joined: list[list[str]] = field(default_factory=list)
     numbers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    biases: list[dict[str, Any]] = field(default_factory=list)
+    linears: list[dict[str, Any]] = field(default_factory=list)
 
     def module(self, path: str) -> nn.Module:
         """The module of that path in the layer."""
@@ -69,12 +69,14 @@ class Parts:
     def linear(self, *paths: str) -> list[nn.Module]:
         """The torch.nn.Linears there, of one input, as one product: their outputs one behind the other."""
         modules: list[Any] = [self.module(path) for path in paths]
-        self.biases += [m._parameters for m in modules]
+        self.linears += [m._parameters for m in modules]
         left = [self.is_left(path, nn.Linear) for path in paths]
         if any(left) or self._differ(paths, modules):
             return [Theirs(*modules)]
-        columns = sum(m.out_features for m in modules)
-        product = ops.MatMul(modules[0].in_features, columns, device="meta")
+        # Pruning may replace weights and leave the attributes; FSDP may leave weights without a shape.
+        shapes = [_form(m._parameters)[1] or (m.out_features, m.in_features) for m in modules]
+        columns = sum(rows for rows, _ in shapes)
+        product = ops.MatMul(shapes[0][1], columns, device="meta")
         made: list[nn.Module] = [ops.Bound(product, self.owner, weight=self._join("weight", paths))]
         if modules[0].bias is not None:
             made.append(ops.Bound(ops.Bias(columns, device="meta"), self.owner, bias=self._join("bias", paths)))
@@ -108,11 +110,13 @@ class Parts:
     def facts(self) -> Facts:
         """What ops were made with, as it is now."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
-        return Facts.of([items, answers(*(functools.partial(_has_bias, p) for p in self.biases))])
+        return Facts.of([items, answers(*(functools.partial(_form, p) for p in self.linears))])
 
 
-def _has_bias(parameters: Mapping[str, Any]) -> bool:
-    return parameters.get("bias") is not None
+def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:
+    """(has a bias, [rows, columns] of a weight that is there as a matrix or else None)."""
+    weight = parameters.get("weight")
+    return parameters.get("bias") is not None, None if weight is None or weight.dim() != 2 else weight.shape
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:

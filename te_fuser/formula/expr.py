@@ -325,12 +325,7 @@ def mul(a: Expr, b: Expr) -> Expr:
     c = (cb if ca is _ONCE else ca) if alone else ca * cb
     if not all(map(may_move, (c,) if alone else (ca, cb, c))) and not ra is rb is ONE:
         return pointwise("mul", *_sorted(a, b))
-    if ra is ONE:
-        rest = rb
-    elif rb is ONE:
-        rest = ra
-    else:
-        rest = pointwise("mul", *_sorted(ra, rb))
+    rest = rb if ra is ONE else ra if rb is ONE else pointwise("mul", *_sorted(ra, rb))
     if rest is ONE:
         return const(c)
     return rest if c == 1 else pointwise("mul", const(c), rest)
@@ -427,7 +422,7 @@ def concat(parts: Iterable[Expr], width: int | None = None) -> Expr:
     whole = {p.width for p in given if p.has_features}
     if len(widths) > 1 and len(whole) == 1:
         unit = math.gcd(*widths)
-        items = [q for p in given for q in tile(p, whole.copy().pop() // unit)]
+        items = [q for p in given for q in tile(p, next(iter(whole)) // unit)]
         widths = {unit}
     if not widths and width is not None:
         widths = {width // len(items)}

@@ -13,6 +13,7 @@ import torch
 
 from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import whole_number
+from te_fuser.ops.words import meant
 
 # Name of a layout -> the dimensions of x that count positions and samples.
 LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}
@@ -33,7 +34,9 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def one_of(argument: str, value: str, names: Collection[str], theirs: Mapping[str, str] | None = None) -> str:
     """`value`, or an error that lists what it could be; `theirs` are words of others, with what they are here."""
     if not isinstance(value, str) or value not in names:
-        said = f"; {value!r} is {theirs[value]} here" if theirs and isinstance(value, str) and value in theirs else ""
+        said = meant(value, names) if isinstance(value, str) else ""
+        if theirs and isinstance(value, str) and value in theirs:
+            said = f"; {value!r} is {theirs[value]} here"
         raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(map(repr, names))}{said}")
     return value
 

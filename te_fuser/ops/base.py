@@ -260,6 +260,8 @@ class FusableOperation(HoldsScales, TakesArguments):
             planned = PlannedParametrizations.of(self)
             if planned is not None:
                 return planned
+        if "_modules" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__}: its __init__ must first call super().__init__()")
         return super().__getattr__(name)
 
     def with_attributes(self: Op, **attributes: Any) -> Op:

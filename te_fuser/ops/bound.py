@@ -18,6 +18,9 @@ from te_fuser.ops.group import Group
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.transposed import Transposed, TransposedBinding
+from te_fuser.ops.words import described
+
+_FORM = 'write Bound(ops.MatMul(8, 16, device="meta"), module, weight="name of a parameter of the module")'
 
 
 class Bound(FusableOperation):
@@ -47,10 +50,13 @@ class Bound(FusableOperation):
     ) -> None:
         super().__init__()
         if not isinstance(op, FusableOperation) or not (op.bound_parts or [low.op for low in op.lower()] == [op]):
-            kind = type(op).__name__
-            raise TypeError(f"Bound takes one elementary op, or a Linear, got {kind}; bind the ops it stands for")
-        if not isinstance(owner, torch.nn.Module) or not all(map(_names_in, names.values())):
-            raise TypeError(f"Bound takes a module and names of its parameters, got {owner!r} and {names}")
+            to_do = "bind the ops it stands for" if isinstance(op, FusableOperation) else _FORM
+            raise TypeError(f"Bound takes one elementary op, or an ops.Linear, got {described(op)}: {to_do}")
+        if not isinstance(owner, torch.nn.Module):
+            raise TypeError(f"Bound takes the module that has the parameters, got {described(owner)}: {_FORM}")
+        for name, theirs in names.items():
+            if not _names_in(theirs):
+                raise TypeError(f"Bound takes a parameter's name as {name}, got {described(theirs)}: {_FORM}")
         own = [name for name, parameter in op._parameters.items() if parameter is not None]
         if set(own) != set(names):
             takes, given = ", ".join(own) or "none", ", ".join(names) or "none"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
-from te_fuser.dtypes import text_of
+from te_fuser.dtypes import TABLE, text_of
 
 if TYPE_CHECKING:
     from te_fuser.ops.base import FusableOperation, Spec
@@ -228,6 +228,17 @@ def check_name(name: str) -> str:
     if name in _TAKEN:
         raise ValueError(f"{name!r} is an argument of every call, model(x, outputs=...): choose another name")
     return name
+
+
+def check_parameters_dtype(name: str, dtype: Any) -> None:
+    """Refuse what is no dtype for parameters, under the argument's name; None is torch's default.
+
+    Raises:
+        TypeError: saying what to write.
+    """
+    if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        use = f"torch.{dtype}" if str(dtype) in TABLE else "torch.bfloat16, say"
+        raise TypeError(f"{name} is a floating-point dtype of torch's, got {dtype!r}: use {use}")
 
 
 def resolve_shape(shape: Sequence[int], elements: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from te_fuser.ops.checks import function_or_none
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.dtensor import filled
 from te_fuser.ops.matmul import MatMul, init_linear_weight
-from te_fuser.ops.parameters import alike, randomized
+from te_fuser.ops.parameters import alike, empty, randomized
 
 
 class Linear(Cut):
@@ -69,11 +69,8 @@ class Linear(Cut):
         )
         self.in_features, self.out_features = product.in_features, product.out_features
         self.init_method = function_or_none(type(self).__name__, "init_method", init_method)
-        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        if bias:
-            self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
-        else:
-            self.register_parameter("bias", None)
+        self.weight = empty(out_features, in_features, dtype=dtype, device=device)
+        self.register_parameter("bias", empty(out_features, dtype=dtype, device=device) if bias else None)
         self.reset_parameters()
 
     @property

@@ -7,12 +7,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from te_fuser.ops.checks import check_parameters_dtype
+
 Op = TypeVar("Op", bound=torch.nn.Module)
 _SIZES = ("features", "in_features")  # what constructors call the number of input features
 
 
 def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
-    """A parameter that `reset_parameters` is to fill."""
+    """A parameter that `reset_parameters` is to fill.
+
+    Raises:
+        TypeError: for what is no floating-point dtype.
+    """
+    check_parameters_dtype("dtype", dtype)
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 

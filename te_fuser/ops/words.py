@@ -94,8 +94,9 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
         signature.bind(kind, *given, **named)
     except TypeError as error:
         _, *takes = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        names, positions = [p.name for p in takes], sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in takes)
-        unknown = [name for name in named if name not in names]
+        names, positions = [p.name for p in takes], sum(p.kind <= p.POSITIONAL_OR_KEYWORD for p in takes)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in takes)
+        unknown = [] if takes_any else [name for name in named if name not in names]
         why = f"cannot be made: {error}"
         says = getattr(kind.__init__, "says", {})  # type: ignore[misc]
         if unknown:
@@ -138,6 +139,18 @@ def no_module(kind: str, given: Any) -> TypeError:
     if op and not isinstance(given, type):
         to_do = f"take ops.{op} (docs/coming-from-torch.md says how it differs)"
     return TypeError(f"{kind} takes modules, got {name}: {to_do}")
+
+
+def described(given: Any) -> str:
+    """The words of an error for what was given: a tensor by its shape, a class as one, other objects by their class."""
+    kind = type(given)
+    if isinstance(given, torch.Tensor):
+        return f"a {kind.__name__} of shape {list(given.shape)}"
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if given is None or isinstance(given, (str, int, float)):
+        return reprlib.repr(given)
+    return f"a {kind.__name__ if kind.__module__ == 'builtins' else f'{kind.__module__}.{kind.__qualname__}'}"
 
 
 def no_tensor(taker: str, given: Any) -> TypeError:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import Common, check_flag, check_size
+from te_fuser.presets.arguments import Common, check_call, check_flag, check_size
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Norm
@@ -162,6 +162,7 @@ class Affine(Preset):
         gives_none = weight is None and bias is None and is_first_microbatch is None
         if gives_none and not (fp8_output or fp8_grad or call) and self.is_list:
             return Asked(self, inp)
+        check_call(self, call)
         for name, wanted in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
             if wanted:
                 raise NotImplementedError(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
@@ -15,8 +15,9 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from te_fuser.ops.checks import whole_number
+from te_fuser.ops.checks import check_parameters_dtype, whole_number
 from te_fuser.ops.words import meant
+from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
@@ -106,11 +107,7 @@ class Placed:
         for f in fields(self):
             if isinstance(f.default, bool):
                 check_flag(f.name, getattr(self, f.name))
-        dtype = self.params_dtype
-        if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
-            )
+        check_parameters_dtype("params_dtype", self.params_dtype)
         check_size("tp_size", self.tp_size)
         whole_number("a preset", "sequence_dim", self.sequence_dim)
 
@@ -191,6 +188,30 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
             f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
         )
     return arguments(**{name: value for name, value in keywords.items() if name in known})
+
+
+def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+    """Refuse keywords of a preset's call that nobody knows.
+
+    Args:
+        names: those that its forward understands; None: `outputs`, and those that ops of the list read.
+
+    Raises:
+        TypeError: naming the nearest, among the arguments of its forward too.
+    """
+    if names is None:
+        parts = preset._prepared() if call.keys() - {"outputs"} else ()
+        names = {"outputs", *(name for part in parts for name in names_read(part))}
+    for name in call:
+        if name not in names:
+            near = meant(name, [*inspect.signature(preset.forward).parameters, *sorted(names)])
+            raise TypeError(f"{type(preset).__name__} takes no argument {name!r} in a call{near}")
+
+
+def constructor_keywords(arguments: type[Placed], constructor: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a preset, of the `locals()` of its constructor: its `**keywords`, and others that it names."""
+    named = {f.name: constructor[f.name] for f in fields(arguments) if f.name in constructor}
+    return {**named, **constructor["keywords"]}
 
 
 _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is between
@@ -302,5 +323,6 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+        near = meant(value, list(choices)) if isinstance(value, str) else ""
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}{near}")
     return found

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.words import meant
 from te_fuser.presets.arguments import check_choice, check_flag, stacklevel_of_user
 
 Window = tuple[int | None, int | None] | None
@@ -415,17 +414,6 @@ def sequence_dim_of(qkv_format: Any) -> int:
         ValueError: for a format that is unknown.
     """
     return _SEQUENCE_DIMS[check_choice("qkv_format", qkv_format, LAYOUTS)]
-
-
-def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] = ()) -> None:
-    """Refuse keywords of a call that nobody knows, and values that ask for what is missing.
-
-    Raises:
-        TypeError: naming the nearest.
-    """
-    for name in given:
-        if name not in ARGUMENTS and name not in others:
-            raise TypeError(f"{who} takes no argument {name!r} in a call{meant(name, (*ARGUMENTS, *others))}")
 
 
 def _type(call: AttentionCall) -> str:

@@ -11,8 +11,8 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size, default_device
-from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
+from te_fuser.presets.arguments import Placed, RandomState, check_call, check_flag, check_size, default_device
+from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall
 from te_fuser.presets.base import Asked, cut, understands
 from te_fuser.presets.context_parallel import ContextParallel, context_of
 
@@ -209,10 +209,11 @@ class DotProductAttention(ContextParallel):
         """
         self.check_group()
         if key_layer is None and self.common.packing != "apart":
+            check_call(self, call)
             masked = {} if attention_mask is None else {"attention_mask": attention_mask}
             return Asked(self, query_layer, {**masked, **call})
         who, outputs = type(self).__name__, call.pop("outputs", ())
-        check_arguments(who, call)
+        check_call(self, call, ARGUMENTS)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if inference_params is not None:
             raise NotImplementedError(f"{who}: caches are those of MultiheadAttention: give inference_params there")

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.presets.activations import activation_op, activation_to_torch, widens
-from te_fuser.presets.arguments import check_flag, check_size
+from te_fuser.presets.arguments import check_call, check_flag, check_size
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Normed
@@ -139,6 +139,7 @@ class LayerNormMLP(Preset):
         self.check_group()
         if is_first_microbatch is None and not call and self.is_list:
             return Asked(self, inp)
+        check_call(self, call)
         listed = self.variant(over=True) if self.writes_over(is_first_microbatch) else self
         bias = self.returned(self._parameters.get("fc2_bias"), None) if self.return_bias else None
         finished = functools.partial(with_bias, bias=bias) if self.return_bias else None

@@ -11,8 +11,8 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import Fill, Placed, check_flag, check_size
-from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
+from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
+from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
@@ -80,15 +80,7 @@ class MultiheadAttention(ContextParallel):
         attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(
-            kv_channels=kv_channels,
-            layernorm_epsilon=layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            **keywords,
-        )
+        super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
@@ -438,7 +430,7 @@ class MultiheadAttention(ContextParallel):
         """
         self.check_group()
         outputs = (*((_OUTPUT,) if self._returns_norm else ()), *call.pop("outputs", ()))
-        check_arguments(type(self).__name__, call, ("encoder_output", "rotary_pos_emb", "is_first_microbatch"))
+        check_call(self, call, ARGUMENTS)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         check_tensor(type(self).__name__, "encoder_output", encoder_output, self.crosses)
         given = {"attention_mask": attention_mask, **call}

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norm import as_row
-from te_fuser.presets.arguments import Common, Placed, check_epsilon, check_size
+from te_fuser.presets.arguments import Common, Placed, check_call, check_epsilon, check_size
 from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
@@ -181,6 +181,7 @@ class NormPreset(Preset):
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
         """
         self.check_group()
+        check_call(self, call)
         return Asked(self, inp, call)
 
     def to_torch(self) -> torch.nn.Module:

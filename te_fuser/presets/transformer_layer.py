@@ -10,16 +10,8 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import Fill, Placed, check_flag, check_size
-from te_fuser.presets.attention_call import (
-    CROSS,
-    LAYOUTS,
-    OF_BOTH,
-    SELF,
-    AttentionCall,
-    check_arguments,
-    sequence_dim_of,
-)
+from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
+from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.heads import HeadsArguments
@@ -42,7 +34,7 @@ _CROSS = {  # what calls say of cross attention -> what that calls it
 }
 
 _NO_CROSSING = AttentionCall(prefix=CROSS)
-_OWN = ("self_attn_mask_type", *_CROSS, "encoder_output", "is_first_microbatch", "inference_params", "rotary_pos_emb")
+_ARGUMENTS = ("self_attn_mask_type", *_CROSS, *(name for name in ARGUMENTS if name != "attn_mask_type"))
 
 
 @dataclass(frozen=True)
@@ -146,18 +138,7 @@ class TransformerLayer(ContextParallel):
         self_attn_mask_type: str = "causal",
         **keywords: Any,
     ) -> None:
-        super().__init__(
-            num_gqa_groups=num_gqa_groups,
-            layernorm_epsilon=layernorm_epsilon,
-            hidden_dropout=hidden_dropout,
-            attention_dropout=attention_dropout,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            layer_number=layer_number,
-            kv_channels=kv_channels,
-            self_attn_mask_type=self_attn_mask_type,
-            **keywords,
-        )
+        super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.layer_type, self.layer_number = said.layer_type, said.layer_number
@@ -378,8 +359,7 @@ class TransformerLayer(ContextParallel):
         if enc_dec_attn_mask is not None and not self.decodes:
             raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
-        if call:
-            check_arguments(who, call, _OWN)
+        check_call(self, call, _ARGUMENTS)
         crossing = {name: call[name] for name in _CROSS if call.get(name) is not None}
         if crossing and not self.decodes:
             _NO_CROSSING.changed(*[crossing.get(name) for name in _CROSS if name != "enc_dec_attn_mask"])

@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 
 from te_fuser.dtypes import text_of
+from te_fuser.fuser.run.tracers import REFERENCE
 
 
 def refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
@@ -22,5 +23,5 @@ def refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
     raise TypeError(
         f"{path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 or float16: "
         'convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
-        "model.reference(x) takes float64"
+        f"{REFERENCE} takes float64"
     )

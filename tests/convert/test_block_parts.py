@@ -277,3 +277,26 @@ def test_fewer_heads_than_the_config_says(family: str, when: str) -> None:
     assert_alike(results(model, IDS), results(original, IDS))
     words = "its q_proj gives 16 features, and its config says 4 heads of 8"
     assert conversion.left == {"model.layers.0.self_attn": words}
+
+
+def prune(model: Any, features: int) -> None:
+    """Leave features of the MLPs away by their weights alone: attributes say what they were before."""
+    for layer in model.model.layers:
+        for name, rows in (("gate_proj", True), ("up_proj", True), ("down_proj", False)):
+            linear = layer.mlp.get_submodule(name)
+            weight = linear.weight.detach()
+            linear.weight = nn.Parameter((weight[:features] if rows else weight[:, :features]).clone())
+            if rows:
+                linear.bias = nn.Parameter(linear.bias.detach()[:features].clone())
+
+
+def test_weights_of_another_shape_than_attributes_say() -> None:
+    model, original = both("llama")
+    for features in (17, 11):  # after it was converted, and before it is once more
+        prune(model, features)
+        prune(original, features)
+        assert_alike(results(model, IDS), results(original, IDS))
+        te_fuser.revert(model)
+        made = te_fuser.convert(model)
+        assert made.left == {} and made.error < 1e-5
+        assert_alike(results(model, IDS), results(original, IDS))

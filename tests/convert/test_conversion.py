@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import te_fuser
 from te_fuser.ops.joined import lie_together
@@ -75,7 +76,7 @@ def test_layers_of_other_classes_are_left() -> None:
 
 
 def test_what_cannot_be_converted() -> None:
-    with pytest.raises(TypeError, match=r"convert takes a model of transformers, got \[1\]"):
+    with pytest.raises(TypeError, match=r"convert takes a model of transformers, got a list"):
         te_fuser.convert([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Linear has none of them: take te_fuser.from_torch\(model\)"):
         te_fuser.convert(nn.Linear(2, 2))
@@ -199,3 +200,64 @@ def test_under_inference_mode() -> None:
         te_fuser.convert(model)
         assert_alike({"y": model(IDS).logits}, {"y": original(IDS).logits})
     assert_alike(results(model, IDS), results(original, IDS))
+
+
+@pytest.mark.parametrize("given", [3, None, nn.Linear, torch.zeros(64, 64)])
+def test_errors_say_what_is_no_model(given: Any) -> None:
+    got = {"3": "3", "None": "None"}.get(str(given), "the class Linear" if given is nn.Linear else r"a Tensor of shape")
+    with pytest.raises(TypeError, match=f"^revert takes a model that te_fuser.convert has converted, got {got}"):
+        te_fuser.revert(given)
+    with pytest.raises(TypeError, match=f"^convert takes a model of transformers, got {got}"):
+        te_fuser.convert(given)
+
+
+def test_errors_about_derivatives_name_revert() -> None:
+    model = model_of("llama", torch.float32)
+    te_fuser.convert(model)
+    x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=x, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def forward_mode() -> None:
+        with forward_ad.dual_level():
+            run(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+    def batched() -> None:
+        y = run(x)
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+
+    def twice() -> None:
+        torch.autograd.grad(run(x).sum(), x, create_graph=True)
+
+    words = r"model\.reference\(x\) \(of .*; of a converted model, after te_fuser\.revert\(model\), the model\)"
+    for call in (forward_mode, batched, twice):
+        with pytest.raises((TypeError, RuntimeError), match=words):
+            call()
+    te_fuser.revert(model)
+    batched()
+    twice()
+
+
+@pytest.mark.parametrize("longest", [6, 7, 16])
+def test_rotary_embeddings_that_have_grown(longest: int) -> None:
+    """transformers' dynamic frequencies follow the longest call so far: the check neither sees nor leaves another."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = model_of("llama", max_position_embeddings=longest, rope_parameters=rope)
+    model(torch.arange(40)[None] % 7)
+    original, rotary = copy.deepcopy(model), model.model.rotary_emb
+    assert te_fuser.convert(model).error < 1e-5
+    assert model.model.rotary_emb is rotary and rotary.max_seq_len_cached == 40
+    assert torch.equal(rotary.inv_freq, original.model.rotary_emb.inv_freq)
+    for length in (40, 7, 4, 20):
+        ids = torch.arange(length)[None] % 7
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_are_cached_under_autocast() -> None:
+    model = model_of("llama", torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):  # as docs/how-to/convert.md says it
+            layer = model(IDS, use_cache=True)[1].layers[0]
+            assert (layer.keys.dtype, layer.values.dtype) == (dtype, torch.bfloat16)
+            te_fuser.convert(model, check=False)

@@ -292,23 +292,36 @@ class Pair(ops.FusedOperation):
         super().__init__(up=ops.MatMul(8, 8), act=ops.GELU())
 
 
+bound: Any = ops.Bound  # of which these tests ask what no annotation allows
+BIG = nn.Parameter(torch.zeros(64, 64))
+FORM = r"write Bound\(ops.MatMul\(8, 16, device=\"meta\"\), module, weight=\"name of a parameter of the module\"\)$"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), r"of Linear \(weight, bias\), got weight"),
         (
-            lambda: ops.Bound(Pair(), nn.Module(), weight="w"),
-            "takes one elementary op, or a Linear, got Pair; bind the",
+            lambda: bound(Pair(), nn.Module(), weight="w"),
+            r"or an ops.Linear, got a \S+\.Pair: bind the ops it stands for",
         ),
-        (
-            lambda: ops.Bound(nn.Linear(8, 8), nn.Module(), weight="w"),
-            "takes one elementary op, or a Linear, got Linear",
-        ),  # type: ignore[arg-type]
+        (lambda: bound(nn.Linear(8, 8), nn.Module(), weight="w"), r"got a torch\.nn\.\S+\.Linear: " + FORM),
+        (lambda: bound(ops.MatMul, nn.Module(), weight="w"), r"got the class MatMul: " + FORM),
+        (lambda: bound(BIG, nn.Module(), weight="w"), r"Linear, got a Parameter of shape \[64, 64\]: " + FORM),
         (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
         (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
         (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),
-        (lambda: ops.Bound(ops.Bias(8), "owner", bias="b"), "takes a module and names of its parameters, got 'owner'"),  # type: ignore[arg-type]
-        (lambda: ops.Bound(ops.Bias(8), nn.Module(), bias=3), r"takes a module and names .* and \{'bias': 3\}"),  # type: ignore[arg-type]
+        (
+            lambda: bound(ops.Bias(8), "owner", bias="b"),
+            r"takes the module that has the parameters, got 'owner': " + FORM,
+        ),
+        (lambda: bound(ops.Bias(8), nn.Linear, bias="b"), r"has the parameters, got the class Linear: " + FORM),
+        (lambda: bound(ops.Bias(8), BIG, bias="b"), r"got a Parameter of shape \[64, 64\]: " + FORM),
+        (lambda: bound(ops.Bias(8), bias="b"), r"missing a required argument: 'owner'\n  Bound\(op, owner, /, "),
+        (lambda: bound(ops.Bias(8), nn.Module(), "b"), r"takes 2 arguments by position, got 3"),
+        (lambda: bound(ops.Bias(8), nn.Module(), bias=3), r"takes a parameter's name as bias, got 3: " + FORM),
+        (lambda: bound(ops.Bias(8), nn.Module(), bias=BIG), r"as bias, got a Parameter of shape \[64, 64\]: " + FORM),
+        (lambda: bound(ops.Bias(8), nn.Module(), bias=(BIG,)), r"name as bias, got a tuple: " + FORM),
     ],
 )
 def test_wrong_names(make: Callable[[], FusableOperation], words: str) -> None:

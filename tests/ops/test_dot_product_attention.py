@@ -308,6 +308,7 @@ def test_infer():
         ({"mask_name": "a mask"}, "keyword argument"),
         ({"layout": "bshd"}, "layout='bshd' is unknown; use one of 'sequence_first', 'batch_first'"),
         ({"packing": "qkv"}, "packing='qkv' is unknown; use one of 'interleaved', 'blocked'"),
+        ({"mask": "casual"}, r"mask='casual' is unknown; use one of .*; did you mean 'causal'\?"),
         ({"dropout": 1.5}, r"lies in \[0, 1\], got 1\.5"),
     ],
 )

@@ -189,7 +189,7 @@ def test_what_cannot_be_joined() -> None:
         model(x)
     with pytest.raises(AttributeError):
         Projection().keep_together("query_weight", "nothing")
-    with pytest.raises(TypeError, match="takes a module and names of its parameters"):
+    with pytest.raises(TypeError, match="takes a parameter's name as bias, got a tuple"):
         ops.Bound(ops.Bias(3), model, bias=())
 
 

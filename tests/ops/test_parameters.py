@@ -95,3 +95,10 @@ def test_repr_says_what_an_op_was_made_with() -> None:
     assert repr(ops.LayerNorm(6, eps=1e-3)) == "LayerNorm(features=6, eps=0.001, zero_centered_gamma=False)"
     assert repr(ops.Linear(6, 4)) == "Linear(in_features=6, out_features=4)"
     assert repr(ops.Fork("skip")) == "Fork(name=skip)" and repr(ops.Reshape(-1, 4)) == "Reshape(-1, 4)"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_dtype_that_is_none_of_torchs_floating_point_ones(name: str) -> None:
+    for dtype, use in (("float32", r"torch\.float32$"), ("int64", "torch.bfloat16, say"), (torch.int64, ""), (3, "")):
+        with pytest.raises(TypeError, match=f"dtype is a floating-point dtype of torch's, got {dtype!r}: use {use}"):
+            MAKERS[name](dtype=dtype)

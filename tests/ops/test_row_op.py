@@ -114,3 +114,17 @@ def test_formulas(name):
     model = te_fuser.Sequential(ops.GELU(), kind(), kernels="reference")
     x = X.detach()
     refused(error, words, lambda: model(x))
+
+
+class Forgetful(ops.RowOp):
+    def __init__(self):
+        self.factor = 2.0
+
+    def compute(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize("use", [lambda op: op(X), lambda op: te_fuser.Sequential(op)(X), repr])
+def test_an_op_whose_constructor_does_not_call_that_of_its_base(use):
+    with pytest.raises(AttributeError, match=r"^Forgetful: its __init__ must first call super\(\)\.__init__\(\)$"):
+        use(Forgetful())

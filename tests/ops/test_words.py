@@ -49,6 +49,12 @@ WORDS: dict[str, tuple[Callable[[], Any], str]] = {
     "a_generator": (lambda: Sequential(m for m in layers()), LIST.format("<genexpr>", "Sequential")),
     "a_list_put_in": (lambda: model().insert(0, layers()), LIST.format("list", "Sequential")),  # type: ignore[arg-type]
     "a_dict": (lambda: Sequential({"a": ops.GELU()}), r"write Sequential\(collections.OrderedDict\(layers\)\)"),
+    "none": (lambda: Sequential(ops.GELU(), None), r"got None as '1': leave it out, or put ops\.Identity\(\) there"),
+    "none_by_name": (
+        lambda: Residual(OrderedDict(act=None)),
+        "^Residual takes modules, got None as 'act': leave it out",
+    ),
+    "none_behind": (lambda: model().append(None), "^Sequential takes modules, got None as '2'"),  # type: ignore[arg-type]
     "module_dict": (lambda: Sequential(nn.ModuleDict({"a": ops.GELU()})), "OrderedDict"),
     "a_class": (lambda: Sequential(ops.GELU), r"got GELU: a class is no module yet: write GELU\(\)"),
     "a_class_of_torch": (lambda: model().append(nn.Tanh), r"write Tanh\(\)"),  # type: ignore[arg-type]
@@ -136,3 +142,9 @@ def test_copies_are_made_without_arguments() -> None:
             x = torch.randn(2, 8)
             torch.testing.assert_close(made(x), module(x))
     assert nn.utils.skip_init(ops.Linear, 8, 4).weight.shape == (4, 8)  # type: ignore[arg-type]
+
+
+def test_a_slice_of_a_list_that_lost_a_module() -> None:
+    made, x = Sequential(*layers(), ops.ReLU()), torch.randn(2, 8)
+    made._modules["1"] = None
+    torch.testing.assert_close(made[:](x), made(x))

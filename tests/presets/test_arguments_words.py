@@ -37,6 +37,12 @@ def made(**keywords: Any) -> Any:
         (attention, {"qk_norm_eps": float("inf")}, "^qk_norm_eps is a number from 0 on"),
         (attention, {"attn_mask_type": 0}, "^attn_mask_type=0 is unknown"),
         (made, {"self_attn_mask_type": "x"}, "^self_attn_mask_type='x' is unknown"),
+        (made, {"self_attn_mask_type": "casual"}, r"='casual' is unknown; use one of .*; did you mean 'causal'\?"),
+        (
+            made,
+            {"params_dtype": "float16"},
+            "^params_dtype is a floating-point dtype of .*'float16': use torch.float16$",
+        ),
         (made, {"window_size": 1}, "^window_size is .left, right"),
         (made, {"enc_dec_attn_mask_type": "x"}, "^enc_dec_attn_mask_type='x' is unknown"),
         (made, {"enc_dec_window_size": [1]}, "^enc_dec_window_size is .left, right"),
@@ -76,3 +82,36 @@ def test_errors_of_calls_do_so_too(layer_type: str, call: dict[str, Any], words:
     given = {"encoder_output": x} if layer_type == "decoder" else {}
     with pytest.raises((TypeError, ValueError), match=f"(?s){words}"):
         made(layer_type=layer_type)(x, **given, **call)
+
+
+CALLED: list[tuple[Any, str, str]] = [
+    (lambda: te_fuser.Linear(8, 4), "is_first_microbach", "is_first_microbatch"),
+    (lambda: te_fuser.Linear(8, 4, return_bias=True), "fp8_outputs", "fp8_output"),
+    (lambda: te_fuser.LayerNormLinear(8, 4), "is_first_micro_batch", "is_first_microbatch"),
+    (lambda: te_fuser.LayerNormMLP(8, 6), "is_first_microbach", "is_first_microbatch"),
+    (lambda: te_fuser.LayerNorm(8), "output", "outputs"),
+    (lambda: te_fuser.RMSNorm(8), "output", "outputs"),
+    (lambda: te_fuser.DotProductAttention(2, 4), "window", "window_size"),
+    (lambda: attention(), "rotary_pos", "rotary_pos_emb"),
+    (lambda: made(), "inference_param", "inference_params"),
+    (lambda: made(), "attn_mask_type", "self_attn_mask_type"),  # attention's own
+]
+
+
+@pytest.mark.parametrize(("make", "name", "nearest"), CALLED)
+@pytest.mark.parametrize("value", [None, True, torch.zeros(3, 2, 8)])
+@pytest.mark.parametrize("way", ["forward", "reference", "plan", "explain"])
+def test_calls_refuse_keywords_that_nobody_knows(make: Any, name: str, nearest: str, value: Any, way: str) -> None:
+    preset = make()
+    words = rf"^{type(preset).__name__} takes no argument '{name}' in a call; did you mean '{nearest}'\?"
+    with pytest.raises(TypeError, match=words):
+        getattr(preset, way)(torch.zeros(3, 2, 8), **{name: value})
+
+
+def test_calls_take_the_names_that_appended_ops_read() -> None:
+    preset = te_fuser.Linear(8, 8, device="cpu")
+    preset.append(te_fuser.ops.Add("skip"))
+    x, skip = torch.randn(3, 8), torch.randn(3, 8)
+    torch.testing.assert_close(preset(x, skip=skip), preset[0:2](x) + skip)
+    with pytest.raises(TypeError, match="takes no argument 'skp' in a call; did you mean 'skip'"):
+        preset(x, skip=skip, skp=None)

@@ -177,7 +177,7 @@ class GraphBuilder:
             if value is None and given.optional:
                 continue
             if value is None:
-                raise ValueError(self.names.missing(label, name, listed.lowered.op))
+                raise ValueError(self.names.missing(label, name, listed))
             if given.axes is not None and given.axes & Axes.FEATURE:
                 self._tie_features(value)
             check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())

@@ -94,10 +94,15 @@ class Names:
             takes = ", ".join(sorted(self._readable())) or "none"
             raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
 
-    def missing(self, label: str, name: str, op: FusableOperation) -> str:
-        """What to say of a name that an op reads and nobody gives."""
-        later = [o for o in self._lowered if name in o.names_out]
-        hint = "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {plain(name)}=...)"
+    def missing(self, label: str, name: str, reader: ListedOp) -> str:
+        """The error for a name that an op reads and nobody gives."""
+        op = reader.lowered.op
+        hint = give = f"pass it: model(x, {plain(name)}=...)"
+        for o in [o for o in self._lowered if plain(name) in map(plain, o.names_out) and not o.lowered.op.exports]:
+            if f"{reader.scope}.".startswith(o.scope and f"{o.scope}."):
+                hint = f"{o.path!r}, a later op, binds it: move that before its use"
+            else:
+                hint = f"{o.path!r} binds it for its own list, {o.scope!r}, alone: put both into one list, or {give}"
         given = ", ".join(sorted(self._call.named)) or "none"
         what = f"{label} reads {plain(name)!r}, which no Fork before it binds and the call does not give"
         forgotten = [p for p in op._parameters if isinstance(op, RowOp) and p not in op.arguments()]

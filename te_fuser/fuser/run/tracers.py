@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from te_fuser import _native
+
 _C = torch._C
 _MODES = _C._TorchDispatchModeKey
-REFERENCE = "model.reference(x) (of a single op, te_fuser.Sequential(op).reference(x))"  # what runs in our place
+REFERENCE = _native.instead  # what runs in our place
 _INSTEAD = (
     f"trace a module whose forward is {REFERENCE}, which is plain PyTorch: docs/works-with.md shows one, for "
     "make_fx, torch.jit.trace, torch.export and torch.compile"
