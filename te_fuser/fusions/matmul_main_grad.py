@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from te_fuser.fusions.cublaslt import cost_of, why_no_product
+from te_fuser.fusions.cublaslt import body_of, cost_of, why_no_product
 from te_fuser.fusions.declaration import Details, fusion
-from te_fuser.fusions.match import Match
+from te_fuser.fusions.match import Body, Match
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.main_grad import put_gradient
@@ -32,9 +32,9 @@ def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return products.multiply("dgrad", dy, weight)
 
 
-def _choose(m: Match, method: str) -> Callable[..., torch.Tensor]:
+def _choose(m: Match, method: str) -> Body | Callable[..., torch.Tensor]:
     if method == "input_gradient":
-        return _input_gradient
+        return body_of(m, "dgrad")
     return _put_over if m[0].overwrite_main_grad else put_weight_gradient
 
 
