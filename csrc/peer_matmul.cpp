@@ -37,7 +37,7 @@ struct PeerMatmul {
   Reference held;  // the CudaMatmul
   CudaMatmul* product = nullptr;
   Reference peers;  // .buffers(bytes) gives PeerBuffers; .blocks(buffer, like), the tensors of a buffer's blocks
-  bool gives = false;  // whether what is gathered is given, too
+  bool gives = false;  // whether what is gathered is given, too, or the parts of a sum and not that
 };
 
 // Names of methods, set once while the module is imported.
@@ -52,6 +52,7 @@ bool is_cut(const MatmulArgument& argument) {
 
 // One call: the peers' buffers, where the work goes, and what is kept until it is done.
 struct Exchanging {
+  Reference owner;  // of the buffers
   PeerBuffers* buffers = nullptr;
   PeerBuffers::Stream stream = nullptr;
   size_t buffer = 0;
@@ -66,7 +67,7 @@ bool begin(const PeerMatmul& peer, int32_t device, size_t block_bytes, Exchangin
   Reference found = Reference::steal(PyObject_CallMethodOneArg(peer.peers.get(), names.buffers, bytes.get()));
   if (!found) return false;
   call.buffers = pybind11::cast<PeerBuffers*>(pybind11::handle(found.get()));
-  call.held.push_back(std::move(found));
+  call.owner = std::move(found);
   void* stream = nullptr;
   if (!current_cuda_stream(device, &stream)) return false;
   call.stream = static_cast<PeerBuffers::Stream>(stream);
@@ -250,6 +251,20 @@ bool multiply_part(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t g
   return run_product(*peer.product, part.all.data(), part.count, call.workspace);
 }
 
+// The parts of all ranks, and (buffers, number): who has read them closes that.
+Reference left_open(PyObject* parts, size_t ranks, const Exchanging& call) {
+  Reference found = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(ranks) + 1));
+  Reference number = Reference::steal(PyLong_FromSize_t(call.buffer));
+  if (!found || !number) return Reference();
+  PyObject* open = PyTuple_Pack(2, call.owner.get(), number.get());
+  if (open == nullptr) return Reference();
+  for (size_t i = 0; i < ranks; ++i) {
+    PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item(parts, i)));
+  }
+  PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(ranks), open);
+  return found;
+}
+
 Reference scatter(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given, Exchanging& call) {
   const CudaMatmul& product = *peer.product;
   TensorView view;
@@ -294,11 +309,15 @@ Reference scatter(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t gi
     if (!sent) return Reference();
   }
   const bool there = without_gil(nullptr, [&](Failure& failure) {
+    // What is sent may be freed when this returns.
     return call.buffers->end_sending(call.buffer, failure) &&
-           await_all(*call.buffers, call.buffer, call.stream, failure);
+           await_all(*call.buffers, call.buffer, call.stream, failure) &&
+           call.buffers->sent(call.buffer, call.stream, failure);
   });
+  if (!there) return Reference();
+  if (peer.gives) return left_open(parts, count, call);
   const Reference dim = Reference::steal(PyLong_FromLong(0));
-  if (!there || !dim) return Reference();
+  if (!dim) return Reference();
   Reference sum = Reference::steal(PyObject_CallMethodOneArg(item(parts, count), names.sum, dim.get()));
   if (!sum) return sum;
   const bool closed = without_gil(
@@ -357,7 +376,9 @@ PyObject* make_gather_matmul_type() {
 PyObject* make_matmul_scatter_type() {
   return make_callable_type<PeerMatmul, build, call_scatter>(
       {"te_fuser._native.MatmulScatter",
-       "MatmulScatter(make, peers)\n--\n\nThis rank's rows of the sum of all ranks' make(a, b, ..).", describe});
+       "MatmulScatter(make, peers, gives=False)\n--\n\nThis rank's rows of the sum of all ranks' make(a, b, ..); or, "
+       "where it `gives` them, each rank's part of these, and (buffers, number), which are to be closed.",
+       describe});
 }
 
 }  // namespace te

@@ -403,11 +403,11 @@ class GatherMatmul:
 class MatmulScatter:
     """This rank's rows of the sum of all ranks' make(a, b, ..)."""
 
-    def __new__(cls, make: Callable[..., Any], peers: Any) -> MatmulScatter:
-        """`peers` gives buffers and tensors of their blocks."""
+    def __new__(cls, make: Callable[..., Any], peers: Any, gives: bool = False) -> MatmulScatter:
+        """`peers` gives buffers and tensors of their blocks; with `gives` all ranks' parts are given, not added up."""
 
-    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The rows."""
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """The rows; or each rank's part of them, and (buffers, number), which are to be closed."""
 
 class QuantizeWeights:
     """The kernel that makes 8 bits of many weights in one launch; `kernels/quantize_weights.cu`."""

@@ -6,6 +6,7 @@ from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     BY_BLOCKS,
     PEER_COPIES,
+    PEER_SUMS,
     RECORDED,
     STRETCH,
     Fusion,
@@ -48,6 +49,7 @@ __all__ = [
     "BY_BLOCKS",
     "RECORDED",
     "PEER_COPIES",
+    "PEER_SUMS",
     "STRETCH",
     "Body",
     "Cost",

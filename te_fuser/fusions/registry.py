@@ -134,8 +134,14 @@ _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_f
 _only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
 # Names like others: kernels of several row ops; see by_torch; kernels that quantize by blocks what products read;
-# exchanges of ranks by copy engines.
-STRETCH, RECORDED, BY_BLOCKS, PEER_COPIES = _OWN = "stretch", "torch_functions", "kernels_by_blocks", "peer_copies"
+# exchanges of ranks by copy engines; kernels that add up what ranks have sent so.
+STRETCH, RECORDED, BY_BLOCKS, PEER_COPIES, PEER_SUMS = _OWN = (
+    "stretch",
+    "torch_functions",
+    "kernels_by_blocks",
+    "peer_copies",
+    "peer_sums",
+)
 
 
 def register(entry: Fusion) -> Fusion:

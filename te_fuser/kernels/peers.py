@@ -204,6 +204,13 @@ class _Copies:
         del self._held
 
 
+def closed(opened: tuple[_native.PeerBuffers, int]) -> tuple[()]:
+    """Give back a buffer that a step has left open, when the current stream has come so far."""
+    buffers, number = opened
+    buffers.close(number)
+    return ()
+
+
 def by_copies(group: Group, device: torch.device) -> ByCopies:
     """The transport of a group on a device."""
     return ByCopies(peers_of(group, device))

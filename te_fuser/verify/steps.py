@@ -46,7 +46,8 @@ def run_verified(
     Raises:
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
-    with registry.disabled(registry.BY_BLOCKS):  # bytes of blocks are another kernel's and product's, who go together
+    # What one step alone does not show: bytes of blocks, of a kernel and a product, and parts of sums, likewise.
+    with registry.disabled(registry.BY_BLOCKS, registry.PEER_SUMS):
         known, call = fuser.prepare_call(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}

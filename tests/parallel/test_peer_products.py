@@ -93,7 +93,9 @@ def exchanges(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def _is_one(name: str) -> bool:
-    return any(part in name for part in ("gather", "scatter")) and ".again" not in name
+    return any(part in name for part in ("gather", "scatter")) and not name.endswith(
+        (".again.start", ".again.wait", ".close")
+    )
 
 
 @pytest.mark.parametrize("memory", ["fast", "lean"])
@@ -108,9 +110,32 @@ def test_layers(shape: tuple[int, ...], memory: str) -> None:
         assert exchanges(plan) == (2 * FORWARD, 2 * BACKWARD)
         again = {s.name for s in plan.backward if any(r.kind is RECOMPUTED for r in (*s.reads(), *s.writes()))}
         assert ("all_gather.again.wait" in again) == (memory == "lean")
+        closed = [s.name for s in plan.steps if s.name.endswith(".close")]
+        assert closed == ["scatter_matmul.close"] * 2 + ["scatter_matmul_backward.close"] * 2
         for _ in range(3):  # buffers are taken in turn
             model.zero_grad()
             assert_as_in_float64(model, whole, *shape)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4, FEATURES)])
+@on_ranks
+def test_sums_that_kernels_take_are_those_of_steps_of_their_own(shape: tuple[int, ...]) -> None:
+    """In float32 with one rounding less; both ways in turns, by the same buffers."""
+    whole = mlp()
+    with emulated():
+        model = shared(whole)
+        for _ in range(2):
+            found = []
+            for left_out in ((), (fusions.PEER_SUMS,)):
+                with fusions.disabled(*left_out):
+                    x = part(given(*shape), 0).clone().requires_grad_()
+                    assert any(s.name.endswith(".close") for s in model.plan(x).steps) != bool(left_out)
+                    model.zero_grad()
+                    y = model(x)
+                    y.backward(part(given(*shape, seed=9), 0))
+                    found.append([y.detach(), x.grad, *[p.grad for p in model.parameters()]])
+            for a, b in zip(*found, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks

@@ -196,6 +196,7 @@ STATISTIC = RefKind("statistic", "stretches", "statistic", bytes=_bytes_of_stati
 EMITTED = RefKind("emission", "nodes", "activation", bytes=_bytes_of_emission)
 SAVED = RefKind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
 NOTES = RefKind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
+PART = RefKind("part", "nodes", "")  # what a rank has sent of a sum, and by the name "buffer" where that lies
 STARTED = RefKind("started", "nodes", "")  # what a step left under way for the one that waits for it
 LEFTS = RefKind("left", "", "")  # the parameters whose gradients a call leaves to the engine that trains, to add up
 SEEDS = RefKind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")

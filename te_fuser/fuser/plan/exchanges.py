@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.fuser.graph.refs import AS_MADE
+from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
+from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.peer_product_task import GATHERED, PeerProductTask
+from te_fuser.fuser.steps.peer_product_task import GATHERED, CloseTask, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
+from te_fuser.fusions.match import Cost
 from te_fuser.kernels import peers
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
-    from te_fuser.fusions.match import Cost
     from te_fuser.ops.exchange import Exchange
     from te_fuser.ops.group import Group
 
@@ -94,6 +94,7 @@ class _InSegment:
         )
         self._graph = prices.problem.graph
         self._held = {*segment.gives, *segment.returned, *[k.ref for k in segment.kept]}
+        self._behind: dict[int, Step] = {}
 
     def steps(self) -> tuple[Step, ...]:
         found: dict[int, Step | None] = dict(enumerate(self._given))  # without those that are in another one now
@@ -105,7 +106,8 @@ class _InSegment:
                 self._refuse(pair, why)
                 continue
             found |= self._beside_product(pair, found) or self._alone(pair)
-        return tuple([step for step in found.values() if step is not None])
+        made = [(step, self._behind.get(k)) for k, step in found.items()]
+        return tuple([step for pair in made for step in pair if step is not None])
 
     def _refuse(self, pair: _Pair, why: str) -> None:
         step = self._given[pair.start]
@@ -166,7 +168,34 @@ class _InSegment:
         if why:
             return why
         found = self._step("scatter_", step, start, step.inputs, wait.outputs, pair)
-        return {pair.start: None, pair.wait: None, number: found}
+        return {
+            pair.start: None,
+            pair.wait: None,
+            **(self._added_by_kernel(number, found, pair, steps) or {number: found}),
+        }
+
+    def _added_by_kernel(
+        self, number: int, scatter: Step, pair: _Pair, steps: dict[int, Step | None]
+    ) -> dict[int, Step | None] | None:
+        """The scatter without its sum, and the kernel that alone reads that and adds up the parts; None: none does."""
+        ((_, summed),) = scatter.outputs
+        readers = [(k, s) for k, s in steps.items() if s is not None and k != pair.wait and summed in s.reads()]
+        kernel = readers[0][1].task.kernel if len(readers) == 1 else None
+        if kernel is None or summed in self._held or not registry.enabled(registry.PEER_SUMS):
+            return None
+        parts = [Ref(PART, scatter.start, name=f"{rank}") for rank in range(pair.group.size)]
+        adding = kernel.adding(summed, parts)
+        if adding is None:
+            return None
+        k, reader = readers[0]
+        buffer = Ref(PART, scatter.start, name="buffer")
+        made = kernel_step(self._prices.problem, self._prices, adding, reader.start, reader.stop)
+        assert isinstance(scatter.task, PeerProductTask)
+        task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
+        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], ("buffer", buffer))
+        covers, price = (scatter.start, scatter.stop), Price(_nothing, ())
+        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, outputs[-1:], (), CloseTask(), price)
+        return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:
         """Why the ranks' blocks along a dimension do not lie one behind the other; empty where they do."""
@@ -194,6 +223,10 @@ class _InSegment:
         covers = min(product.start, start.start), max(product.stop, start.stop)
         price = Price(_cost, (product.price, start.price, product.cost, start.cost))
         return self._prices.step(name + product.name, covers, inputs, outputs, task, price, chain=product.chain)
+
+
+def _nothing(prices: Prices) -> Cost:
+    return Cost(launches=0)
 
 
 def _cost(prices: Prices, product: Price | None, exchange: Price | None, *known: Cost) -> Cost:

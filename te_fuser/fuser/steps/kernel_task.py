@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,8 @@ from te_fuser.codegen import in_place
 from te_fuser.codegen.description import sizes_in_blocks
 from te_fuser.codegen.schedule import narrowed
 from te_fuser.dtypes import STORED
-from te_fuser.formula.expr import Axes
+from te_fuser.formula.expr import Axes, add, leaf
+from te_fuser.formula.substitution import substitute
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.ops.rows import batch_layout
@@ -24,6 +25,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Layout, Load, Store
+    from te_fuser.formula.expr import Expr
     from te_fuser.ops.base import Spec
     from te_fuser.ops.share import Share
 
@@ -123,6 +125,42 @@ class KernelTask(Task):
             outputs=tuple(outputs),
             streams=tuple([streams[name] for name in less.streams]),
             aliases=aliases,
+        )
+
+    def adding(self, ref: Ref, parts: Sequence[Ref]) -> KernelTask | None:
+        """The same kernel with several tensors in the place of one of its rows, whose sum, in float32, that is.
+
+        None where it reads parts of that tensor's features, reads it twice, or passes it on by another name.
+        """
+        d, at = self.description, [k for k, r in enumerate(self.inputs) if r == ref]
+        if len(at) != 1 or not self.computes or ref in {old for _, old in self.aliases}:
+            return None
+        load = d.loads[at[0]]
+        read = leaf(load.name, load.axes, load.width)
+        if load.axes != Axes.FULL or any(n.attrs[0] == load.name and n is not read for n in d.nodes if n.op == "input"):
+            return None
+        loads = [replace(load, name=f"{load.name}_{k}") for k in range(len(parts))]
+        total = functools.reduce(add, [leaf(t.name, t.axes, t.width) for t in loads])
+        roots = iter(substitute(d.roots, lambda n: total if n is read else None))
+        outputs: Any = (d.stores, d.sums, d.maxima)
+
+        def parts_of(item: Any) -> tuple[Expr, ...]:
+            return tuple([next(roots) for _ in item.parts])
+
+        stores, sums, maxima = ([replace(item, parts=parts_of(item)) for item in items] for items in outputs)
+        before, behind = slice(0, at[0]), slice(at[0] + 1, None)
+        return replace(
+            self,
+            description=replace(
+                d,
+                loads=(*d.loads[before], *loads, *d.loads[behind]),
+                stores=tuple(stores),
+                sums=tuple(sums),
+                maxima=tuple(maxima),
+                overwrites=(),
+            ),
+            inputs=(*self.inputs[before], *parts, *self.inputs[behind]),
+            lead=parts[0] if self.lead == ref else self.lead,
         )
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:

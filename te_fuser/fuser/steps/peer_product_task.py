@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_fuser import _native
 from te_fuser.fuser.steps.step import Task, made_name
-from te_fuser.kernels.peers import peers_of
+from te_fuser.kernels.peers import closed, peers_of
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -27,20 +27,29 @@ class PeerProductTask(Task):
         product: the task of the product alone.
         scatters: whether it scatters what it makes; else it gathers the first tensor that it takes.
         group: the ranks, on `device`.
+        adds: whether it adds up what was scattered; else it gives all ranks' parts, and the buffer they lie in.
     """
 
     what = "fusion"
     call = "product"
-    own_memory = True
 
     product: Task
     scatters: bool
     group: Group
     device: torch.device
+    adds: bool = True
 
     @property
     def identity(self) -> Any:
-        return self.product.identity, self.scatters, self.group, self.device
+        return self.product.identity, self.scatters, self.group, self.device, self.adds
+
+    @property
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return self.adds
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.adds
 
     @property
     def hangs(self) -> bool:  # type: ignore[override]
@@ -60,8 +69,21 @@ class PeerProductTask(Task):
         read, made = dict(step.inputs), {made_name(name): bench.slots[r] for name, r in step.outputs}
         inputs = [bench.slots[read[name]] for name in product.takes]
         if self.scatters:
-            return _native.FunctionStep(step.name, _native.MatmulScatter(product.make, peers), inputs, [*made.values()])
+            function = _native.MatmulScatter(product.make, peers, not self.adds)
+            return _native.FunctionStep(step.name, function, inputs, [*made.values()])
         outputs = [made.get(name, -1) for name in product.gives]
         gives = GATHERED in made
-        function = _native.GatherMatmul(product.make, peers, gives)
-        return _native.FunctionStep(step.name, function, inputs, [*outputs, *([made[GATHERED]] if gives else [])])
+        gather = _native.GatherMatmul(product.make, peers, gives)
+        return _native.FunctionStep(step.name, gather, inputs, [*outputs, *([made[GATHERED]] if gives else [])])
+
+
+@record()
+class CloseTask(Task):
+    """The buffer of a sum's parts is given back, when these were read."""
+
+    what = "torch"
+    call = "torch"
+    compares = False
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        return _native.FunctionStep(step.name, closed, [bench.slots[r] for r in step.reads()], [])

@@ -37,7 +37,7 @@ def shared(ranks: int = 2, dim: int = 0, **options: Any) -> te_fuser.Sequential:
         ops.GELU(),
         ops.MatMul(inner, FEATURES, **given),
         ops.ReduceScatter(group(ranks), dim),
-        ops.GELU(),
+        ops.Bias(FEATURES, dtype=torch.bfloat16, device="meta"),
     )
 
 
@@ -49,7 +49,8 @@ def planned(ranks: int = 2, memory: str = "fast", **options: Any) -> Plan:
 
 
 def names(plan: Plan, direction: str) -> list[str]:
-    return [s.name for s in getattr(plan, direction) if "gather" in s.name or "scatter" in s.name]
+    steps = (s for s in getattr(plan, direction) if not s.name.endswith(".close"))
+    return [s.name for s in steps if "gather" in s.name or "scatter" in s.name]
 
 
 def why(plan: Plan) -> set[str]:
@@ -65,7 +66,8 @@ def test_each_exchange_is_one_step_with_the_product_beside_it(ranks: int) -> Non
     assert not why(plan)
     for step in plan.steps:
         if "gather" in step.name or "scatter" in step.name:
-            assert step.stop - step.start in (2, 3) and step.chain and step.task.own_memory
+            assert step.stop - step.start in (2, 3) and step.chain
+            assert step.task.own_memory == ("gather" in step.name)
     assert not any(s.name.startswith(("gather_", "scatter_")) for s in planned(1).steps)
 
 
@@ -102,6 +104,34 @@ def test_prices_say_what_is_sent() -> None:
     assert step.seconds == pytest.approx(product + device.launch + felt, rel=1e-3)
     rows = {row.name: row.sends for row in step_rows(plan, "forward")}
     assert rows["gather_matmul"] == f"sends 32.00 MiB, {device.link.beside:.0%} of that time hidden beside its product"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_kernel_adds_up_what_ranks_have_sent(ranks: int) -> None:
+    """The one that alone reads that, of each rank's part; then the buffer is closed, and what is kept is no part."""
+    plan = planned(ranks)
+    for steps, kernel in ((plan.forward, "bias_fwd"), (plan.backward, "rms_norm_bwd")):
+        at = next(k for k, s in enumerate(steps) if s.name.startswith("scatter_") and not s.name.endswith(".close"))
+        parts = steps[at].writes()
+        assert len(parts) == ranks + 1 and not {k.ref for k in plan.kept} & {*parts}
+        reader = next(s for s in steps[at:] if parts[0] in s.reads())
+        assert reader.name == kernel and {*parts[:-1]} <= {*reader.reads()}
+        close = next(k for k, s in enumerate(steps) if s.reads() == parts[-1:])
+        assert close > steps.index(reader) and not steps[close].writes()
+        assert all(load.width == FEATURES for load in reader.task.description.loads)  # type: ignore[union-attr]
+        pieces = reader.task.description.loads  # type: ignore[union-attr]
+        assert len({load.name for load in pieces if load.name[-2:] in [f"_{r}" for r in range(ranks)]}) >= ranks
+
+
+def test_a_sum_that_is_kept_or_read_twice_is_a_tensor() -> None:
+    """Of a list that ends with it, and of a norm that backward reads; and where it is left out by name."""
+    group_, product = group(), ops.MatMul(8, 8, device="meta")
+    alone = listed(product, ops.ReduceScatter(group_))
+    assert [s.name for s in alone.forward] == ["scatter_matmul"]
+    kept = listed(product, ops.ReduceScatter(group_), ops.LayerNorm(8, device="meta"))
+    assert [s.name for s in kept.forward] == ["scatter_matmul", "layer_norm_fwd"]
+    with fusions.disabled(fusions.PEER_SUMS):
+        assert not any(s.name.endswith(".close") for s in planned().steps)
 
 
 def test_left_out_by_name_all_are_steps_of_their_own_by_nccl() -> None:
