@@ -194,6 +194,7 @@ ASPECTS = {
         "lockstep",
         "peer_products",
         "peers",
+        "four_peers",
         "measuring",
         "presets",
         "overlap",

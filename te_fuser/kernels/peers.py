@@ -230,6 +230,8 @@ _peers: weakref.WeakKeyDictionary[Any, dict[torch.device, Peers]] = weakref.Weak
 
 def peers_of(group: Group, device: torch.device) -> Peers:
     """The peers of a group on a device, the same for all exchanges of it."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     known = _peers.setdefault(group.process_group(), {})
     if device not in known:
         known[device] = Peers(group, device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_fuser.ops.exchange import Exchange, UnderWay, exchanged
+from te_fuser.ops.exchange import ByProcessGroup, Exchange, UnderWay, exchanged
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import parts_of
 
@@ -34,8 +34,11 @@ def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> Sums:
     found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         places = [k for k, g in enumerate(gradients) if g.dtype == dtype]
-        flat = torch.cat([gradients[k].reshape(-1) for k in places]) if len(places) > 1 else gradients[places[0]]
-        found.append((places, Exchange().start(flat, group)))
+        if len(places) == 1:
+            found.append((places, Exchange().start(gradients[places[0]], group)))
+            continue
+        flat = torch.cat([gradients[k].reshape(-1) for k in places])
+        found.append((places, UnderWay(flat, ByProcessGroup(group).add_up(flat))))
     return found
 
 

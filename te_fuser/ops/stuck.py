@@ -178,7 +178,8 @@ def _end(group: Group, exchangers: Sequence[Exchanger]) -> None:
     """End what this rank waits for, when the others that do had time to hear of it: a backend ends the process else."""
     if group.size > 2:
         time.sleep(2 * _pause())
-    while not all(exchanger.is_done() for exchanger in exchangers):
+    until = time.monotonic() + _ABORTED
+    while time.monotonic() < until and not all(exchanger.is_done() for exchanger in exchangers):
         for exchanger in exchangers:
             exchanger.release()
         time.sleep(_SOON)

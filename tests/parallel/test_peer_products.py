@@ -29,13 +29,13 @@ BACKWARD = ["gather_matmul_backward", "scatter_matmul_backward"]
 NEAR = {"rtol": 2e-5, "atol": 2e-5}  # products in float32, and kernels'
 
 
-def mlp(layers: int = 2, main_grad: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def mlp(layers: int = 2, main_grad: bool = False, features: int = FEATURES, inner: int = INNER, **options: Any) -> Any:
     """A bias behind either product, and a norm and a residual behind what is scattered."""
 
     def layer() -> te_fuser.Residual:
-        sizes, given = ((FEATURES, INNER), (INNER, FEATURES)), {"accumulate_into_main_grad": main_grad, "dtype": dtype}
-        up, down = (ops.Linear(*each, **given) for each in sizes)  # type: ignore[arg-type]
-        return te_fuser.Residual(ops.LayerNorm(FEATURES, dtype=dtype), up, ops.GELU(), down)
+        given: dict[str, Any] = {"accumulate_into_main_grad": main_grad, "dtype": torch.float32}
+        up, down = (ops.Linear(*sizes, **given) for sizes in ((features, inner), (inner, features)))
+        return te_fuser.Residual(ops.LayerNorm(features, dtype=torch.float32), up, ops.GELU(), down)
 
     return randomize(te_fuser.Sequential(*(layer() for _ in range(layers)), **options))
 
@@ -50,7 +50,7 @@ def shared(whole: te_fuser.Sequential) -> te_fuser.Sequential:
     group = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
     for m in products(model):
         m.group, m.sequence_parallel = group, True
-        m.parallel_mode = "column" if m.in_features == FEATURES else "row"
+        m.parallel_mode = "column" if m.in_features < m.out_features else "row"
         m.weight = torch.nn.Parameter(part(m.weight.detach(), int(m.parallel_mode == "row")).clone())
         if m.parallel_mode == "column":
             assert m.bias is not None
@@ -221,3 +221,26 @@ def test_lists_without_copies_are_as_before() -> None:
         both = torch.cat([given(3, 3, FEATURES, seed=r) for r in range(WORLD)], 1)
         y = list_(given(3, 3, FEATURES, seed=group.rank))
         torch.testing.assert_close(y, both @ list_[1].weight.t(), **NEAR)
+
+
+@on_ranks
+def test_products_of_8_bits() -> None:
+    """Gathered in 8 bits; against the same list whose exchanges are steps of their own, whose sums are of two numbers."""
+    whole = mlp(1, features=32, inner=64)
+    recipe = te_fuser.recipe.DelayedScaling(amax_history_len=2)
+    with emulated():
+        found = []
+        for left_out in ((fusions.PEER_COPIES,), ()):
+            model = shared(whole)
+            with fusions.disabled(*left_out):
+                for step in range(3):
+                    x = part(given(64, 32, seed=step), 0).clone().requires_grad_()
+                    model.zero_grad()
+                    with te_fuser.autocast(recipe=recipe):
+                        names = exchanges(model.plan(x))[0]
+                        y = model(x)
+                    y.backward(part(given(64, 32, seed=step + 9), 0))
+            found.append([y.detach(), x.grad, *[p.grad for p in model.parameters()]])
+            assert ("gather_float8_matmul" in names) == (not left_out), names
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

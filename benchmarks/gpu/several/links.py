@@ -1,4 +1,4 @@
-"""The part `links`: collectives alone, by sizes, and beside products."""
+"""The part `links`: collectives alone, by sizes, beside products, and in one step with them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric
 
 from benchmarks.gpu.contest.entries import Entry
 from benchmarks.gpu.contest.measure import Effort, Result, Step, no_longer
 from benchmarks.gpu.several import rivals
 from benchmarks.gpu.several.ranks import Ranks, contest
+from te_fuser import _native
+from te_fuser.kernels import peers
+from te_fuser.kernels.cublaslt import products
+from te_fuser.ops import Group
 
 SHORT = Effort(5, 0.2, 0.3)
 NCCL, COPIES, PRODUCTS = "NCCL", "copy engines", "products"
@@ -20,12 +23,14 @@ LAYER_COLLECTIVES = 8  # four all-gathers and four reduce-scatters, forward and 
 
 
 def links(ranks: Ranks, say: Callable[..., None], without: object = ()) -> Iterator[Entry]:
-    """Rates by sizes, of the layer's eight, and of these beside products."""
+    """Rates by sizes, of the layer's eight, and of these beside products; the layer's products with their exchanges."""
     rows = ranks.sizes.tokens
     for share in (1, 8, 64):
         say(preparing=f"rates of {rows // share} rows")
         yield _rates(ranks, rows // share)
     yield _eight(ranks, say)
+    if ranks.card.is_gpu:
+        yield from _in_one_step(ranks, say)
 
 
 def sent(ranks: Ranks, whole: int, times: int = 1) -> float:
@@ -43,9 +48,12 @@ def _rates(ranks: Ranks, rows: int) -> Entry:
         "all-reduce": lambda: dist.all_reduce(whole),
     }
     whole.zero_()  # sums of sums would not stay finite
+    if ranks.card.is_gpu:
+        by, made, mine = _copies(ranks), torch.empty_like(whole), torch.empty_like(part)
+        steps["all-gather by copies"] = lambda: by.gather(part, made).wait()
+        steps["reduce-scatter by copies"] = lambda: by.scatter(whole, mine).wait()
     times = contest(steps, ranks, no_longer(ranks.effort, SHORT))
-    moved = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-    contenders = {n: _with_rate(r, sent(ranks, size, moved[n])) for n, r in times.items()}
+    contenders = {n: _with_rate(r, sent(ranks, size, 1 + (n == "all-reduce"))) for n, r in times.items()}
     return {"case": f"{rows} x {ranks.sizes.hidden}", "bytes": size, "contenders": contenders}
 
 
@@ -89,15 +97,48 @@ def _by_copies(
 ) -> tuple[tuple[Step, Step], Callable[[Any], object]]:
     if not ranks.card.is_gpu:
         raise RuntimeError("copies between GPUs need symmetric memory, which GPUs have")
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    symmetric.enable_symm_mem_for_group(name)
-    known = torch.ops.symm_mem
-    starts = (
-        lambda: known._low_contention_all_gather(part, name),
-        lambda: known._low_contention_reduce_scatter(whole.flatten(0, 1), "sum", name),
-    )
-    return starts, torch.ops._c10d_functional.wait_tensor
+    by, made, mine = _copies(ranks), torch.empty_like(whole), torch.empty_like(part)
+    starts = (lambda: by.gather(part, made), lambda: by.scatter(whole, mine))
+    return starts, lambda pending: pending.wait()
+
+
+def _copies(ranks: Ranks) -> peers.ByCopies:
+    return peers.by_copies(Group.of("the benchmark", dist.group.WORLD), torch.device(ranks.device))
+
+
+def _in_one_step(ranks: Ranks, say: Callable[..., None]) -> Iterator[Entry]:
+    """The products of a layer as ranks share them: alone, with the exchange before or behind, in one step with it."""
+    sizes, group = ranks.sizes, Group.of("the benchmark", dist.group.WORLD)
+    buffers = peers.peers_of(group, torch.device(ranks.device))
+    make = products.configured("forward", sizes.dtype, sizes.dtype).make
+    hidden, inner = sizes.hidden, 4 * sizes.hidden
+    shapes = {
+        "queries, keys and values": (hidden, 3 * hidden // ranks.size, True),
+        "projection": (hidden // ranks.size, hidden, False),
+        "FC1": (hidden, inner // ranks.size, True),
+        "FC2": (inner // ranks.size, hidden, False),
+    }
+    for name, (features, out, gathers) in shapes.items():
+        say(preparing=f"{name} with its exchange")
+        w, x = ranks.random("w", out, features), ranks.random("x", sizes.tokens, features)
+        part = ranks.own(x)
+        ours: Any = (_native.GatherMatmul if gathers else _native.MatmulScatter)(make, buffers)
+
+        def by_nccl(gathers: bool = gathers, part: Any = part, x: Any = x, w: Any = w) -> object:
+            return make(rivals.gathered(part), w) if gathers else rivals.scattered(make(x, w))
+
+        steps: dict[str, Step] = {
+            PRODUCTS: lambda x=x, w=w: make(x, w),  # type: ignore[misc]
+            NCCL: by_nccl,
+            COPIES: lambda ours=ours, given=part if gathers else x, w=w: ours(given, w),  # type: ignore[misc]
+        }
+        times = contest(steps, ranks)
+        contenders = {n: r.as_data() for n, r in times.items()}
+        for data in contenders.values():
+            data["over_products"] = data["ms"] / contenders[PRODUCTS]["ms"]
+            data["exposed_ms"] = data["ms"] - contenders[PRODUCTS]["ms"]
+        moved = sent(ranks, sizes.tokens * hidden * sizes.dtype.itemsize)
+        yield {"case": f"{name}, with its exchange", "sent_bytes": moved, "contenders": contenders}
 
 
 def _eight(ranks: Ranks, say: Callable[..., None]) -> Entry:

@@ -34,7 +34,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "links": Part("collectives alone and beside products", links, 40),
+    "links": Part("collectives alone, beside products and in one step with them", links, 40),
     "parameters": Part("what a DTensor parameter takes of the host", parameters, 20),
     "layer": Part("the seed layer, shared by tensor and sequence parallel, against its floor and rivals", layer, 150),
     "data": Part("layers with a batch a rank, by DDP and FSDP2", data, 60),

@@ -118,7 +118,6 @@ def test_a_kernel_adds_up_what_ranks_have_sent(ranks: int) -> None:
         assert reader.name == kernel and {*parts[:-1]} <= {*reader.reads()}
         close = next(k for k, s in enumerate(steps) if s.reads() == parts[-1:])
         assert close > steps.index(reader) and not steps[close].writes()
-        assert all(load.width == FEATURES for load in reader.task.description.loads)  # type: ignore[union-attr]
         pieces = reader.task.description.loads  # type: ignore[union-attr]
         assert len({load.name for load in pieces if load.name[-2:] in [f"_{r}" for r in range(ranks)]}) >= ranks
 
