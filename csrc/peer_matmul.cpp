@@ -2,7 +2,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "callable_type.h"
 #include "gil.h"
 #include "matmul.h"
+#include "matmul_call.h"
 #include "matmul_outputs.h"
 #include "matmul_product.h"
 #include "new_tensor.h"
@@ -37,6 +37,7 @@ struct PeerMatmul {
   Reference held;  // the CudaMatmul
   CudaMatmul* product = nullptr;
   Reference peers;  // .buffers(bytes) gives PeerBuffers; .blocks(buffer, like), the tensors of a buffer's blocks
+  size_t ranks = 0;
   bool gives = false;  // whether what is gathered is given, too, or the parts of a sum and not that
 };
 
@@ -46,81 +47,115 @@ struct Names {
 };
 Names names{};
 
+PeerMatmul& peer_of(PyObject* self) { return owned_by<PeerMatmul>(self); }
+
+// ---- pieces of a product -----------------------------------------------------------------------------------------
+
+bool is_empty(const MatmulSizes& sizes) { return sizes.m == 0 || sizes.n == 0 || sizes.k == 0; }
+
+int64_t size_of(const DType& dtype) { return dtype.bits / 8; }
+
+// Moves a matrix to rows that lie so many later.
+void move_rows(Matrix& matrix, int64_t rows, int64_t element_bits) {
+  const int64_t stride = matrix.flipped ? 1 : matrix.stride;
+  matrix.data = static_cast<char*>(matrix.data) + rows * stride * element_bits / 8;
+}
+
+// The call of other rows: what it writes, and what it reads beside its first factor.
+MatmulCall piece(const CudaMatmul& product, const MatmulCall& call, int64_t rows_later, int64_t rows) {
+  MatmulCall found = call;
+  const MatmulForm& form = product.matmul.form;
+  move_rows(found.out, rows_later, form.out_dtype.bits);
+  if (found.c.data != nullptr) move_rows(found.c, rows_later, form.out_dtype.bits);
+  // The stride of a mask counts bits.
+  if (found.aux.data != nullptr) move_rows(found.aux, rows_later, form.epilogue->aux_is_mask ? 1 : form.out_dtype.bits);
+  for (Matrix* matrix : {&found.out, &found.c, &found.aux}) matrix->rows = matrix->data != nullptr ? rows : 0;
+  return found;
+}
+
 bool is_cut(const MatmulArgument& argument) {
   return argument.role == Role::a || argument.role == Role::out || argument.role == Role::c || argument.role == Role::aux;
 }
 
-// One call: the peers' buffers, where the work goes, and what is kept until it is done.
-struct Exchanging {
-  Reference owner;  // of the buffers
-  PeerBuffers* buffers = nullptr;
-  PeerBuffers::Stream stream = nullptr;
-  size_t buffer = 0;
-  std::vector<Reference> held;
-  Workspace workspace;
-  size_t ranks() const { return buffers->ranks(); }
-};
-
-bool begin(const PeerMatmul& peer, int32_t device, size_t block_bytes, Exchanging& call) {
-  const Reference bytes = Reference::steal(PyLong_FromSize_t(block_bytes));
-  if (!bytes) return false;
-  Reference found = Reference::steal(PyObject_CallMethodOneArg(peer.peers.get(), names.buffers, bytes.get()));
-  if (!found) return false;
-  call.buffers = pybind11::cast<PeerBuffers*>(pybind11::handle(found.get()));
-  call.owner = std::move(found);
-  void* stream = nullptr;
-  if (!current_cuda_stream(device, &stream)) return false;
-  call.stream = static_cast<PeerBuffers::Stream>(stream);
-  return without_gil(nullptr,
-                     [&](Failure& failure) { return call.buffers->open(block_bytes, call.stream, call.buffer, failure); });
-}
-
-// The blocks of the call's buffer as tensors of that shape, and behind them all of them joined.
-PyObject* blocks(const PeerMatmul& peer, Exchanging& call, PyObject* like) {
-  const Reference number = Reference::steal(PyLong_FromSize_t(call.buffer));
-  if (!number) return nullptr;
-  PyObject* arguments[] = {peer.peers.get(), number.get(), like};
-  Reference found = Reference::steal(PyObject_VectorcallMethod(names.blocks, arguments, 3, nullptr));
-  if (!found || !PyTuple_Check(found.get())) return nullptr;
-  call.held.push_back(found);
-  return found.get();
-}
-
-PyObject* item(PyObject* tuple, size_t index) { return PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(index)); }
-
 // Rows of a tensor, those of one rank.
-PyObject* rows_of(PyObject* tensor, size_t rank, int64_t rows, Exchanging& call) {
+Reference rows_of(PyObject* tensor, size_t rank, int64_t rows) {
   const Reference dim = Reference::steal(PyLong_FromLong(0));
   const Reference first = Reference::steal(PyLong_FromLongLong(static_cast<int64_t>(rank) * rows));
   const Reference count = Reference::steal(PyLong_FromLongLong(rows));
-  if (!dim || !first || !count) return nullptr;
+  if (!dim || !first || !count) return Reference();
   PyObject* arguments[] = {tensor, dim.get(), first.get(), count.get()};
-  Reference found = Reference::steal(PyObject_VectorcallMethod(names.narrow, arguments, 4, nullptr));
-  if (!found) return nullptr;
-  call.held.push_back(found);
-  return found.get();
+  return Reference::steal(PyObject_VectorcallMethod(names.narrow, arguments, 4, nullptr));
 }
 
-// A dense tensor of the call, made so where it is not, with its memory.
-PyObject* dense(const CudaMatmul& product, PyObject* tensor, int32_t* device, TensorView* view, Memory* memory,
-                Exchanging& call) {
-  const ArgumentSite site{product.name(), 0};
-  if (!view_tensor(tensor, site, view)) return nullptr;
-  Reference found = Reference::borrow(tensor);
-  if (!view->is_row_major) {
-    found = Reference::steal(PyObject_CallMethodNoArgs(tensor, names.contiguous));
-    if (!found || !view_tensor(found.get(), site, view)) return nullptr;
+// Tensors of a call, those that a rank has a part of narrowed to it.
+struct OwnTensors {
+  std::array<PyObject*, most_matmul_tensors> all{};
+  std::array<Reference, most_matmul_tensors> narrowed;
+};
+
+bool narrow_all(const CudaMatmul& product, const MatmulTensors& whole, PyObject* a, size_t rank, int64_t rows,
+                OwnTensors& own) {
+  for (size_t i = 0; i < whole.count; ++i) {
+    own.all[i] = i == 0 ? a : whole.all[i];
+    if (i == 0 || !is_cut(product.arguments[i])) continue;
+    own.narrowed[i] = rows_of(whole.all[i], rank, rows);
+    if (!own.narrowed[i]) return false;
+    own.all[i] = own.narrowed[i].get();
   }
-  if (!read_cuda_tensor(found.get(), *product.arguments[0].dtype, site, device, memory)) return nullptr;
-  if (view->dimensions < 2) {
-    PyErr_Format(PyExc_ValueError, "product '%s': what ranks exchange has rows and features", product.name());
-    return nullptr;
-  }
-  call.held.push_back(std::move(found));
-  return call.held.back().get();
+  return true;
+}
+
+// A tensor with as many times the rows.
+Reference times_rows(PyObject* like, const TensorView& view, size_t times) {
+  std::vector<int64_t> sizes(view.shape, view.shape + view.dimensions);
+  sizes[0] *= static_cast<int64_t>(times);
+  return Reference::steal(new_tensor(like, sizes.data(), sizes.size(), nullptr));
+}
+
+// ---- buffers -----------------------------------------------------------------------------------------------------
+
+// The buffers of an exchange of such blocks; `owner` keeps them.
+PeerBuffers* buffers_for(const PeerMatmul& peer, int64_t block_bytes, Reference& owner) {
+  const Reference bytes = Reference::steal(PyLong_FromLongLong(block_bytes));
+  if (!bytes) return nullptr;
+  owner = Reference::steal(PyObject_CallMethodOneArg(peer.peers.get(), names.buffers, bytes.get()));
+  return owner ? pybind11::cast<PeerBuffers*>(pybind11::handle(owner.get())) : nullptr;
+}
+
+// The blocks of a buffer as tensors of a shape, and behind them all of them joined.
+Reference blocks_of(const PeerMatmul& peer, size_t buffer, PyObject* like) {
+  const Reference number = Reference::steal(PyLong_FromSize_t(buffer));
+  if (!number) return Reference();
+  PyObject* arguments[] = {peer.peers.get(), number.get(), like};
+  return Reference::steal(PyObject_VectorcallMethod(names.blocks, arguments, 3, nullptr));
+}
+
+PyObject* item(const Reference& tuple, size_t index) {
+  return PyTuple_GET_ITEM(tuple.get(), static_cast<Py_ssize_t>(index));
+}
+
+bool check_given(const PeerMatmul& peer, size_t flags, PyObject* keywords, Py_ssize_t* given) {
+  *given = PyVectorcall_NARGS(flags);
+  if (*given >= 2 && *given <= static_cast<Py_ssize_t>(most_matmul_tensors) && keywords == nullptr) return true;
+  PyErr_Format(PyExc_TypeError, "product '%s' takes the tensors that it reads", peer.product->name());
+  return false;
 }
 
 // ---- gather, then multiply ---------------------------------------------------------------------------------------
+
+// This rank's rows, dense.
+Reference dense(const CudaMatmul& product, PyObject* tensor, TensorView* view) {
+  const ArgumentSite site{product.name(), 0};
+  if (!view_tensor(tensor, site, view)) return Reference();
+  Reference found = Reference::borrow(tensor);
+  if (!view->is_row_major) {
+    found = Reference::steal(PyObject_CallMethodNoArgs(tensor, names.contiguous));
+    if (!found || !view_tensor(found.get(), site, view)) return Reference();
+  }
+  if (view->dimensions >= 2) return found;
+  PyErr_Format(PyExc_ValueError, "product '%s': what ranks exchange has rows and features", product.name());
+  return Reference();
+}
 
 // What all ranks' rows of what is written are put into, made of what one rank's would be.
 bool make_whole(const CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, size_t ranks, MatmulTensors& whole) {
@@ -130,94 +165,94 @@ bool make_whole(const CudaMatmul& product, PyObject* const* inputs, Py_ssize_t g
     if (!product.arguments[i].written) continue;
     TensorView view;
     if (!view_tensor(whole.all[i], {product.name(), static_cast<Py_ssize_t>(i)}, &view)) return false;
-    std::vector<int64_t> sizes(view.shape, view.shape + view.dimensions);
-    sizes[0] *= static_cast<int64_t>(ranks);
-    PyObject* larger = new_tensor(whole.all[i], sizes.data(), sizes.size(), nullptr);
-    if (larger == nullptr) return false;
-    whole.made[made++] = Reference::steal(larger);
-    whole.all[i] = larger;
+    Reference larger = times_rows(whole.all[i], view, ranks);
+    if (!larger) return false;
+    whole.all[i] = larger.get();
+    whole.made[made++] = std::move(larger);
   }
   return true;
 }
 
-// The product of one rank's rows, which are `a`.
-bool multiply(const PeerMatmul& peer, const MatmulTensors& whole, PyObject* a, size_t rank, int64_t rows,
-              Exchanging& call) {
-  std::array<PyObject*, most_matmul_tensors> tensors{};
-  for (size_t i = 0; i < peer.product->arguments.size(); ++i) {
-    const MatmulArgument& argument = peer.product->arguments[i];
-    tensors[i] = i == 0 ? a : is_cut(argument) ? rows_of(whole.all[i], rank, rows, call) : whole.all[i];
-    if (tensors[i] == nullptr) return false;
-  }
-  return run_product(*peer.product, tensors.data(), peer.product->arguments.size(), call.workspace);
-}
+// One exchange with its products, all that streams are given.
+struct Gathering {
+  PeerBuffers& buffers;
+  const CudaMatmul& product;
+  const MatmulCall& own;  // of this rank's rows
+  const void* sent;
+  void* gathered;  // nullptr: it is not wanted
+  size_t bytes;
+  int64_t rows;
+  bool multiplies;
 
-Reference joined(PyObject* like, const TensorView& view, size_t ranks) {
-  std::vector<int64_t> sizes(view.shape, view.shape + view.dimensions);
-  sizes[0] *= static_cast<int64_t>(ranks);
-  return Reference::steal(new_tensor(like, sizes.data(), sizes.size(), nullptr));
-}
-
-bool gather(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given, Exchanging& call, MatmulTensors& whole,
-            Reference& gathered) {
-  TensorView view;
-  Memory own, out;
-  int32_t device = -1;
-  PyObject* x = dense(*peer.product, inputs[0], &device, &view, &own, call);
-  if (x == nullptr || !begin(peer, device, static_cast<size_t>(own.bytes), call)) return false;
-  PeerBuffers& buffers = *call.buffers;
-  const auto bytes = static_cast<size_t>(own.bytes);
-  const int64_t rows = view.shape[0];
-  if (peer.gives) {
-    gathered = joined(x, view, call.ranks());
-    if (!gathered || !read_cuda_tensor(gathered.get(), *peer.product->arguments[0].dtype, {peer.product->name(), 0},
-                                       &device, &out)) {
-      return false;
-    }
-  }
-  const bool sent = without_gil(nullptr, [&](Failure& failure) {
+  bool run(Matmul& matmul, Failure& failure) const {
+    const auto stream = reinterpret_cast<PeerBuffers::Stream>(own.stream);
+    Workspace workspace;
+    size_t buffer = 0;
+    if (!buffers.open(bytes, stream, buffer, failure)) return false;
     for (size_t k = 1; k < buffers.ranks(); ++k) {
-      if (!buffers.send(call.buffer, buffers.receiver(k), own.data, bytes, call.stream, false, failure)) return false;
+      if (!buffers.send(buffer, buffers.receiver(k), sent, bytes, stream, false, failure)) return false;
     }
-    return buffers.end_sending(call.buffer, failure) &&
-           (!peer.gives || buffers.receive(call.buffer, own.data, out.data, bytes, failure));
-  });
-  std::array<PyObject*, most_matmul_tensors> read{};
-  for (Py_ssize_t i = 0; i < given; ++i) read[static_cast<size_t>(i)] = i == 0 ? x : inputs[i];
-  if (!sent || !make_whole(*peer.product, read.data(), given, call.ranks(), whole)) return false;
-  if (!multiply(peer, whole, x, buffers.rank(), rows, call)) return false;
-  PyObject* parts = peer.gives ? nullptr : blocks(peer, call, x);
-  if (!peer.gives && parts == nullptr) return false;
-  for (size_t k = 1; k < buffers.ranks(); ++k) {
-    const size_t from = buffers.sender(k);
-    const bool there = without_gil(nullptr, [&](Failure& failure) {
-      return peer.gives ? buffers.received(call.buffer, from, call.stream, failure)
-                        : buffers.await(call.buffer, from, call.stream, failure);
-    });
-    if (!there) return false;
-    PyObject* a = peer.gives ? rows_of(gathered.get(), from, rows, call) : item(parts, from);
-    if (a == nullptr || !multiply(peer, whole, a, from, rows, call)) return false;
+    if (!buffers.end_sending(buffer, failure)) return false;
+    if (gathered != nullptr && !buffers.receive(buffer, sent, gathered, bytes, failure)) return false;
+    if (multiplies && !matmul.run(own, workspace, failure)) return false;
+    for (size_t k = 1; k < buffers.ranks(); ++k) {
+      const size_t from = buffers.sender(k);
+      const bool there = gathered != nullptr ? buffers.received(buffer, from, stream, failure)
+                                             : buffers.await(buffer, from, stream, failure);
+      if (!there) return false;
+      const int64_t later = (static_cast<int64_t>(from) - static_cast<int64_t>(buffers.rank())) * rows;
+      MatmulCall call = piece(product, own, later, own.out.rows);
+      call.a.data = gathered != nullptr ? static_cast<char*>(gathered) + from * bytes
+                                        : reinterpret_cast<void*>(buffers.block(buffer, from));
+      call.a.stride = call.a.columns;
+      if (multiplies && !matmul.run(call, workspace, failure)) return false;
+    }
+    return buffers.close(buffer, stream, failure);
   }
-  return without_gil(nullptr, [&](Failure& failure) { return buffers.close(call.buffer, call.stream, failure); });
-}
+};
 
-PeerMatmul& peer_of(PyObject* self) { return owned_by<PeerMatmul>(self); }
-
-bool check_given(const PeerMatmul& peer, size_t flags, PyObject* keywords, Py_ssize_t* given) {
-  *given = PyVectorcall_NARGS(flags);
-  if (*given >= 2 && *given <= static_cast<Py_ssize_t>(most_matmul_tensors) && keywords == nullptr) return true;
-  PyErr_Format(PyExc_TypeError, "product '%s' takes the tensors that it reads", peer.product->name());
-  return false;
+bool gather(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given, MatmulTensors& whole,
+            Reference& gathered) {
+  CudaMatmul& product = *peer.product;
+  TensorView view;
+  const Reference x = dense(product, inputs[0], &view);
+  if (!x) return false;
+  std::array<PyObject*, most_matmul_tensors> read{};
+  for (Py_ssize_t i = 0; i < given; ++i) read[static_cast<size_t>(i)] = i == 0 ? x.get() : inputs[i];
+  int64_t rows = 1;  // of a rank's part, in the first dimension and as a matrix
+  for (int32_t i = 0; i + 1 < view.dimensions; ++i) rows *= view.shape[i];
+  const int64_t bytes = rows * view.shape[view.dimensions - 1] * size_of(*product.arguments[0].dtype);
+  Reference owner;
+  PeerBuffers* buffers = buffers_for(peer, bytes, owner);
+  if (buffers == nullptr || !make_whole(product, read.data(), given, peer.ranks, whole)) return false;
+  OwnTensors own;
+  MatmulReading reading;
+  if (!narrow_all(product, whole, x.get(), buffers->rank(), view.shape[0], own)) return false;
+  if (!read_call(product, own.all.data(), whole.count, reading)) return false;
+  const bool empty = is_empty(reading.sizes);
+  void* target = nullptr;
+  if (peer.gives || empty) {
+    gathered = times_rows(x.get(), view, peer.ranks);
+    TensorView all;
+    if (!gathered || !view_tensor(gathered.get(), {product.name(), 0}, &all)) return false;
+    target = peer.gives ? const_cast<void*>(all.data) : nullptr;
+  }
+  const Gathering work{*buffers, product, reading.call, view.data, target, static_cast<size_t>(bytes), rows, !empty};
+  if (!without_gil(nullptr, [&](Failure& failure) { return work.run(product.matmul, failure); })) return false;
+  if (!empty) return true;
+  std::array<PyObject*, most_matmul_tensors> tensors = whole.all;
+  tensors[0] = gathered.get();
+  Workspace workspace;
+  return run_product(product, tensors.data(), whole.count, workspace);
 }
 
 PyObject* call_gather(PyObject* self, PyObject* const* inputs, size_t flags, PyObject* keywords) {
   const PeerMatmul& peer = peer_of(self);
   Py_ssize_t given = 0;
-  Exchanging call;
   MatmulTensors whole;
   Reference gathered;
   if (!check_given(peer, flags, keywords, &given)) return nullptr;
-  if (!gather(peer, inputs, given, call, whole, gathered)) return nullptr;
+  if (!gather(peer, inputs, given, whole, gathered)) return nullptr;
   if (!peer.gives) return take_outputs(whole);
   PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(whole.made_count) + 1);
   if (found == nullptr) return nullptr;
@@ -230,107 +265,104 @@ PyObject* call_gather(PyObject* self, PyObject* const* inputs, size_t flags, PyO
 
 // ---- multiply, then scatter --------------------------------------------------------------------------------------
 
-// The inputs of one rank's rows, and what is written made, or `out` for it.
-bool multiply_part(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given, size_t rank, int64_t rows,
-                   PyObject* out, Exchanging& call, MatmulTensors& part) {
-  std::array<PyObject*, most_matmul_tensors> read{};
-  size_t next = 0;
-  for (const MatmulArgument& argument : peer.product->arguments) {
-    if (argument.written || next >= static_cast<size_t>(given)) continue;
-    read[next] = is_cut(argument) ? rows_of(inputs[next], rank, rows, call) : inputs[next];
-    if (read[next++] == nullptr) return false;
-  }
-  if (out == nullptr) {
-    if (!make_outputs(*peer.product, read.data(), given, part)) return false;
-  } else {
-    next = 0;
-    for (const MatmulArgument& argument : peer.product->arguments) {
-      part.all[part.count++] = argument.written ? out : read[next++];
+// One exchange with its products: those of other ranks are sent from where they are made, the own one is put beside
+// those that arrive.
+struct Scattering {
+  PeerBuffers& buffers;
+  const CudaMatmul& product;
+  const MatmulCall& whole;
+  size_t bytes;
+  int64_t rows;
+  bool multiplies;
+
+  bool run(Matmul& matmul, size_t& buffer, Failure& failure) const {
+    const auto stream = reinterpret_cast<PeerBuffers::Stream>(whole.stream);
+    Workspace workspace;
+    if (!buffers.open(bytes, stream, buffer, failure)) return false;
+    for (size_t k = 1; k <= buffers.ranks(); ++k) {
+      const size_t to = k < buffers.ranks() ? buffers.receiver(k) : buffers.rank();
+      const int64_t later = static_cast<int64_t>(to) * rows;
+      MatmulCall call = piece(product, whole, later, rows);
+      move_rows(call.a, later, product.matmul.form.dtype.bits);
+      call.a.rows = rows;
+      if (to == buffers.rank() && multiplies) {
+        call.out.data = reinterpret_cast<void*>(buffers.block(buffer, to));
+        call.out.stride = call.out.columns;
+      }
+      if (multiplies && !matmul.run(call, workspace, failure)) return false;
+      if (to == buffers.rank() && multiplies) continue;  // it is in its place
+      if (!buffers.send(buffer, to, call.out.data, bytes, stream, true, failure)) return false;
     }
+    // What is sent may be freed when this returns.
+    return buffers.end_sending(buffer, failure) && await_all(buffers, buffer, stream, failure) &&
+           buffers.sent(buffer, stream, failure);
   }
-  return run_product(*peer.product, part.all.data(), part.count, call.workspace);
-}
+};
 
 // The parts of all ranks, and (buffers, number): who has read them closes that.
-Reference left_open(PyObject* parts, size_t ranks, const Exchanging& call) {
+PyObject* left_open(const Reference& parts, size_t ranks, const Reference& owner, size_t buffer) {
   Reference found = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(ranks) + 1));
-  Reference number = Reference::steal(PyLong_FromSize_t(call.buffer));
-  if (!found || !number) return Reference();
-  PyObject* open = PyTuple_Pack(2, call.owner.get(), number.get());
-  if (open == nullptr) return Reference();
+  const Reference number = Reference::steal(PyLong_FromSize_t(buffer));
+  if (!found || !number) return nullptr;
+  PyObject* open = PyTuple_Pack(2, owner.get(), number.get());
+  if (open == nullptr) return nullptr;
   for (size_t i = 0; i < ranks; ++i) {
     PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item(parts, i)));
   }
   PyTuple_SET_ITEM(found.get(), static_cast<Py_ssize_t>(ranks), open);
-  return found;
+  return found.release();
 }
 
-Reference scatter(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given, Exchanging& call) {
-  const CudaMatmul& product = *peer.product;
-  TensorView view;
-  if (!view_tensor(inputs[0], {product.name(), 0}, &view)) return Reference();
-  const Reference ranks = Reference::steal(PyObject_GetAttrString(peer.peers.get(), "ranks"));
-  const size_t count = ranks ? PyLong_AsSize_t(ranks.get()) : 0;
-  if (count < 2 || view.dimensions < 2 || view.shape[0] % static_cast<int64_t>(count) != 0) {
-    if (PyErr_Occurred() == nullptr) {
-      PyErr_Format(PyExc_ValueError, "product '%s': its rows are no equal parts for each rank", product.name());
-    }
-    return Reference();
-  }
-  const int64_t rows = view.shape[0] / static_cast<int64_t>(count);
-  PyObject* parts = nullptr;
-  const auto out = std::find_if(product.arguments.begin(), product.arguments.end(),
-                                [](const MatmulArgument& argument) { return argument.role == Role::out; });
-  for (size_t k = 1; k <= count; ++k) {
-    MatmulTensors part;
-    if (k == count) {
-      const size_t own = call.buffers->rank();
-      if (!multiply_part(peer, inputs, given, own, rows, item(parts, own), call, part)) return Reference();
-      break;
-    }
-    // Which rank is first is known when there are buffers, which need the bytes of a block: those of a first product.
-    const Reference rank = Reference::steal(PyObject_GetAttrString(peer.peers.get(), "rank"));
-    if (!rank) return Reference();
-    const size_t to = (PyLong_AsSize_t(rank.get()) + k) % count;
-    if (!multiply_part(peer, inputs, given, to, rows, nullptr, call, part)) return Reference();
-    Memory made;
-    int32_t device = -1;
-    if (!read_cuda_tensor(part.made[0].get(), *out->dtype, {product.name(), 2}, &device, &made)) return Reference();
-    const auto bytes = static_cast<size_t>(made.bytes);
-    if (k == 1) {
-      if (!begin(peer, device, bytes, call)) return Reference();
-      parts = blocks(peer, call, part.made[0].get());
-      if (parts == nullptr) return Reference();
-    }
-    call.held.push_back(part.made[0]);
-    const bool sent = without_gil(nullptr, [&](Failure& failure) {
-      return call.buffers->send(call.buffer, to, made.data, bytes, call.stream, true, failure);
-    });
-    if (!sent) return Reference();
-  }
-  const bool there = without_gil(nullptr, [&](Failure& failure) {
-    // What is sent may be freed when this returns.
-    return call.buffers->end_sending(call.buffer, failure) &&
-           await_all(*call.buffers, call.buffer, call.stream, failure) &&
-           call.buffers->sent(call.buffer, call.stream, failure);
-  });
-  if (!there) return Reference();
-  if (peer.gives) return left_open(parts, count, call);
+// The sum of the parts; then others may send anew.
+PyObject* added_up(const Reference& parts, size_t ranks, PeerBuffers& buffers, size_t buffer,
+                   PeerBuffers::Stream stream) {
   const Reference dim = Reference::steal(PyLong_FromLong(0));
-  if (!dim) return Reference();
-  Reference sum = Reference::steal(PyObject_CallMethodOneArg(item(parts, count), names.sum, dim.get()));
-  if (!sum) return sum;
-  const bool closed = without_gil(
-      nullptr, [&](Failure& failure) { return call.buffers->close(call.buffer, call.stream, failure); });
-  return closed ? sum : Reference();
+  if (!dim) return nullptr;
+  Reference sum = Reference::steal(PyObject_CallMethodOneArg(item(parts, ranks), names.sum, dim.get()));
+  if (!sum) return nullptr;
+  const bool closed =
+      without_gil(nullptr, [&](Failure& failure) { return buffers.close(buffer, stream, failure); });
+  return closed ? sum.release() : nullptr;
+}
+
+PyObject* scatter(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t given) {
+  CudaMatmul& product = *peer.product;
+  MatmulTensors whole;
+  MatmulReading reading;
+  TensorView view;
+  if (!view_tensor(inputs[0], {product.name(), 0}, &view)) return nullptr;
+  const auto ranks = static_cast<int64_t>(peer.ranks);
+  if (view.dimensions < 2 || view.shape[0] % ranks != 0) {
+    PyErr_Format(PyExc_ValueError, "product '%s': its rows are no equal parts for %lld ranks", product.name(),
+                 static_cast<long long>(ranks));
+    return nullptr;
+  }
+  const int64_t first = view.shape[0] / ranks;
+  if (!make_outputs(product, inputs, given, whole) || whole.made_count != 1) return nullptr;
+  if (!read_call(product, whole.all.data(), whole.count, reading)) return nullptr;
+  const MatmulSizes& sizes = reading.sizes;
+  const int64_t rows = sizes.m / ranks, bytes = rows * sizes.n * size_of(product.matmul.form.out_dtype);
+  Reference owner;
+  PeerBuffers* buffers = buffers_for(peer, bytes, owner);
+  if (buffers == nullptr) return nullptr;
+  const bool empty = is_empty(sizes);
+  Workspace workspace;
+  if (empty && !run_product(product, whole.all.data(), whole.count, workspace)) return nullptr;
+  const Reference part = rows_of(whole.made[0].get(), buffers->rank(), first);
+  if (!part) return nullptr;
+  size_t buffer = 0;
+  const Scattering work{*buffers, product, reading.call, static_cast<size_t>(bytes), rows, !empty};
+  if (!without_gil(nullptr, [&](Failure& failure) { return work.run(product.matmul, buffer, failure); })) return nullptr;
+  const Reference parts = blocks_of(peer, buffer, part.get());
+  if (!parts) return nullptr;
+  if (peer.gives) return left_open(parts, peer.ranks, owner, buffer);
+  return added_up(parts, peer.ranks, *buffers, buffer, reinterpret_cast<PeerBuffers::Stream>(reading.call.stream));
 }
 
 PyObject* call_scatter(PyObject* self, PyObject* const* inputs, size_t flags, PyObject* keywords) {
   const PeerMatmul& peer = peer_of(self);
   Py_ssize_t given = 0;
-  Exchanging call;
-  if (!check_given(peer, flags, keywords, &given)) return nullptr;
-  return scatter(peer, inputs, given, call).release();
+  return check_given(peer, flags, keywords, &given) ? scatter(peer, inputs, given) : nullptr;
 }
 
 // ---- types -------------------------------------------------------------------------------------------------------
@@ -348,7 +380,9 @@ std::unique_ptr<PeerMatmul> build(PyObject* args, PyObject*) {
   peer->held = Reference::borrow(make);
   peer->peers = Reference::borrow(peers);
   peer->gives = gives != 0;
-  return peer;
+  const Reference ranks = Reference::steal(PyObject_GetAttrString(peers, "ranks"));
+  peer->ranks = ranks ? PyLong_AsSize_t(ranks.get()) : 0;
+  return PyErr_Occurred() == nullptr ? std::move(peer) : nullptr;
 }
 
 PyObject* describe(PyObject* self) {

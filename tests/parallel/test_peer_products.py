@@ -225,7 +225,7 @@ def test_lists_without_copies_are_as_before() -> None:
 
 @on_ranks
 def test_products_of_8_bits() -> None:
-    """Gathered in 8 bits; against the same list whose exchanges are steps of their own, whose sums are of two numbers."""
+    """Gathered in 8 bits; against the list whose exchanges are steps of their own. Both add up two numbers."""
     whole = mlp(1, features=32, inner=64)
     recipe = te_fuser.recipe.DelayedScaling(amax_history_len=2)
     with emulated():

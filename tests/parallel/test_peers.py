@@ -133,6 +133,54 @@ def test_a_product_that_is_scattered() -> None:
 
 
 @on_ranks
+def test_products_of_nothing() -> None:
+    """No rows, no columns, and nothing to add up, which gives zeros."""
+    with standing_in():
+        peers, _, ranks = world()
+        make = products.configured("forward", torch.float32, torch.float32).make
+        for rows, features, out in ((0, 5, 6), (4, 0, 6), (4, 5, 0)):
+            x, w = torch.ones(rows, features), torch.ones(out, features)
+            y, gathered = _native.GatherMatmul(make, peers, True)(x, w)
+            assert torch.equal(y, torch.full((ranks * rows, out), float(features)))
+            assert torch.equal(gathered, torch.ones(ranks * rows, features))
+            assert torch.equal(_native.GatherMatmul(make, peers)(x, w), y)
+            whole = _native.MatmulScatter(make, peers)(torch.ones(ranks * rows, features), w)
+            assert torch.equal(whole, torch.full((rows, out), float(ranks * features)))
+
+
+@pytest.mark.parametrize("kind", ["forward_bias_add", "forward_bias_gelu_aux", "dgrad_dgelu", "dgrad_drelu"])
+@on_ranks
+def test_products_with_what_belongs_to_rows(kind: str) -> None:
+    """Addends, and what epilogues read or give for each row, are those of the rows that are multiplied."""
+    with standing_in():
+        peers, rank, ranks = world()
+        make = products.configured(kind, torch.float32, torch.float32).make
+        rows, features, out = 4, 16, 8
+        xs = [given(1, r, rows, features) for r in range(ranks)]
+        w, bias = given(2, 0, out, features), given(3, 0, out)
+        if kind.startswith("dgrad"):
+            w = w.t().contiguous()
+        add, h = given(4, 0, ranks * rows, out), given(5, 0, ranks * rows, out)
+        mask = torch.randint(
+            0, 256, (ranks * rows, products.mask_bytes(out)), generator=torch.Generator().manual_seed(1)
+        )
+        others = {
+            "forward_bias_add": (add, bias), "forward_bias_gelu_aux": (bias,),
+            "dgrad_dgelu": (h,), "dgrad_drelu": (mask.to(torch.uint8),),
+        }[kind]  # fmt: skip
+        whole = make(torch.cat(xs), w, *others)
+        whole = whole if isinstance(whole, tuple) else (whole,)
+        for gives in (False, True):
+            found = _native.GatherMatmul(make, peers, gives)(xs[rank], w, *others)
+            found = found if isinstance(found, tuple) else (found,)
+            for a, b in zip(found[: len(whole)], whole, strict=True):
+                assert torch.equal(a, b)
+        if len(whole) == 1:
+            y = _native.MatmulScatter(make, peers)(torch.cat(xs), w, *others)
+            torch.testing.assert_close(y, ranks * whole[0].chunk(ranks)[rank])
+
+
+@on_ranks
 def test_more_exchanges_under_way_than_buffers() -> None:
     with standing_in():
         peers, rank, ranks = world()
