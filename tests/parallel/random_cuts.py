@@ -1,8 +1,9 @@
 """Random lists of which two ranks have a part each, against the same list in one process.
 
-Exactly in float64; in a region of FP8 in float32, where a number next to a tie may be rounded the other way.
+Exactly in float64; in a region of FP8 in float32, where a number next to a tie may be rounded the other way. By copies
+with kernels and products of a GPU that the CPU stands for, in float32, too.
 
-`python -m tests.parallel.random_cuts --lists 1000` runs any number of them.
+`python -m tests.parallel.random_cuts --lists 1000` runs any number of them, with `--copies` by copies.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from te_fuser.quantization import agreement, folding
 from tests.parallel.cutting import assert_as_whole, fill, own, part, sizes_of
 from tests.parallel.cutting import run as run_once
 from tests.parallel.ranks import Ranks, on_ranks
+from tests.peers import emulated
 from tests.twins import randomize, tensor
 
 FEATURES, HEADS = 16, 4
@@ -65,12 +67,14 @@ class Case:
     memory: str
     training: bool
     region: bool = False
+    copies: bool = False
 
     def build(self, shared: bool) -> te_fuser.Sequential:
         """The list, with all of its parameters, or with this rank's part of those that ranks share."""
         parts = [part for block in self.blocks for part in self._parts(block)]
-        model = te_fuser.Sequential(*parts, kernels="reference", memory=self.memory)
-        model = model.to(torch.float32 if self.region else torch.float64).train(self.training)
+        kernels = "auto" if self.copies else "reference"
+        model = te_fuser.Sequential(*parts, kernels=kernels, memory=self.memory)
+        model = model.to(torch.float32 if self.region or self.copies else torch.float64).train(self.training)
         randomize(model)
         for op in model.modules() if shared else ():
             mode = op.__dict__.pop("cut_as", None)
@@ -140,7 +144,11 @@ class Case:
             return
         ends = (self.dim if self.sequence_parallel else None,) * 2
         x = tensor(*self.shape, FEATURES, grad=False)
-        assert_as_whole(cut, whole, {"x": x}, self.gates(whole), ends)
+        if not self.copies:
+            assert_as_whole(cut, whole, {"x": x}, self.gates(whole), ends)
+            return
+        with emulated():
+            assert_as_whole(cut, whole, {"x": x.float()}, self.gates(whole), ends, within=NEAR)
 
 
 def check_in_region(case: Case, whole: te_fuser.Sequential, cut: te_fuser.Sequential) -> None:
@@ -177,10 +185,10 @@ def agree_anew() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, copies: bool = False) -> Case:
     """Lists with at least one block of products."""
 
-    region = draw(st.integers(0, 7)) == 7
+    region = draw(st.integers(0, 7)) == 7 and not copies
 
     def block(kinds: tuple[str, ...]) -> Block:
         return Block(
@@ -200,7 +208,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape = draw(st.sampled_from(((4, 2), (2, 4), (6, 4), (2, 2))))
     memory = draw(st.sampled_from(("balanced", "fast", "lean")))
     sequence_parallel, dim, training = draw(st.booleans()), draw(st.integers(0, 1)), draw(st.booleans())
-    return Case(tuple(blocks), sequence_parallel, dim, shape, memory, training, region)
+    return Case(tuple(blocks), sequence_parallel, dim, shape, memory, training, region, copies)
 
 
 @on_ranks
@@ -222,6 +230,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parallel.random_cuts", description=__doc__)
     parser.add_argument("--lists", type=int, default=1000, help="how many lists (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which lists (%(default)s)")
+    parser.add_argument("--copies", action="store_true", help="by copies, on GPUs that this CPU stands for")
     given_arguments = parser.parse_args()
     count = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +247,7 @@ def main() -> int:
             max_examples=given_arguments.lists, database=None, deadline=None, suppress_health_check=list(HealthCheck)
         )
         try:
-            seed(given_arguments.seed)(chosen(given(cases())(one)))()
+            seed(given_arguments.seed)(chosen(given(cases(given_arguments.copies))(one)))()
         finally:
             ranks.stop()
     print(f"{count} lists that ranks share are as the whole ones")
