@@ -10,7 +10,6 @@ from tests.needs import needs_compiler
 from tests.parallel.random_cuts import Case, cases, run
 from tests.parallel.ranks import Ranks
 
-
 SETTINGS: dict[str, Any] = {
     "database": None,
     "derandomize": True,
