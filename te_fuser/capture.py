@@ -162,9 +162,11 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
     Raises:
         RuntimeError: without a CUDA device.
-        ValueError: for a model or sample inputs that are not on a CUDA device.
+        ValueError: for a model or sample inputs that are not on a CUDA device; for one with `delay_wgrad_compute`.
         TypeError: for sample inputs in another form.
     """
+    if any(getattr(m, "delay_wgrad_compute", False) for m in model.modules()):
+        raise ValueError("cuda_graph captures whole backwards: set delay_wgrad_compute to False")
     samples = _by_name(sample_inputs)
     named = list(samples)[1:]
     _check_devices(model, samples)

@@ -180,6 +180,7 @@ ASPECTS = {
         "collectives",
         "cut_products",
         "data_parallel",
+        "delayed",
         "draws",
         "dtensor_parameters",
         "engines",

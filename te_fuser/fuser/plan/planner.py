@@ -17,6 +17,7 @@ from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
+from te_fuser.fuser.plan.delaying import with_delayed
 from te_fuser.fuser.plan.finish import borders, finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.measuring import with_raised, with_zeros
@@ -114,7 +115,7 @@ def _kept_whole(plan: Plan) -> list[str]:
     return found
 
 
-PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_overwriting, _with_notes)
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_delayed, with_overwriting, _with_notes)
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
