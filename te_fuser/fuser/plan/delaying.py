@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.plan.overlap import free_steps, retimed
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.problem import Options
-
-
-def delays(node: Node) -> bool:
-    """Whether an op leaves its weight's gradient for later."""
-    return bool(getattr(node.op, "delay_wgrad_compute", False))
 
 
 def with_delayed(plan: Plan, options: Options) -> Plan:
@@ -23,7 +18,7 @@ def with_delayed(plan: Plan, options: Options) -> Plan:
 
     Gradients that come with others, in one step, are there when backward ends.
     """
-    if not any(map(delays, plan.graph.nodes)):
+    if not [n for n in plan.graph.nodes if n.op.delay_wgrad_compute]:
         return plan
     found = retimed(replace(plan, segments=tuple(_delayed(s, plan.graph) for s in plan.segments)))
     late = {r.index for s in found.segments for step in s.late for r in step.writes() if r in s.returned}
@@ -40,7 +35,7 @@ def _delayed(segment: SegmentPlan, graph: Graph) -> SegmentPlan:
 
 def _late(segment: SegmentPlan, graph: Graph) -> set[int]:
     """The ids of the steps that run later."""
-    weights = {p for n in graph.nodes if delays(n) for p in n.parameters.values()}
+    weights = {p for n in graph.nodes if n.op.delay_wgrad_compute for p in n.parameters.values()}
     late: set[int] = set()
     for step in free_steps(segment.backward):
         if not weights.isdisjoint([r.index for r in step.writes()]):

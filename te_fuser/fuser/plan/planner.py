@@ -94,8 +94,6 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
         found.append(
             f"what ranks send was not measured on {plan.device.name}: it is priced by {plan.device.link.estimate}"
         )
-    if options.memory in ("balanced", "lean"):
-        found += _kept_whole(plan)
     found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 
@@ -169,7 +167,8 @@ def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tupl
         found = covered(Problem(graph, options, ends))
         if found[0].kept_bytes() <= options.memory:
             return found
-    return covered(Problem(graph, replace(options, gathers_again=True), ends))
+    plan, prices = covered(Problem(graph, replace(options, gathers_again=True), ends))
+    return plan.noted(*_kept_whole(plan)), prices
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
 from te_fuser.fuser.plan.additions import with_forms
-from te_fuser.fuser.plan.delaying import delays
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
 from te_fuser.fuser.steps.step import Price
@@ -110,7 +109,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 def _needs_own_node(problem: Problem, node: Node) -> bool:
     """Whether an op writes to main_grad or later, gives values in several forms, or reads its part of a DTensor."""
     graph = problem.graph
-    if delays(node) or [p for p in node.parameters.values() if graph.lies[p] is not None]:
+    if node.op.delay_wgrad_compute or [p for p in node.parameters.values() if graph.lies[p] is not None]:
         return True
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)

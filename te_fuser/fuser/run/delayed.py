@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -69,6 +70,13 @@ def themselves(
     return tuple(found), weights
 
 
+class _Queue(deque["Waiting"]):
+    """What waits at a parameter; a pickle has none of it."""
+
+    def __reduce__(self) -> Any:
+        return _Queue, ()
+
+
 class Waiting:
     """What one backward has left of a segment; it runs once, on the stream of that backward."""
 
@@ -78,7 +86,7 @@ class Waiting:
         self._stream = torch.cuda.current_stream(weights[0].device) if weights[0].is_cuda else None
         self._ran = False
         for p in [p for weight in weights for p in parts_of(weight) or (weight,) if p.requires_grad]:
-            p.__dict__.setdefault(_WAITING, deque()).append(self)
+            p.__dict__.setdefault(_WAITING, _Queue()).append(self)
 
     def run(self) -> None:
         """Give each weight its gradient, by autograd, so that its hooks see it."""

@@ -262,7 +262,7 @@ class SegmentFunction(torch.autograd.Function):
             made, places = segment.late.gradients(segment, slots, lying), segment.late.weights
             if not ctx.waited_for:
                 given = [g if late is None else late for g, late in zip(given, made(), strict=True)]
-            elif any(torch._C._will_engine_execute_node(ctx.next_functions[k][0]) for k in places):
+            elif torch._C._will_engine_execute_node(ctx.next_functions[places[0]][0]):
                 delayed.Waiting(ctx.waited_for, lambda: [*map(made().__getitem__, places)])
         return (None, *given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from te_fuser import ops
 from te_fuser.fuser.plan import finish
 from te_fuser.fuser.run import delayed
 from te_fuser.parallel import backward_dw
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
 F = 8
@@ -177,6 +178,21 @@ def test_hooks_see_gradients_and_a_graph_may_be_kept() -> None:
     assert_same_gradients(gradients(model), gradients(twin))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_wait_for_nothing(copied: Callable[[Any], Any]) -> None:
+    model, twin = gpt(delay_wgrad_compute=True), gpt()
+    backward(model, 0)
+    other = copied(model)
+    other.zero_grad()
+    other.backward_dw()
+    assert all(p.grad is None for p in other.parameters())
+    backward(other, 0)
+    backward(twin, 0)
+    for m in (model, other):
+        m.backward_dw()
+        assert_same_gradients(gradients(m), gradients(twin))
+
+
 def test_what_asks_for_gradients_of_inputs_alone_leaves_nothing() -> None:
     model, x = gpt(delay_wgrad_compute=True), tensor(6, 2, F)
     torch.autograd.grad(model(x).sum(), x)
@@ -225,8 +241,9 @@ def test_what_only_measures_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_a_region_of_fp8(kernels: str) -> None:
-    """What backward has in 8 bits waits so."""
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()])
+def test_a_region_of_fp8(recipe: Recipe, kernels: str) -> None:
+    """What backward has in 8 bits waits so, with the scales of then."""
     model, twin = (
         te_fuser.Sequential(
             ops.LayerNorm(32), ops.Linear(32, 64, **o), ops.GELU(), ops.Linear(64, 32, **o), kernels=kernels
@@ -236,7 +253,7 @@ def test_a_region_of_fp8(kernels: str) -> None:
     twin.load_state_dict(model.state_dict())
     for m in (model, twin):
         for seed in range(2):
-            with te_fuser.autocast(recipe=DelayedScaling()):
+            with te_fuser.autocast(recipe=recipe):
                 y = m(tensor(32, 32, dtype=torch.float32, seed=seed))
             y.square().sum().backward()
     assert model[1].weight.grad is None
