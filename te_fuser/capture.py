@@ -167,7 +167,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
         ValueError: for a model or sample inputs that are not on a CUDA device; for one with `delay_wgrad_compute`.
         TypeError: for sample inputs in another form.
     """
-    if any(isinstance(m, FusableOperation) and m.delay_wgrad_compute for m in model.modules()):
+    if any(getattr(m, "delay_wgrad_compute", False) for m in model.modules()):
         raise ValueError("cuda_graph captures whole backwards: set delay_wgrad_compute to False")
     samples = _by_name(sample_inputs)
     named = list(samples)[1:]

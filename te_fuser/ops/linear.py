@@ -69,7 +69,8 @@ class Linear(Cut):
             Bound(product, self, weight="weight"),
             Bound(Bias(out_features, device="meta"), self, bias="bias"),
         )
-        self.delay_wgrad_compute = yes_or_no("Linear", "delay_wgrad_compute", delay_wgrad_compute)
+        if yes_or_no("Linear", "delay_wgrad_compute", delay_wgrad_compute):
+            self.delay_wgrad_compute = True
         self.in_features, self.out_features = product.in_features, product.out_features
         self.init_method = function_or_none(type(self).__name__, "init_method", init_method)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))

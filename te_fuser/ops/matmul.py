@@ -111,7 +111,8 @@ class MatMul(Cut, UnfusedOperation):
             )
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.overwrite_main_grad = overwrite_main_grad
-        self.delay_wgrad_compute = yes_or_no(type(self).__name__, "delay_wgrad_compute", delay_wgrad_compute)
+        if yes_or_no(type(self).__name__, "delay_wgrad_compute", delay_wgrad_compute):
+            self.delay_wgrad_compute = True
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.reset_parameters()
         constructed(self)

@@ -93,10 +93,10 @@ class Waiting:
         if self._ran:
             return
         self._ran = True
-        with torch.cuda.stream(self._stream), torch.autocast(self._weights[0].device.type, enabled=False):
+        with torch.cuda.stream(self._stream):
             with torch.no_grad(), of_backward(self.backward):
                 made = zip(self._weights, self._gradients(), strict=True)
-            found = [(weight, gradient) for weight, gradient in made if gradient is not None]
+            found = [(weight, gradient) for weight, gradient in made if gradient is not None and weight.requires_grad]
             if found:
                 torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
         if self._stream is not None:

@@ -265,8 +265,9 @@ def test_a_region_of_fp8(recipe: Recipe, kernels: str) -> None:
 
 def test_refusals() -> None:
     model = sequential(ops.Linear(F, F, delay_wgrad_compute=True))
-    with pytest.raises(ValueError, match="cuda_graph captures whole backwards"):
-        te_fuser.cuda_graph(model, torch.zeros(2, F))
+    for whole in (model, te_fuser.Sequential(preset("LayerNormMLP", F, 32)(delay_wgrad_compute=True))):
+        with pytest.raises(ValueError, match="cuda_graph captures whole backwards"):
+            te_fuser.cuda_graph(whole, torch.zeros(2, F))
     with pytest.raises(TypeError, match="Linear takes True or False as delay_wgrad_compute, got 'yes'"):
         ops.Linear(F, F, delay_wgrad_compute="yes")  # type: ignore[arg-type]
     made = preset("Linear", F, F)(delay_wgrad_compute=True)
