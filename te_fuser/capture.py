@@ -12,6 +12,7 @@ from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops import telling
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.facts import still_hold
 from te_fuser.ops.main_grad import held_main_grad, restored
 from te_fuser.ops.scales import HISTORY, SCALE
@@ -68,9 +69,10 @@ class _Captured:
     def __init__(self, model: torch.nn.Module) -> None:
         self._names, self._modules = map(list, zip(*model.named_modules(), strict=True))
         self._modes = [m.training for m in self._modules]
-        self._ops = [(name, m.facts()) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
-        together = [(name, m.runs_with()) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
-        self._groups = [(name, group, group.process_group()) for name, group in together if group is not None]
+        ops = [(name, m) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
+        self._ops = [(name, m.facts()) for name, m in ops]
+        first = {group: name for name, m in reversed(ops) if (group := m.runs_with()) is not None}
+        self._groups = [(name, group, group.process_group()) for group, name in first.items()]
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._tensors = [
             (f"{kind} {prefix}.{name}" if prefix else f"{kind} {name}", there, name, there[name])
@@ -80,7 +82,7 @@ class _Captured:
             if not name.endswith((SCALE, HISTORY))  # which may be replaced: graphs read copies
         ]
         held = [(label, t) for label, _, _, t in self._tensors if t is not None and t.layout is torch.strided]
-        self._memory = [(label, t, t.data_ptr(), t.requires_grad) for label, t in held]
+        self._memory = [(label, t, own_part(t).data_ptr(), t.requires_grad) for label, t in held]
         self._main_grads = [(label, t, address, _over(t)) for label, t in held if (address := _main_grad_at(t))]
 
     def check(self) -> None:
@@ -100,7 +102,7 @@ class _Captured:
                     "change values in place (copy_, load_state_dict without assign=True)"
                 )
         for label, tensor, address, needs_grad in self._memory:
-            if tensor.data_ptr() != address:
+            if own_part(tensor).data_ptr() != address:
                 raise ValueError(f"{label} has other memory than at capture (.to() or .data): capture again")
             if tensor.requires_grad is not needs_grad:
                 raise ValueError(
@@ -162,9 +164,11 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
     Raises:
         RuntimeError: without a CUDA device.
-        ValueError: for a model or sample inputs that are not on a CUDA device.
+        ValueError: for a model or sample inputs that are not on a CUDA device; for one with `delay_wgrad_compute`.
         TypeError: for sample inputs in another form.
     """
+    if any(getattr(m, "delay_wgrad_compute", False) for m in model.modules()):
+        raise ValueError("cuda_graph captures whole backwards: set delay_wgrad_compute to False")
     samples = _by_name(sample_inputs)
     named = list(samples)[1:]
     _check_devices(model, samples)

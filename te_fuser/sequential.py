@@ -18,6 +18,7 @@ from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.graph.surroundings import around, listed_within, only_reading
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
@@ -238,6 +239,10 @@ class Sequential(OpList):
         except NotSeenError as error:
             return found, error
         return found, None
+
+    def backward_dw(self) -> None:
+        """Compute the gradients of weights that the oldest backward left: see `te_fuser.parallel.backward_dw`."""
+        backward_dw(self)
 
     def plans_kept(self) -> list[KeptPlan]:
         """The plans that calls have made so far and later ones may run by, the one that was used last first.

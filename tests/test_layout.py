@@ -182,6 +182,7 @@ ASPECTS = {
         "collectives",
         "cut_products",
         "data_parallel",
+        "delayed",
         "draws",
         "dtensor_parameters",
         "engines",

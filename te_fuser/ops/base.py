@@ -203,6 +203,7 @@ class FusableOperation(HoldsScales, TakesArguments):
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
     may_stay_unread: bool = False  # whether later ops need not read what it names
+    delay_wgrad_compute: bool = False  # whether its parameters' gradients wait for `backward_dw`
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into

@@ -198,3 +198,12 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
     fill(whole)
     with torch.no_grad():
         local.copy_(own_chunk(whole if laid is None else laid.laid(whole), parameter))
+
+
+def is_taken_away(owner: torch.nn.Module) -> bool:
+    """Whether `fully_shard` takes parameters of a module away between forward and backward.
+
+    Its marks are hooks for loading, on each module that owns some.
+    """
+    hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
+    return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)

@@ -67,6 +67,7 @@ class Float8MatMul(UnfusedOperation):
         self.out_features = multiple(matmul.out_features, "out_features", type(self))
         self.accumulate_into_main_grad = matmul.accumulate_into_main_grad
         self.overwrite_main_grad = matmul.overwrite_main_grad
+        self.delay_wgrad_compute = matmul.delay_wgrad_compute
         for given in (dtype, weight_dtype):
             if given not in OUT_DTYPES:
                 raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")

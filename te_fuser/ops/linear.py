@@ -12,7 +12,7 @@ import torch
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
-from te_fuser.ops.checks import function_or_none
+from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.dtensor import filled
 from te_fuser.ops.matmul import MatMul, init_linear_weight
@@ -30,7 +30,8 @@ class Linear(Cut):
         bias: whether there is one.
         init_method: called with the weight to fill it, and the bias starts at 0; by default both are filled as
             torch.nn.Linear's, with the same random numbers.
-        accumulate_into_main_grad, overwrite_main_grad: where the weight's gradient goes: see `MatMul`.
+        accumulate_into_main_grad, overwrite_main_grad, delay_wgrad_compute: where the weight's gradient goes, and when:
+            see `MatMul`.
         dtype: the parameters', torch's default if None.
         device: the parameters', torch's default if None.
 
@@ -51,6 +52,7 @@ class Linear(Cut):
         init_method: Callable[[torch.Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         overwrite_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -67,6 +69,8 @@ class Linear(Cut):
             Bound(product, self, weight="weight"),
             Bound(Bias(out_features, device="meta"), self, bias="bias"),
         )
+        if yes_or_no("Linear", "delay_wgrad_compute", delay_wgrad_compute):
+            self.delay_wgrad_compute = True
         self.in_features, self.out_features = product.in_features, product.out_features
         self.init_method = function_or_none(type(self).__name__, "init_method", init_method)
         self.weight = empty(out_features, in_features, dtype=dtype, device=device)
@@ -79,8 +83,8 @@ class Linear(Cut):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in SHARING and "_parts" in self.__dict__:
-            for part in self._parts:
+        if name in (*SHARING, "delay_wgrad_compute") and "_parts" in self.__dict__:
+            for part in self._parts if name in SHARING else self._parts[:1]:
                 setattr(part.op, name, value)
 
     def reset_parameters(self) -> None:

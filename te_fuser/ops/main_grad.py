@@ -20,6 +20,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,6 +34,19 @@ _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of t
 
 # Weight -> the backward, by autograd's number for it, that wrote to its main_grad last, and whether it wrote over it.
 _written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
+
+
+_earlier = ContextVar("_earlier", default=-1)
+
+
+@contextlib.contextmanager
+def of_backward(number: int) -> Iterator[None]:
+    """What is written in here, outside of autograd, is of an earlier backward, by autograd's number for it."""
+    token = _earlier.set(number)
+    try:
+        yield
+    finally:
+        _earlier.reset(token)
 
 
 def put_gradient(
@@ -115,7 +129,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
 def _writes_over(weight: torch.Tensor, over: bool) -> bool:
     """Whether a gradient replaces what main_grad holds; outside of backward each is alone."""
     over = over or getattr(weight, "overwrite_main_grad", False)
-    backward = torch._C._current_graph_task_id()
+    backward = max(torch._C._current_graph_task_id(), _earlier.get())
     if backward < 0:
         return over
     last, wrote_over = _written.get(weight, (-1, False))

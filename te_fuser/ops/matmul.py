@@ -12,7 +12,7 @@ from te_fuser.ops.all_gather import AllGather
 from te_fuser.ops.all_reduce import AllReduce
 from te_fuser.ops.all_reduce_gradient import AllReduceGradient
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
-from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
+from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
 from te_fuser.ops.dtensor import filled
@@ -75,6 +75,7 @@ class MatMul(Cut, UnfusedOperation):
             giving it to autograd: see `te_fuser.ops.main_grad`. `weight.grad` then gets none, or zeros where the weight
             has `grad_added_to_main_grad`.
         overwrite_main_grad: write over it instead, as for the first of several micro-batches.
+        delay_wgrad_compute: leave the weight's gradient to `te_fuser.parallel.backward_dw`: backward gives dx alone.
         dtype: the parameter's, torch's default if None.
         device: the parameter's, torch's default if None.
 
@@ -96,6 +97,7 @@ class MatMul(Cut, UnfusedOperation):
         init_method: Callable[[torch.Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         overwrite_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -109,6 +111,8 @@ class MatMul(Cut, UnfusedOperation):
             )
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.overwrite_main_grad = overwrite_main_grad
+        if yes_or_no(type(self).__name__, "delay_wgrad_compute", delay_wgrad_compute):
+            self.delay_wgrad_compute = True
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.reset_parameters()
         constructed(self)

@@ -1,5 +1,6 @@
 """Models cut for the ranks of a group: tensor and sequence parallelism, on PyTorch's DeviceMesh and DTensor."""
 
+from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.parallel.context import cut_sequence
 from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
@@ -10,6 +11,7 @@ __all__ = [
     "Column",
     "Heads",
     "Row",
+    "backward_dw",
     "cut_sequence",
     "derived_plan",
     "leave_sums_to_engine",

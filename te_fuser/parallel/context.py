@@ -23,7 +23,7 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
             says.
 
     Returns:
-        [.., positions / ranks, ..]; a view where it is one block.
+        [.., positions / ranks, ..]; a view where it is one block, which keeps all of x: clone it where that is large.
 
     Raises:
         ValueError: when the ranks cannot cut it into equal blocks, or it has no such dimension.

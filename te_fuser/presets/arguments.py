@@ -48,6 +48,7 @@ SETTLED = frozenset(
         "attn_input_format",
         "attn_mask_type",
         "bottom_right_diagonal",
+        "delay_wgrad_compute",
         "drop_path_rate",
         "enc_dec_attn_mask_type",
         "enc_dec_bottom_right_diagonal",
@@ -148,6 +149,7 @@ class Common(Placed):
             attention draws, but in a graph's capture: `with tracker.fork():`.
         rng_tracker_name: which of its states; None: the tracker's default.
         fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
+        delay_wgrad_compute: weights' gradients are left to `backward_dw()`; None: False.
     """
 
     init_method: Fill | None = None
@@ -155,6 +157,7 @@ class Common(Placed):
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
     fuse_wgrad_accumulation: bool = False
+    delay_wgrad_compute: bool | None = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -146,6 +146,7 @@ class Preset(Together, Variants):
         self.common = replace(common, tp_group=None)  # which no pickle takes
         self.sequence_parallel = bool(common.sequence_parallel)
         self.fuse_wgrad_accumulation = bool(getattr(common, "fuse_wgrad_accumulation", False))
+        self.delay_wgrad_compute = bool(getattr(common, "delay_wgrad_compute", False))
         self._declared: dict[str, Declared] = {}
         self.sequence_dim = common.sequence_dim
         self._group = _group(common.tp_group)
@@ -353,6 +354,7 @@ class Preset(Together, Variants):
             out_features,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
             overwrite_main_grad=overwrite_main_grad,
+            delay_wgrad_compute=self.delay_wgrad_compute,
             device="meta",
         )
         return self.shared(made, mode)

@@ -28,7 +28,8 @@ class LayerNormLinear(Affine):
         normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.
         zero_centered_gamma: the norm's factor is 1 + its weight, which starts at 0.
         return_layernorm_output: calls return what the norm gives, too, behind everything else.
-        return_layernorm_output_gathered: changes nothing: it is this rank's, with `sequence_parallel` its rows.
+        return_layernorm_output_gathered: with `sequence_parallel` and by column that is of all ranks' rows, and of its
+            gradient each has a term; else of this rank's.
         parallel_mode, skip_weight_param_allocation, return_bias, parameters_split: see `Linear`.
         **keywords: what presets share, see `te_fuser.presets.arguments.Common`, and options of lists.
     """

@@ -124,15 +124,6 @@ def leave_blank(state: State, features: tuple[int, int], device: torch.device) -
     state.blanks.update(zip((*KEPT[:2], *OWN), (*layouts, *numbers), strict=True))
 
 
-def is_taken_away(owner: torch.nn.Module) -> bool:
-    """Whether `fully_shard` takes parameters of a module away between forward and backward.
-
-    Its marks are hooks for loading, on each module that owns some.
-    """
-    hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
-    return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)
-
-
 def _lies_beside(state: State) -> bool:
     """Whether what is kept is on the device of the scales."""
     return state.kept[KEPT[0]].device == state.scales["weight"].device

@@ -20,6 +20,7 @@ from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.collective import Collective
+from te_fuser.ops.dtensor import is_taken_away
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
@@ -42,7 +43,6 @@ from te_fuser.quantization.kept import (
     KeptBinding,
     MadeAgainBinding,
     MadeBinding,
-    is_taken_away,
     keep,
     kept_facts,
     kept_undisturbed,

@@ -9,6 +9,7 @@ import torch
 from te_fuser.compare import Row
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
+from te_fuser.fuser.run.delayed import at_once
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
@@ -25,6 +26,7 @@ from te_fuser.verify.steps import run_verified
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@at_once()
 def verify(
     subject: str | Fusion | FusableOperation | Sequential,
     x: torch.Tensor | None = None,

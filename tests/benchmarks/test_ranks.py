@@ -41,6 +41,8 @@ def test_every_part_runs(part: str) -> None:
         assert all(shared["contenders"][name]["error"] < 1e-4 for name in rivals | ours)
         kept = {name: whole["contenders"][name]["kept_mib"] for name in ("te_fuser", "te_fuser lean")}
         assert 0 < kept["te_fuser lean"] <= kept["te_fuser"]
+        over_share = shared["contenders"]["te_fuser lean"]["kept_over_share"]
+        assert 0.9 < over_share <= layer.MOST_KEPT, "what is measured is no view of what all ranks have"
         assert [goal["what"] for goal in shared["goals"]] == ["kept_over_share", "over_floor", "over_best_rival"]
         assert shared[layer.COMMUNICATION]["ms"] > 0 and {"preparing": "te_fuser"} in lines
     if part == "links":

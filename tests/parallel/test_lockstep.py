@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import ops
@@ -448,4 +449,21 @@ def test_a_graph_knows_its_ranks() -> None:
         captured.check()
     m[1].group = dist.new_group(range(WORLD))
     with pytest.raises(ValueError, match="an attribute of 1 \\(AllGather\\) was set since the capture"):
+        captured.check()
+
+
+@on_ranks
+def test_a_graph_knows_the_memory_of_what_ranks_cut() -> None:
+    """Each rank's part of a DTensor; and a replay counts once for all ops of a group."""
+    m = te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 12), ops.GELU(), ops.Linear(12, 8))
+    te_fuser.parallelize(m, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"], sequence_parallel=True)
+    captured = _Captured(m)
+    with mock.patch.object(telling, "start") as started:
+        captured.check()
+    started.assert_called_once()
+    with torch.no_grad():
+        m[1].weight.mul_(2.0)
+    captured.check()
+    m[1].weight._local_tensor = m[1].weight._local_tensor.clone()
+    with pytest.raises(ValueError, match=r"parameter 1.weight has other memory than at capture"):
         captured.check()

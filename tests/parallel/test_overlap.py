@@ -19,6 +19,7 @@ from te_fuser.fuser.plan import finish, overlap
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.steps.op_tasks import OpRunner
 from te_fuser.fuser.steps.step import Step
+from te_fuser.ops import dtensor
 from te_fuser.ops.telling import Disagreement
 from te_fuser.parallel import parallelize
 from tests.parallel.ranks import WORLD, on_ranks
@@ -76,6 +77,51 @@ def test_training(memory: str, sequence_parallel: bool, cut: bool) -> None:
     assert sum(any(not s.chain for s in g) for g in beside) >= 4
     again = [s for s in plan.backward if s.name == "all_gather.again.wait"]
     assert len(again) == (4 if sequence_parallel and memory != "fast" else 0)
+
+
+def lean_gpt(dropout: float) -> te_fuser.Sequential:
+    twin = layers("lean")
+    for part in [m for m in twin.modules() if isinstance(m, ops.DotProductAttention)]:
+        part.dropout = dropout
+    return twin
+
+
+def lean_llama(dropout: float) -> te_fuser.Sequential:
+    heads: Any = {"heads": 4, "kv_heads": 2, "packing": "blocked", "layout": "sequence_first"}
+    core = ops.DotProductAttention(head_dim=4, mask="causal", dropout=dropout, **heads)
+    first = ops.RMSNorm(F), ops.Linear(F, 32, bias=False), ops.RotaryEmbedding(4, **heads), core
+    second = ops.RMSNorm(F), ops.Linear(F, 2 * INNER, bias=False), ops.SwiGLU(), ops.Linear(INNER, F, bias=False)
+    last = ops.Linear(16, F, bias=False), ops.Dropout(dropout)
+    return sequential(te_fuser.Residual(*first, *last), te_fuser.Residual(*second), memory="lean")
+
+
+def kept_by(model: torch.nn.Module, x: torch.Tensor) -> int:
+    """Bytes that a call keeps for backward, of whole storages, beside parameters."""
+    apart = {dtensor.own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = dtensor.own_part(t).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    y.sum().backward()
+    return sum(size for place, size in kept.items() if place not in apart)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("made", [lean_gpt, lean_llama])
+@on_ranks
+def test_lean_keeps_a_ranks_share(made: Callable[[float], te_fuser.Sequential], dropout: float) -> None:
+    """Of all that one process keeps a rank has half, as it lies in memory; results are those of the whole."""
+    twin = made(dropout)
+    model = shared(twin)
+    assert_as_whole(model, twin, 0, 0)
+    x = tensor(256, 8, F, grad=False)
+    own = x.chunk(WORLD)[dist.get_rank()].clone()
+    assert 1.0 <= kept_by(model, own.requires_grad_()) * WORLD / kept_by(twin, x.requires_grad_()) <= 1.03
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])

@@ -110,6 +110,13 @@ def turns() -> te_fuser.Sequential:
     return sequential(alone, te_fuser.MultiheadAttention(F, 4, attention_dropout=0.0, **given))
 
 
+def groups() -> te_fuser.Sequential:
+    """A preset whose queries, keys and values of two groups lie head by head in one weight, with learned sinks."""
+    given: Any = {"fuse_qkv_params": True, "num_gqa_groups": 2, "softmax_type": "learnable", "hidden_dropout": 0.0}
+    given |= {"attention_dropout": 0.0, "activation": "swiglu", "params_dtype": torch.float64}
+    return sequential(te_fuser.TransformerLayer(F, INNER, 4, self_attn_mask_type="causal", **given))
+
+
 MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "mlp": mlp,
     "gated": gated,
@@ -121,6 +128,7 @@ MODELS: dict[str, Callable[[], te_fuser.Sequential]] = {
     "llama": llama,
     "packed": functools.partial(layer, fuse_qkv_params=True),
     "turns": turns,
+    "groups": groups,
 }
 DIMS = {"batch first": 1}  # of sequences
 

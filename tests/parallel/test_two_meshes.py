@@ -37,7 +37,7 @@ from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
 from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
-from tests.twins import assert_same_gradients, tensor
+from tests.twins import assert_same_gradients, sequential, tensor
 
 RANKS = 4
 MODELS = {"mlp": mlp, "gated": gated, "llama": llama, "turns": turns}
@@ -161,15 +161,59 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def loaded(model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+def loaded(model: nn.Module, folder: Path, alone: bool = False) -> torch.optim.Optimizer:
     """The optimizer of a model of other values, when both have loaded a checkpoint."""
     for p in model.parameters():
         nn.init.zeros_(p)
     optimizer = adam(model)
     state = saved(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder, no_dist=alone)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return optimizer
+
+
+def for_four() -> te_fuser.Sequential:
+    """Weights in parts, and learned sinks, that up to four ranks can share."""
+    heads: Any = {"heads": 8, "kv_heads": 4, "packing": "blocked", "layout": "sequence_first"}
+    core = ops.DotProductAttention(head_dim=2, mask="causal", scores=ops.AttentionScores(sink="learned"), **heads)
+    first = ops.RMSNorm(F), ops.Linear(F, 32), ops.RotaryEmbedding(2, **heads), core, ops.Linear(16, F)
+    return sequential(te_fuser.Residual(*first), *gated())
+
+
+@on_ranks
+def test_checkpoints_of_two_ranks_on_one_and_on_four(tmp_path: Path) -> None:
+    """Models made on the meta device, cut, and made real go on, with their optimizers, where two ranks were."""
+    mesh, x = mesh_of(), tensor(S, 2 * B, F, grad=False)
+    whole_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))["tp"]
+    like = for_four()
+
+    def made(tp: DeviceMesh | None) -> te_fuser.Sequential:
+        with torch.device("meta"):
+            model = for_four()
+            model = model if tp is None else parallelize(model, tp, tp is whole_mesh)
+        return model.to_empty(device="cpu")
+
+    def step(model: te_fuser.Sequential, optimizer: torch.optim.Optimizer, tp: DeviceMesh | None) -> None:
+        own = x[:4].chunk(RANKS)[tp.get_local_rank()] if tp is whole_mesh else x[:4]
+        optimizer.zero_grad()
+        model(own).square().sum().backward()
+        optimizer.step()
+
+    model = parallelize(for_four(), mesh["tp"])
+    optimizer = adam(model)
+    step(model, optimizer, mesh["tp"])
+    pair = mesh["tp"].get_group()
+    folder = tmp_path / str(dist.get_rank() // 2)  # each pair its own
+    dcp.save(saved(model, optimizer), checkpoint_id=folder, process_group=pair)
+    dist.barrier()
+    want = {name: t.clone() for name, t in parameters(model, like).items()}
+    step(model, optimizer, mesh["tp"])
+    for tp in (None, whole_mesh):
+        other = made(tp)
+        of_other = loaded(other, folder if tp is None else tmp_path / "0", tp is None)
+        torch.testing.assert_close(parameters(other, like), want, rtol=0, atol=0)
+        step(other, of_other, tp)
+        torch.testing.assert_close(parameters(other, like), parameters(model, like), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

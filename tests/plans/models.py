@@ -73,9 +73,9 @@ def gpt(layers: int, hidden: int, heads: int, dtype: torch.dtype, dropout: float
     return [branch() for _ in range(layers) for branch in each]
 
 
-def llama(hidden: int, heads: int, dtype: torch.dtype) -> list[torch.nn.Module]:
+def llama(hidden: int, heads: int, dtype: torch.dtype, layout: str = "batch_first") -> list[torch.nn.Module]:
     """A Llama layer."""
-    packed: Any = {"heads": heads, "kv_heads": heads // 4, "layout": "batch_first", "packing": "blocked"}
+    packed: Any = {"heads": heads, "kv_heads": heads // 4, "layout": layout, "packing": "blocked"}
     width = (heads + heads // 2) * (hidden // heads)
     linear: Any = {"bias": False, "dtype": dtype}
     return [

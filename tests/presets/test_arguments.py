@@ -76,12 +76,10 @@ NOTHING = {
     "ub_bulk_wgrad": False,
     "ub_overlap_rs_dgrad": None,
     "ub_of_a_release_to_come": False,
-    "delay_wgrad_compute": False,
     "symmetric_ar_type": None,
     "save_original_input": True,
 }
 MISSING = {
-    "delay_wgrad_compute": True,
     "symmetric_ar_type": "multimem_all_reduce",
 }
 OF_OTHERS = {"cp_group": None, "cp_comm_type": "p2p"}  # which the preset of attention takes

@@ -124,8 +124,8 @@ class Ranks:
         return (scale * torch.randn(shape, generator=generator, device=self.device)).to(self.sizes.dtype)
 
     def own(self, whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's block of a tensor."""
-        return whole.chunk(self.size, dim)[self.rank].contiguous()
+        """This rank's block of a tensor, in memory of its own: a view would keep the whole alive, and be counted so."""
+        return whole.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
 
 def contest(steps: Mapping[str, Step], ranks: Ranks, effort: Effort | None = None) -> dict[str, Result]:

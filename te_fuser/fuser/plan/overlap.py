@@ -240,7 +240,7 @@ class _Parts:
     @classmethod
     def of(cls, steps: Sequence[Step], device: Device) -> _Parts:
         flying = [s for s in steps if not s.chain and (started(s) or awaited(s))]
-        free = _free(steps)
+        free = free_steps(steps)
         apart = {id(s) for s in (*free, *flying)}
         chain = waiting_late(starting_early([s for s in steps if id(s) not in apart]))
         made_by = {r: k for k, s in enumerate(chain) for r in s.writes()}
@@ -279,7 +279,7 @@ class _Parts:
         return found
 
 
-def _free(steps: Sequence[Step]) -> Steps:
+def free_steps(steps: Sequence[Step]) -> Steps:
     """Gradients of parameters for which no step waits, but others of them."""
     found: Steps = []
     waited_for: set[Ref] = set()  # by steps that are not among them

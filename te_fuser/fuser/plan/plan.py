@@ -93,6 +93,7 @@ class SegmentPlan:
         marked: (place among the kept, among `takes`) of parameters whose attributes say where their gradients go.
         recorded: whether its forward steps are PyTorch's functions, which autograd records: then `backward` and `kept`
             are what PyTorch does and keeps.
+        delayed: how many steps at the end of `backward` run later, by `backward_dw`.
     """
 
     start: int
@@ -109,6 +110,12 @@ class SegmentPlan:
     kept: tuple[Kept, ...]
     marked: tuple[tuple[int, int], ...]
     recorded: bool = False
+    delayed: int = 0
+
+    @property
+    def late(self) -> tuple[Step, ...]:
+        """The steps that run later than its backward."""
+        return self.backward[len(self.backward) - self.delayed :]
 
     def steps(self, direction: str) -> tuple[Step, ...]:
         """Those of "forward" or "backward"."""

@@ -13,15 +13,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
+from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
+from te_fuser.fuser.plan.delaying import with_delayed
 from te_fuser.fuser.plan.exchanges import with_copies
 from te_fuser.fuser.plan.finish import borders, finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.measuring import with_raised, with_zeros
 from te_fuser.fuser.plan.overlap import retimed, with_overlap
 from te_fuser.fuser.plan.overwriting import with_overwriting
+from te_fuser.fuser.plan.plan import size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import is_recordable, with_recorded
@@ -96,7 +99,22 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
     return plan.noted(*found, *options.notes)
 
 
-PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_overwriting, _with_notes)
+def _kept_whole(plan: Plan) -> list[str]:
+    """What each rank keeps all rows of, since more needs them than what can be gathered again."""
+    found, graph = [], plan.graph
+    for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
+        node = graph.producer(kept.ref.index)
+        while node is not None and graph.nodes[node].is_row:
+            node = graph.producer(graph.nodes[node].input)
+        if node is not None and graph.nodes[node].op.gathers:  # type: ignore[attr-defined]
+            found.append(
+                f"each rank keeps all rows of {kept.name} ({size_text(kept.bytes)}): only what gradients of weights "
+                "alone read, as it was gathered, is gathered again"
+            )
+    return found
+
+
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_delayed, with_overwriting, _with_notes)
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
@@ -150,7 +168,8 @@ def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tupl
         found = covered(Problem(graph, options, ends))
         if found[0].kept_bytes() <= options.memory:
             return found
-    return covered(Problem(graph, replace(options, gathers_again=True), ends))
+    plan, prices = covered(Problem(graph, replace(options, gathers_again=True), ends))
+    return plan.noted(*_kept_whole(plan)), prices
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:

@@ -14,6 +14,7 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.graph.refs import parameter_ref
 from te_fuser.fuser.run import watched
+from te_fuser.fuser.run.delayed import handed_in
 from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import ColumnSumsKernel
@@ -248,7 +249,8 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        return _apply(segment, *tensors)  # type: ignore[no-any-return]
+        shown = tensors if segment.late is None else handed_in(tensors, segment.late.weights)
+        return _apply(segment, *shown)  # type: ignore[no-any-return]
     given = tensors[: len(segment.values_in)]
     if segment.unrecorded:
         with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from te_fuser import _native
 from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
-from te_fuser.fuser.run import watched
+from te_fuser.fuser.run import delayed, watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 from te_fuser.kernels import scale_of_amax
 from te_fuser.ops import stuck, telling
@@ -62,6 +62,7 @@ class Segment:
         groups: of ranks that run some of the plan's ops together.
         last_read: of `values_in` those that no later segment reads and the call does not give.
         zeroed: slots in backward of numbers that are zero before a run and after it, which its steps raise in between.
+        late: what is left for later of its backward.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -94,6 +95,7 @@ class Segment:
     groups: tuple[Group, ...] = ()
     last_read: tuple[int, ...] = ()
     zeroed: tuple[int, ...] = ()
+    late: Late | None = None
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
@@ -136,13 +138,14 @@ class Segment:
             found[place] = own_part(found[place])
         return found
 
-    def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
-        """The gradients of what was handed in; those of DTensors as these lie."""
-        given: Sequence[Gradient] = self.take_gradients(slots)
+    def given(self, given: Sequence[Gradient], lying: Sequence[Any]) -> Sequence[Gradient]:
+        """The gradients of what was handed in; those of DTensors as these lie, those that went elsewhere as none."""
+        if self.marked:
+            given = tuple([None if g is not None and is_absent(g) else g for g in given])
         if not self.distributed:
             return given
         found = list(given)
-        for place, (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
+        for place, (spec, shape) in zip(self.distributed, lying, strict=True):
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
         if torch.is_anomaly_enabled():
@@ -161,11 +164,40 @@ class Segment:
         return [_native.refusing(t) for t in made] if self.recorded else made
 
 
+@dataclass(frozen=True)
+class Late:
+    """What is left for later of a segment's backward.
+
+    Attributes:
+        program: its steps.
+        reads: the slots, after the backward program, of what they read: the first slots of theirs.
+        weights: the places among the tensors handed in of those whose gradients they make.
+        take_gradients: of all that are handed in, out of the slots.
+    """
+
+    program: Program
+    reads: tuple[int, ...]
+    weights: tuple[int, ...]
+    take_gradients: Picker
+
+    def gradients(self, segment: Segment, slots: list[Any], lying: Sequence[Any]) -> Callable[[], Sequence[Gradient]]:
+        """What makes them, once, of what a backward has left in its slots."""
+        slots = self.program.slots([slots[k] for k in self.reads])
+
+        def made() -> Sequence[Gradient]:
+            _run_backward(segment, self.program, slots, False)
+            return segment.given(self.take_gradients(slots), lying)
+
+        return made
+
+
 class SegmentFunction(torch.autograd.Function):
     """Runs one segment's forward program, and its backward program when gradients arrive."""
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        if segment.late is not None:
+            tensors, ctx.waited_for = delayed.themselves(tensors, segment.late.weights)
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -224,9 +256,14 @@ class SegmentFunction(torch.autograd.Function):
         if segment.sums:
             slots[segment.left_at] = ctx.left
         _run_backward(segment, program, slots, may_overwrite)
-        given = segment.given(ctx, slots)
-        if segment.marked:
-            given = tuple([None if g is not None and is_absent(g) else g for g in given])
+        lying = ctx.lying if segment.distributed else ()
+        given = segment.given(segment.take_gradients(slots), lying)
+        if segment.late is not None:
+            made, places = segment.late.gradients(segment, slots, lying), segment.late.weights
+            if not ctx.waited_for:
+                given = [g if late is None else late for g, late in zip(given, made(), strict=True)]
+            elif torch._C._will_engine_execute_node(ctx.next_functions[places[0]][0]):
+                delayed.Waiting(ctx.waited_for, lambda: [*map(made().__getitem__, places)])
         return (None, *given)
 
 
@@ -338,6 +375,7 @@ class _Backward:
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
     left_at: int = -1
+    late: Late | None = None
 
 
 def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded) -> _Backward:
@@ -345,15 +383,32 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
         return _Backward()
     kept = [k.ref for k in segment.kept]
     given = [*(r for r in segment.arriving if r is not None), *kept]
-    backward, slots = build_program(segment.backward, given, [r for r in segment.returned if r is not None], loaded)
+    made = {r for s in segment.late for r in s.writes()}
+    read = [r for r in dict.fromkeys(r for s in segment.late for r in s.reads()) if r not in made]
+    now = [r for r in segment.returned if r is not None and r not in made]
+    steps = segment.backward[: len(segment.backward) - segment.delayed]
+    backward, slots = build_program(steps, given, [*now, *read], loaded)
     return _Backward(
         backward,
         tuple(forward_slots[r] for r in kept),
         tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
         tuple(None if r is None else slots[r] for r in segment.arriving),
-        tuple(backward.size if r is None else slots[r] for r in segment.returned),
+        _places(segment.returned, now, backward, slots),
         slots.numbers.get(LEFT, -1),
+        _late(segment, read, [r for r in segment.returned if r in made], slots, loaded) if made else None,
     )
+
+
+def _places(returned: Sequence[Ref | None], made: Container[Ref], program: Program, slots: SlotMap) -> tuple[int, ...]:
+    """The slots of gradients that a program makes; of others the empty one."""
+    return tuple(slots[r] if r is not None and r in made else program.size for r in returned)
+
+
+def _late(segment: SegmentPlan, read: Sequence[Ref], made: Sequence[Ref], before: SlotMap, loaded: Loaded) -> Late:
+    program, slots = build_program(segment.late, read, made, loaded)
+    weights = tuple(k for k, r in enumerate(segment.returned) if r in made)
+    picker = _picker(_places(segment.returned, made, program, slots))
+    return Late(program, tuple(before[r] for r in read), weights, picker)
 
 
 def _build(
@@ -387,6 +442,7 @@ def _build(
         joined=tuple(place for place, k in enumerate(segment.kept) if back.kept and k.ref in joined),
         unrecorded=stops and not segment.backward and not segment.recorded,
         left_at=back.left_at,
+        late=back.late,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.run import delayed
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
     before = [(m, dict(m._buffers)) for m in modules]
     gpus = sorted({d.index for d in devices if d.type == "cuda"})
-    with surroundings.undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
+    with delayed.at_once(), surroundings.undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
         try:
             for m, held in before:
                 _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})

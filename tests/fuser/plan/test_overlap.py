@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.explain import Explanation
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.step import Step
-from tests.plans.models import attention_branch, mlp_branch
+from te_fuser.recipe import DelayedScaling, Recipe
+from tests.plans.models import attention_branch, llama, mlp_branch
 
 BF16, HIDDEN, HEADS = torch.bfloat16, 4096, 32
 H200 = DEVICES["h200"]
@@ -37,23 +40,43 @@ def shared(branch: te_fuser.Residual, ranks: int, sequence_parallel: bool = True
         )
         cut = [s // (ranks if dim == (mode == "row") else 1) for dim, s in enumerate(product.weight.shape)]
         product.weight = torch.nn.Parameter(torch.empty(cut, dtype=BF16))
-        if mode == "column":
+        if mode == "column" and product.bias is not None:
             product.bias = torch.nn.Parameter(torch.empty(cut[0], dtype=BF16))
     return branch
 
 
+def seed_branches(dropout: float) -> list[te_fuser.Residual]:
+    """A GPT layer."""
+    attention: Any = attention_branch(HIDDEN, HEADS, BF16, dropout)
+    attention[2].dropout = dropout
+    return [attention, mlp_branch(HIDDEN, BF16, dropout)]
+
+
+def llama_branches(dropout: float) -> list[te_fuser.Residual]:
+    """A Llama layer with eight heads of keys and values."""
+    found: Any = llama(HIDDEN, HEADS, BF16, "sequence_first")
+    for branch in found:
+        branch.append(ops.Dropout(dropout))
+    found[0][3].dropout = dropout
+    return found
+
+
 @functools.cache
-def plan_of(ranks: int, memory: str | int, layers: int = 1) -> Plan:
-    """That of GPT layers for an H200, 8192 tokens, whose products and exchanges are steps apart."""
+def plan_of(
+    ranks: int,
+    memory: str | int,
+    layers: int = 1,
+    dropout: float = 0.0,
+    made: Callable[[float], list[te_fuser.Residual]] = seed_branches,
+    recipe: Recipe | None = None,
+) -> Plan:
+    """That of layers for an H200, 8192 tokens, whose products and exchanges are steps apart."""
     with torch.device("meta"):
-        branches = [
-            branch
-            for _ in range(layers)
-            for branch in (attention_branch(HIDDEN, HEADS, BF16, 0.0), mlp_branch(HIDDEN, BF16, 0.0))
-        ]
+        branches = [branch for _ in range(layers) for branch in made(dropout)]
         model = te_fuser.Sequential(*(shared(b, ranks) if ranks > 1 else b for b in branches), memory=memory)
         x = torch.empty(2048 // ranks, 4, HIDDEN, dtype=BF16, requires_grad=True)
-    with fusions.disabled(fusions.PEER_COPIES):
+    region = contextlib.nullcontext() if recipe is None else te_fuser.autocast(recipe=recipe)
+    with fusions.disabled(fusions.PEER_COPIES), region:
         (plan,) = model.plans(x, device="h200")
     return plan
 
@@ -180,6 +203,29 @@ def test_ranks_keep_their_parts(memory: str, ranks: int) -> None:
     assert len(again) == 2 and {r.kind for r in again} == {RECOMPUTED}
     readers = [s for s in plan.backward if again.intersection(s.reads()) and not awaited(s)]
     assert len(readers) == 2 and all(r.kind is PARAMETER_GRADIENT for s in readers for r in s.writes())
+
+
+def kept(plan: Plan) -> int:
+    """Everything of a call that is there until backward."""
+    return sum(plan.kept_bytes(owner) for owner in ("activation", "input", "statistic"))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("made", [seed_branches, llama_branches])
+def test_lean_keeps_a_share(made: Callable[[float], list[te_fuser.Residual]], dropout: float) -> None:
+    """With input, statistics and what attention saves, of 2 and 4 ranks; nothing is to be said of what is whole."""
+    alone = kept(plan_of(1, "lean", 1, dropout, made))
+    for ranks in (2, 4):
+        plan = plan_of(ranks, "lean", 1, dropout, made)
+        assert 1.0 <= kept(plan) * ranks / alone <= 1.03
+        assert not [note for note in plan.notes if "each rank keeps all rows" in note]
+
+
+def test_what_is_kept_whole_is_said() -> None:
+    """Of 8 bits that are made of gathered rows each rank keeps all, transposed as products read them."""
+    said = [note for note in plan_of(2, "lean", recipe=DelayedScaling()).notes if "each rank keeps all rows" in note]
+    assert len(said) == 2 and all("quantize.output transposed (32.00 MiB)" in note for note in said)
+    assert not [note for note in plan_of(2, "fast").notes if "each rank keeps all rows" in note]
 
 
 def test_what_is_gathered_is_kept_where_memory_does_not_count() -> None:

@@ -1,0 +1,130 @@
+"""Gradients of weights that a backward left for later; `backward_dw` computes them.
+
+They wait at their parameters, in the order of the backwards that left them. So a schedule of pipelines has what other
+stages wait for first, and fills its gaps with these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from te_fuser.ops.dtensor import is_taken_away
+from te_fuser.ops.joined import parts_of
+from te_fuser.ops.main_grad import of_backward
+
+_WAITING, _FOR = "_te_fuser_waiting", "_te_fuser_for"  # attributes of parameters, and of what stands for them
+_at_once = ContextVar("at_once", default=False)
+
+Gradients = Callable[[], Sequence[torch.Tensor | None]]
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """The backward of calls in here leaves nothing."""
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
+
+
+def handed_in(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Sequence[torch.Tensor]:
+    """What autograd is to see of tensors with weights at some places, whose gradients may come later.
+
+    Leaves that stand for these: else backward would run the weights' hooks, without a gradient.
+
+    Raises:
+        RuntimeError: for one that is no parameter, where nobody would ask for its gradient.
+    """
+    if _at_once.get() or not torch.is_grad_enabled():
+        return tensors
+    found = list(tensors)
+    for place in places:
+        weight = found[place]
+        if not all(part.is_leaf for part in parts_of(weight) or (weight,)):
+            raise RuntimeError(
+                f"delay_wgrad_compute takes parameters, and a weight {list(weight.shape)} was computed of others (a "
+                "parametrization, say): set it to False"
+            )
+        found[place] = weight.detach().requires_grad_()
+        found[place].__dict__[_FOR] = weight
+    return found
+
+
+def themselves(
+    tensors: tuple[torch.Tensor, ...], places: Sequence[int]
+) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
+    """The tensors with the weights that were meant, and these, where their gradients may come later."""
+    weights = [tensors[k].__dict__[_FOR] for k in places if _FOR in tensors[k].__dict__]
+    if not weights:
+        return tensors, ()
+    found = list(tensors)
+    for place, weight in zip(places, weights, strict=True):
+        found[place] = weight
+    return tuple(found), weights
+
+
+class _Queue(deque["Waiting"]):
+    """What waits at a parameter; a pickle has none of it."""
+
+    def __reduce__(self) -> Any:
+        return _Queue, ()
+
+
+class Waiting:
+    """What one backward has left of a segment; it runs once, on the stream of that backward."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> None:
+        self.backward = torch._C._current_graph_task_id()
+        self._weights, self._gradients = weights, gradients
+        self._stream = torch.cuda.current_stream(weights[0].device) if weights[0].is_cuda else None
+        self._ran = False
+        for p in [p for weight in weights for p in parts_of(weight) or (weight,) if p.requires_grad]:
+            p.__dict__.setdefault(_WAITING, _Queue()).append(self)
+
+    def run(self) -> None:
+        """Give each weight its gradient, by autograd, so that its hooks see it."""
+        if self._ran:
+            return
+        self._ran = True
+        with torch.cuda.stream(self._stream):
+            with torch.no_grad(), of_backward(self.backward):
+                made = zip(self._weights, self._gradients(), strict=True)
+            found = [(weight, gradient) for weight, gradient in made if gradient is not None and weight.requires_grad]
+            if found:
+                torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        del self._weights, self._gradients
+
+
+def backward_dw(module: torch.nn.Module) -> None:
+    """Compute the gradients of weights that the oldest backward of a module has left, by `delay_wgrad_compute`.
+
+    They are added to `grad`, or to `main_grad`, as backward would have done. Where ranks share the module all call it,
+    in the same order among their calls.
+
+    Raises:
+        RuntimeError: for a module of `fully_shard`, which reduces gradients before this.
+    """
+    if is_taken_away(module):
+        raise RuntimeError(
+            "backward_dw: fully_shard reduces the gradients of this module in backward, before those of its weights: "
+            "set delay_wgrad_compute to False on its products"
+        )
+    waiting: dict[Waiting, None] = {}
+    for p in module.parameters():
+        queue = p.__dict__.get(_WAITING, ())
+        oldest = queue[0].backward if queue else None
+        while queue and queue[0].backward == oldest:
+            waiting[queue.popleft()] = None
+        if not queue:
+            p.__dict__.pop(_WAITING, None)
+    for entry in waiting:
+        entry.run()
