@@ -18,7 +18,7 @@ from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.peer_product_task import GATHERED, CloseTask, PeerProductTask
+from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
@@ -185,16 +185,17 @@ class _InSegment:
             return None
         parts = [Ref(PART, scatter.start, name=f"{rank}") for rank in range(pair.group.size)]
         adding = kernel.adding(summed, parts)
-        if adding is None:
+        if adding is None or not readers[0][1].writes():
             return None
         k, reader = readers[0]
         buffer = Ref(PART, scatter.start, name="buffer")
         made = kernel_step(self._prices.problem, self._prices, adding, reader.start, reader.stop)
         assert isinstance(scatter.task, PeerProductTask)
         task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
-        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], ("buffer", buffer))
+        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], (BUFFER, buffer))
+        read = (BUFFER, buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
         covers, price = (scatter.start, scatter.stop), Price(_nothing, ())
-        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, outputs[-1:], (), CloseTask(), price)
+        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), CloseTask(), price)
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Bench, Runner, Step
     from te_fuser.ops.group import Group
 
+BUFFER = "buffer"  # where parts of a sum lie
 GATHERED = "gathered"  # what a step calls the rows of all ranks that it gives beside its product
 
 
@@ -84,6 +85,7 @@ class CloseTask(Task):
     what = "torch"
     call = "torch"
     compares = False
+    own_memory = True
 
     def runner(self, step: Step, bench: Bench) -> Runner:
-        return _native.FunctionStep(step.name, closed, [bench.slots[r] for r in step.reads()], [])
+        return _native.FunctionStep(step.name, closed, [bench.slots[dict(step.inputs)[BUFFER]]], [])
