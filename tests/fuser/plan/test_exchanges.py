@@ -132,6 +132,7 @@ def test_a_kernel_that_gives_gradients_of_parameters_alone_reads_the_parts_befor
     (kernel,) = (k for k, s in enumerate(steps) if s.name == "layer_norm_bwd")
     (close,) = (k for k, s in enumerate(steps) if s.name == "scatter_matmul_backward.close")
     assert {r.kind for r in steps[kernel].writes()} == {PARAMETER_GRADIENT} and kernel < close
+    assert {*steps[kernel].writes()} & {*steps[close].reads()}
 
 
 def test_a_sum_that_is_kept_or_read_twice_is_a_tensor() -> None:
