@@ -6,7 +6,9 @@
 namespace te {
 namespace {
 
-constexpr int high_priority = -1;
+// Streams of one priority may share a queue of the device, in which a wait holds up what is behind it.
+constexpr int high_priority = -1, highest_priority = -5;
+constexpr size_t most_operations = 128;  // of one batch; the driver takes fewer than 256
 
 }  // namespace
 
@@ -55,9 +57,13 @@ void PeerBuffers::raise(Operations& operations, CudaDriver::Pointer flag) {
 }
 
 bool PeerBuffers::run(Operations& operations, Stream stream, Failure& failure) const {
-  const auto count = static_cast<unsigned>(operations.size());
-  const CudaDriver::Result error = driver_->stream_batch_memory(stream, count, operations.data(), 0);
-  return error == CudaDriver::success || refuse("a stream takes no flags", error, failure);
+  for (size_t first = 0; first < operations.size(); first += most_operations) {
+    const size_t count = std::min(most_operations, operations.size() - first);
+    const CudaDriver::Result error =
+        driver_->stream_batch_memory(stream, static_cast<unsigned>(count), operations.data() + first, 0);
+    if (error != CudaDriver::success) return refuse("a stream takes no flags", error, failure);
+  }
+  return true;
 }
 
 // ---- what streams are given ------------------------------------------------------------------------------------
@@ -90,14 +96,15 @@ bool PeerBuffers::load(Failure& failure) {
   if (error != CudaDriver::success) return refuse("the device gives no context", error, failure);
   const CurrentContext current(*driver_, context_);
   for (Stream* stream : {&sending_, &receiving_, &releasing_}) {
-    error = driver_->stream_create(stream, CudaDriver::stream_non_blocking, high_priority);
+    const int priority = stream == &releasing_ ? highest_priority : high_priority;
+    error = driver_->stream_create(stream, CudaDriver::stream_non_blocking, priority);
     if (error != CudaDriver::success) return refuse("there is no stream for copies", error, failure);
   }
   std::vector<CudaDriver::Event*> events = {&closed_};
   for (Buffer& buffer : buffers_) {
-    buffer.received.resize(ranks());
-    events.insert(events.end(), {&buffer.made, &buffer.sent});
-    for (CudaDriver::Event& event : buffer.received) events.push_back(&event);
+    buffer.gone.resize(ranks());
+    events.insert(events.end(), {&buffer.made, &buffer.sent, &buffer.arrived, &buffer.copied, &buffer.closed});
+    for (CudaDriver::Event& event : buffer.gone) events.push_back(&event);
   }
   for (CudaDriver::Event* event : events) {
     error = driver_->event_create(event, CudaDriver::event_disable_timing);
@@ -121,15 +128,23 @@ bool PeerBuffers::open(size_t block_bytes, Stream stream, size_t& buffer, Failur
                    std::to_string(buffers_.size()) + " buffers for blocks of " + std::to_string(memory_.block_bytes)};
     return false;
   }
+  if (!broken_.empty()) {
+    failure.text = "exchange of " + group_ + ": nothing is exchanged any more, as ranks may differ since one failed: " + broken_;
+    return false;
+  }
   const CurrentContext current(*driver_, context_);
   Buffer& taken = *found;
   buffer = static_cast<size_t>(found - buffers_.begin());
+  taken.captured = is_capturing(*driver_, stream);
+  // Of its own block no flag tells who has read that on another stream.
+  const bool moved = !taken.captured && taken.stream != stream;
+  if (moved && !follow(stream, taken.closed, failure)) return false;
   if (!record(taken.made, stream, failure) || !follow(sending_, taken.made, failure)) return false;
   Operations operations;
   for (size_t k = 1; k < ranks(); ++k) take_back(operations, free(rank_, buffer, receiver(k)));
   if (!run(operations, sending_, failure)) return false;
   taken.open = true;
-  taken.receives = false;
+  taken.copies = taken.let_go = false;
   next_ = (buffer + 1) % buffers_.size();
   return true;
 }
@@ -138,13 +153,14 @@ bool PeerBuffers::send(size_t buffer, size_t to, const void* data, size_t bytes,
                        Failure& failure) {
   if (!check(buffer, to, failure)) return false;
   const CurrentContext current(*driver_, context_);
-  const CudaDriver::Event made = buffers_[buffer].made;
-  if (follows && (!record(made, stream, failure) || !follow(sending_, made, failure))) return false;
+  const Buffer& sending = buffers_[buffer];
+  if (follows && (!record(sending.made, stream, failure) || !follow(sending_, sending.made, failure))) return false;
   if (!copy(at(to, buffer, rank_), data, bytes, sending_, failure)) return false;
   if (to == rank_) return true;
   Operations operations;
   raise(operations, arrived(to, buffer, rank_));
-  return run(operations, sending_, failure);
+  if (!run(operations, sending_, failure)) return false;
+  return !sending.captured || record(sending.gone[to], sending_, failure);
 }
 
 bool PeerBuffers::end_sending(size_t buffer, Failure& failure) {
@@ -159,9 +175,14 @@ bool PeerBuffers::sent(size_t buffer, Stream stream, Failure& failure) {
   return follow(stream, buffers_[buffer].sent, failure);
 }
 
+// Outside of graphs a rank gives its streams what it sends before it has them wait, so nobody waits for what is queued
+// behind a wait. A graph keeps no such order, unless it is told: the k-th block is waited for behind the k-th that goes.
 bool PeerBuffers::await(size_t buffer, size_t from, Stream stream, Failure& failure) {
   if (!check(buffer, from, failure)) return false;
   const CurrentContext current(*driver_, context_);
+  const Buffer& waiting = buffers_[buffer];
+  const size_t opposite = (2 * rank_ + ranks() - from) % ranks();
+  if (waiting.captured && !follow(stream, waiting.gone[opposite], failure)) return false;
   Operations operations;
   take_back(operations, arrived(rank_, buffer, from));
   return run(operations, stream, failure);
@@ -171,31 +192,32 @@ bool PeerBuffers::receive(size_t buffer, const void* own, void* out, size_t byte
   if (!check(buffer, rank_, failure)) return false;
   const CurrentContext current(*driver_, context_);
   Buffer& receiving = buffers_[buffer];
-  receiving.receives = true;
+  receiving.copies = receiving.let_go = true;
   const auto target = reinterpret_cast<CudaDriver::Pointer>(out);
-  const bool begun = follow(receiving_, receiving.made, failure) &&
-                     copy(target + rank_ * bytes, own, bytes, receiving_, failure) &&
-                     record(receiving.received[rank_], receiving_, failure);
-  if (!begun) return false;
+  if (!follow(receiving_, receiving.made, failure)) return false;
+  if (!copy(target + rank_ * bytes, own, bytes, receiving_, failure)) return false;
   for (size_t k = 1; k < ranks(); ++k) {
     const size_t from = sender(k);
-    const bool there = await(buffer, from, receiving_, failure) &&
-                       copy(target + from * bytes, reinterpret_cast<const void*>(block(buffer, from)), bytes,
-                            receiving_, failure) &&
-                       record(receiving.received[from], receiving_, failure);
-    if (!there) return false;
+    const auto* arriving = reinterpret_cast<const void*>(block(buffer, from));
+    if (!await(buffer, from, receiving_, failure)) return false;
+    if (!copy(target + from * bytes, arriving, bytes, receiving_, failure)) return false;
   }
-  return let_go(buffer, receiving_, failure);
+  return tell_read(buffer, receiving_, failure) && record(receiving.copied, receiving_, failure);
 }
 
-bool PeerBuffers::received(size_t buffer, size_t from, Stream stream, Failure& failure) {
-  if (!check(buffer, from, failure)) return false;
+bool PeerBuffers::copy_beside(size_t buffer, void* to, const void* from, size_t bytes, Stream stream,
+                              Failure& failure) {
+  if (!check(buffer, rank_, failure)) return false;
   const CurrentContext current(*driver_, context_);
-  return follow(stream, buffers_[buffer].received[from], failure);
+  Buffer& copying = buffers_[buffer];
+  copying.copies = true;
+  return record(copying.arrived, stream, failure) && follow(receiving_, copying.arrived, failure) &&
+         copy(reinterpret_cast<CudaDriver::Pointer>(to), from, bytes, receiving_, failure) &&
+         record(copying.copied, receiving_, failure);
 }
 
 // Tells the others that the stream has read their blocks.
-bool PeerBuffers::let_go(size_t buffer, Stream stream, Failure& failure) const {
+bool PeerBuffers::tell_read(size_t buffer, Stream stream, Failure& failure) const {
   Operations read;
   for (size_t k = 1; k < ranks(); ++k) raise(read, free(sender(k), buffer, rank_));
   return run(read, stream, failure);
@@ -207,10 +229,25 @@ bool PeerBuffers::close(size_t buffer, Stream stream, Failure& failure) {
   Buffer& closing = buffers_[buffer];
   closing.open = false;
   if (!follow(stream, closing.sent, failure)) return false;
-  const size_t last = sender(ranks() - 1);
-  const bool done = closing.receives ? follow(stream, closing.received[last], failure) : let_go(buffer, stream, failure);
-  if (!done) return false;
-  return is_capturing(*driver_, stream) || record(closed_, stream, failure);
+  if (closing.copies && !follow(stream, closing.copied, failure)) return false;
+  if (!closing.let_go && !tell_read(buffer, stream, failure)) return false;
+  if (is_capturing(*driver_, stream)) return true;
+  closing.stream = stream;
+  return record(closing.closed, stream, failure) && record(closed_, stream, failure);
+}
+
+void PeerBuffers::break_off(size_t buffer, Stream stream, const std::string& why) {
+  const CurrentContext current(*driver_, context_);
+  Failure ignored;
+  const Buffer& broken = buffers_[buffer];
+  if (record(broken.sent, sending_, ignored)) follow(stream, broken.sent, ignored);
+  if (record(broken.copied, receiving_, ignored)) follow(stream, broken.copied, ignored);
+  broken_ = why;
+}
+
+bool PeerBuffers::mark(Stream stream, Failure& failure) {
+  const CurrentContext current(*driver_, context_);
+  return record(closed_, stream, failure);
 }
 
 bool PeerBuffers::release(Failure& failure) {

@@ -40,7 +40,7 @@ class PeerBuffers {
   bool load(Failure& failure);
 
   // Takes the next buffer, in which blocks of so many bytes may be sent when `stream` has come so far and all ranks have
-  // read what was sent in it before.
+  // read what was sent in it before. Refused for good where an exchange was broken off.
   bool open(size_t block_bytes, Stream stream, size_t& buffer, Failure& failure);
 
   // Sends a block to another rank, behind what `stream` has been given so far where `follows`.
@@ -54,12 +54,22 @@ class PeerBuffers {
   bool await(size_t buffer, size_t from, Stream stream, Failure& failure);
 
   // Copies the blocks of all ranks, its own from `own`, to `out` as they arrive, one behind the other, on a stream of its
-  // own; `received` has a stream wait for one of them, and `close` for all.
+  // own, and lets the others send anew; `close` has a stream wait for that.
   bool receive(size_t buffer, const void* own, void* out, size_t bytes, Failure& failure);
-  bool received(size_t buffer, size_t from, Stream stream, Failure& failure);
 
-  // Has a stream wait for what is sent and received; what the stream was given before has read the blocks.
+  // Copies something beside what a stream does, when that has come so far; `close` has it wait for that.
+  bool copy_beside(size_t buffer, void* to, const void* from, size_t bytes, Stream stream, Failure& failure);
+
+  // Has a stream wait for what is sent and copied, and lets the others send anew, as what the stream was given before has
+  // read the blocks.
   bool close(size_t buffer, Stream stream, Failure& failure);
+
+  // After something failed between: a stream waits for all that is under way, so that memory may be freed. Nothing is
+  // exchanged any more, as other ranks may have come to something else.
+  void break_off(size_t buffer, Stream stream, const std::string& why);
+
+  // Notes that a stream has come so far, as behind the replay of a graph with exchanges, for `is_done`.
+  bool mark(Stream stream, Failure& failure);
 
   // Lets what waits for a flag here go on, whoever is gone: what is computed then is void. Once for each wait. This and the
   // next may be called by another thread, while graphs are captured too.
@@ -82,9 +92,13 @@ class PeerBuffers {
 
  private:
   struct Buffer {
-    bool open = false, receives = false;
-    CudaDriver::Event made = nullptr, sent = nullptr;
-    std::vector<CudaDriver::Event> received;  // by ranks
+    bool open = false;
+    bool captured = false;  // the exchange that it is open for is part of a graph
+    bool copies = false;    // something is copied by the receiving stream
+    bool let_go = false;    // and that has let the others go on
+    Stream stream = nullptr;  // that it was closed on last
+    CudaDriver::Event made = nullptr, sent = nullptr, arrived = nullptr, copied = nullptr, closed = nullptr;
+    std::vector<CudaDriver::Event> gone;  // by ranks: what a graph is told of the order that flags give
   };
   using Operations = std::vector<CudaDriver::MemoryOperation>;
 
@@ -94,7 +108,7 @@ class PeerBuffers {
   static void take_back(Operations& operations, CudaDriver::Pointer flag);
   static void raise(Operations& operations, CudaDriver::Pointer flag);
   bool copy(CudaDriver::Pointer to, const void* from, size_t bytes, Stream stream, Failure& failure) const;
-  bool let_go(size_t buffer, Stream stream, Failure& failure) const;
+  bool tell_read(size_t buffer, Stream stream, Failure& failure) const;
   bool follow(Stream stream, CudaDriver::Event event, Failure& failure) const;
   bool record(CudaDriver::Event event, Stream stream, Failure& failure) const;
   bool run(Operations& operations, Stream stream, Failure& failure) const;
@@ -110,6 +124,7 @@ class PeerBuffers {
   Stream sending_ = nullptr, receiving_ = nullptr, releasing_ = nullptr;
   std::vector<Buffer> buffers_;
   size_t next_ = 0;
+  std::string broken_;
   CudaDriver::Event closed_ = nullptr;
 };
 

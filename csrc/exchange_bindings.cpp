@@ -115,6 +115,11 @@ void close(PeerBuffers& buffers, size_t buffer) {
   run([&](Failure& failure) { return buffers.close(buffer, stream, failure); });
 }
 
+void mark(PeerBuffers& buffers) {
+  const CudaDriver::Stream stream = stream_of(buffers);
+  run([&](Failure& failure) { return buffers.mark(stream, failure); });
+}
+
 }  // namespace
 
 void bind_exchanges(py::module_& module) {
@@ -128,6 +133,7 @@ void bind_exchanges(py::module_& module) {
       .def("scatter", &scatter, py::arg("x"), "Start to send each rank its block of x; the number of the buffer.")
       .def("wait", &await, py::arg("buffer"), "Have the current stream wait for all blocks, its own among them, of what is scattered.")
       .def("close", &close, py::arg("buffer"), "Have the current stream wait for all, and let others send anew.")
+      .def("mark", &mark, "Note that the current stream has come so far, as behind a replay, for is_done().")
       .def("release", [](PeerBuffers& b) { run([&](Failure& failure) { return b.release(failure); }); },
            "Let what waits for other ranks go on; what it computes is void.")
       .def("is_done", &PeerBuffers::is_done, py::call_guard<py::gil_scoped_release>(),

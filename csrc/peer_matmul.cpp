@@ -186,28 +186,37 @@ struct Gathering {
 
   bool run(Matmul& matmul, Failure& failure) const {
     const auto stream = reinterpret_cast<PeerBuffers::Stream>(own.stream);
-    Workspace workspace;
     size_t buffer = 0;
     if (!buffers.open(bytes, stream, buffer, failure)) return false;
+    if (exchange(matmul, buffer, stream, failure) && buffers.close(buffer, stream, failure)) return true;
+    buffers.break_off(buffer, stream, failure.text);
+    return false;
+  }
+
+  bool exchange(Matmul& matmul, size_t buffer, PeerBuffers::Stream stream, Failure& failure) const {
+    Workspace workspace;
     for (size_t k = 1; k < buffers.ranks(); ++k) {
       if (!buffers.send(buffer, buffers.receiver(k), sent, bytes, stream, false, failure)) return false;
     }
-    if (!buffers.end_sending(buffer, failure)) return false;
-    if (gathered != nullptr && !buffers.receive(buffer, sent, gathered, bytes, failure)) return false;
+    if (!buffers.end_sending(buffer, failure) || !keep(buffer, buffers.rank(), sent, stream, failure)) return false;
     if (multiplies && !matmul.run(own, workspace, failure)) return false;
     for (size_t k = 1; k < buffers.ranks(); ++k) {
       const size_t from = buffers.sender(k);
-      const bool there = gathered != nullptr ? buffers.received(buffer, from, stream, failure)
-                                             : buffers.await(buffer, from, stream, failure);
-      if (!there) return false;
-      const int64_t later = (static_cast<int64_t>(from) - static_cast<int64_t>(buffers.rank())) * rows;
-      MatmulCall call = piece(product, own, later, own.out.rows);
-      call.a.data = gathered != nullptr ? static_cast<char*>(gathered) + from * bytes
-                                        : reinterpret_cast<void*>(buffers.block(buffer, from));
+      MatmulCall call = piece(product, own, (static_cast<int64_t>(from) - static_cast<int64_t>(buffers.rank())) * rows,
+                              own.out.rows);
+      call.a.data = reinterpret_cast<void*>(buffers.block(buffer, from));
       call.a.stride = call.a.columns;
+      if (!buffers.await(buffer, from, stream, failure)) return false;
+      if (!keep(buffer, from, call.a.data, stream, failure)) return false;
       if (multiplies && !matmul.run(call, workspace, failure)) return false;
     }
-    return buffers.close(buffer, stream, failure);
+    return true;
+  }
+
+  // Copies a block to where all are joined, beside the products.
+  bool keep(size_t buffer, size_t from, const void* block, PeerBuffers::Stream stream, Failure& failure) const {
+    return gathered == nullptr || buffers.copy_beside(buffer, static_cast<char*>(gathered) + from * bytes, block, bytes,
+                                                      stream, failure);
   }
 };
 
@@ -277,8 +286,14 @@ struct Scattering {
 
   bool run(Matmul& matmul, size_t& buffer, Failure& failure) const {
     const auto stream = reinterpret_cast<PeerBuffers::Stream>(whole.stream);
-    Workspace workspace;
     if (!buffers.open(bytes, stream, buffer, failure)) return false;
+    if (exchange(matmul, buffer, stream, failure)) return true;
+    buffers.break_off(buffer, stream, failure.text);
+    return false;
+  }
+
+  bool exchange(Matmul& matmul, size_t buffer, PeerBuffers::Stream stream, Failure& failure) const {
+    Workspace workspace;
     for (size_t k = 1; k <= buffers.ranks(); ++k) {
       const size_t to = k < buffers.ranks() ? buffers.receiver(k) : buffers.rank();
       const int64_t later = static_cast<int64_t>(to) * rows;
@@ -294,8 +309,8 @@ struct Scattering {
       if (!buffers.send(buffer, to, call.out.data, bytes, stream, true, failure)) return false;
     }
     // What is sent may be freed when this returns.
-    return buffers.end_sending(buffer, failure) && await_all(buffers, buffer, stream, failure) &&
-           buffers.sent(buffer, stream, failure);
+    return buffers.end_sending(buffer, failure) && buffers.sent(buffer, stream, failure) &&
+           await_all(buffers, buffer, stream, failure);
   }
 };
 
@@ -319,9 +334,12 @@ PyObject* added_up(const Reference& parts, size_t ranks, PeerBuffers& buffers, s
   const Reference dim = Reference::steal(PyLong_FromLong(0));
   if (!dim) return nullptr;
   Reference sum = Reference::steal(PyObject_CallMethodOneArg(item(parts, ranks), names.sum, dim.get()));
-  if (!sum) return nullptr;
+  // Where there is no memory for the sum, the exchange is whole still.
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
   const bool closed =
       without_gil(nullptr, [&](Failure& failure) { return buffers.close(buffer, stream, failure); });
+  if (closed) PyErr_Restore(type, value, traceback);
   return closed ? sum.release() : nullptr;
 }
 

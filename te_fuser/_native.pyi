@@ -385,6 +385,9 @@ class PeerBuffers:
     def close(self, buffer: int) -> None:
         """Have the current stream wait for all, and let others send anew."""
 
+    def mark(self) -> None:
+        """Note that the current stream has come so far, as behind a replay, for is_done()."""
+
     def release(self) -> None:
         """Let what waits for other ranks go on; what it computes is void."""
 

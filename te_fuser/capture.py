@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.ops import telling
+from te_fuser.ops import stuck, telling
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.dtensor import own_part
 from te_fuser.ops.facts import still_hold
@@ -46,7 +46,9 @@ class GraphedModel:
         """
         self._check({"x": x, **inputs})
         self._captured.check()
-        return self._within.run(self._replay, x, *[inputs[name] for name in self._names])
+        made = self._within.run(self._replay, x, *[inputs[name] for name in self._names])
+        stuck.mark_replayed(self._captured.groups)
+        return made
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:
         if given.keys() != self._samples.keys():
@@ -72,6 +74,7 @@ class _Captured:
         ops = [(name, m) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
         self._ops = [(name, m.facts()) for name, m in ops]
         first = {group: name for name, m in reversed(ops) if (group := m.runs_with()) is not None}
+        self.groups = tuple(first)
         self._groups = [(name, group, group.process_group()) for group, name in first.items()]
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._tensors = [

@@ -129,6 +129,7 @@ struct stream {
   pthread_mutex_t lock;
   pthread_cond_t given;
   struct work *first, *last;
+  int works; /* whether the thread does something */
   struct stream* next;
 };
 static struct stream* streams; /* those that were made here */
@@ -154,12 +155,27 @@ static void* serve(void* given) {
     while (!s->first) pthread_cond_wait(&s->given, &s->lock);
     struct work* w = s->first;
     if (!(s->first = w->next)) s->last = NULL;
+    s->works = 1;
     pthread_mutex_unlock(&s->lock);
     if (fake.delay > 0) usleep((unsigned)rand_r(&seed) % (unsigned)fake.delay);
     do_work(w);
     free(w);
+    pthread_mutex_lock(&s->lock);
+    s->works = 0;
+    pthread_mutex_unlock(&s->lock);
   }
   return NULL;
+}
+/* Wait until all streams have done what they were given. */
+void fake_drain(void) {
+  for (struct stream* s = streams; s; s = s->next) {
+    for (int idle = 0; !idle;) {
+      pthread_mutex_lock(&s->lock);
+      idle = !s->first && !s->works;
+      pthread_mutex_unlock(&s->lock);
+      if (!idle) sched_yield();
+    }
+  }
 }
 static int give(void* stream, struct work w) {
   struct stream* s = streams;

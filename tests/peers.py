@@ -6,10 +6,12 @@ The native steps are those of GPUs. Each stream begins what it is given after a 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from te_fuser.ops.group import Group
 from tests import fake_cublaslt, fake_cuda
 
 _numbers = itertools.count()
+_others: dict[int, list[torch.Tensor]] = {}  # what ranks have mapped of others, by the number of the memory
 
 
 def _allocate(group: Group, size: int, device: torch.device) -> peers.Memory:
@@ -38,16 +41,17 @@ def _allocate(group: Group, size: int, device: torch.device) -> peers.Memory:
     store.set(f"peers/{group.name}/{number}/{group.rank}", str(mine))
     paths = [store.get(f"peers/{group.name}/{number}/{rank}").decode() for rank in range(group.size)]
     mapped = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
-    _kept.append(mapped)
     ranks.barrier().wait()
     mine.unlink()
-    return mapped[group.rank], [t.data_ptr() for t in mapped]
-
-
-_kept: list[list[torch.Tensor]] = []  # what streams of threads may write to still
+    addresses, own = [t.data_ptr() for t in mapped], mapped.pop(group.rank)
+    _others[number] = mapped
+    weakref.finalize(own, _others.pop, number)  # as symmetric memory, of which all goes when the own part does
+    return own, addresses
 
 
 def _meet(group: Group, device: torch.device) -> None:
+    """As a GPU's synchronization: what streams were given is done."""
+    ctypes.CDLL(str(fake_cuda.compile_driver())).fake_drain()
     group.process_group().barrier().wait()
 
 
@@ -66,7 +70,7 @@ def standing_in(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
         patch.setattr(peers, "_peers", type(peers._peers)())
         state.delay = delay
         yield state
-        dist.barrier()
+        _meet(Group.of("all", dist.group.WORLD), torch.device("cpu"))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.fusions import registry
 from te_fuser.kernels.attention import PROVIDERS, Provider
 from te_fuser.ops.base import FusableOperation
 
@@ -318,12 +319,7 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
     kinds -= {
         name for other in (PACKAGE / "fuser").rglob("*.py") for name in classes(other)
     }  # a tensor that a kernel makes
-    concrete = kinds | set(fusions.names()) - {
-        fusions.STRETCH,
-        fusions.RECORDED,
-        fusions.BY_BLOCKS,
-        fusions.PEER_COPIES,
-    }
+    concrete = kinds | set(fusions.names()) - set(registry._OWN)
     tree = tree_of(path)
     named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     named |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
@@ -360,8 +356,8 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.dtensor", "_Waited"),
-        ("te_fuser.ops.exchange", "_Exchanged"),
         ("te_fuser.ops.dtensor", "_OwnPart"),
+        ("te_fuser.ops.exchange", "_Exchanged"),
         ("te_fuser.ops.float8_products", "_Products"),
         ("te_fuser.ops.joined", "InOneBuffer"),
         ("te_fuser.ops.quantize_gradient", "_Measured"),
@@ -403,11 +399,7 @@ def test_every_op_is_exported():
     assert missing == []
 
 
-FUSIONS = [
-    fusions.get(n)
-    for n in fusions.names()
-    if n not in (fusions.STRETCH, fusions.RECORDED, fusions.BY_BLOCKS, fusions.PEER_COPIES)
-]
+FUSIONS = [fusions.get(n) for n in fusions.names() if n not in registry._OWN]
 ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p

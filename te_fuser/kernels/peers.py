@@ -6,11 +6,13 @@ first meet, and each buffer is looked at.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +23,11 @@ from te_fuser.ops.exchange import Work
 from te_fuser.ops.group import Group
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BUFFERS = 3  # of a group at first: exchanges that are under way at once, of which a plan seldom has more than two
 _ALIGNMENT = 256  # bytes
+_SHAPES = 256  # of blocks, whose tensors are kept
 _WITHOUT = (
     "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
 )
@@ -41,7 +45,7 @@ def obstacle(group: Group, device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return f"copy engines are of GPUs, the input is on {device.type}"
-    why = _why_no_memory(device) or _why_multicast()
+    why = _why_no_memory(device) or _why_multicast() or _why_one_queue()
     if why is None and not group.is_here():
         why = f"torch.distributed knows no group {group.title!r} in this process"
     return why or _why_not_one_host(group) or _why_no_peers(group, device)
@@ -62,6 +66,13 @@ def _why_multicast() -> str | None:
     """Why NVLink multicast would be used."""
     asked = os.environ.get(MULTICAST, "1")
     return None if asked == "1" else f"{MULTICAST}={asked} asks for NVLink multicast, which is not used here: unset it"
+
+
+def _why_one_queue() -> str | None:
+    """Why a stream that waits would hold up all others."""
+    if os.environ.get(CONNECTIONS) != "1":
+        return None
+    return f"{CONNECTIONS}=1 lets a stream that waits for another rank hold up all others: unset it, or set it to 32"
 
 
 def _why_not_one_host(group: Group) -> str | None:
@@ -100,7 +111,9 @@ class Peers:
         self.ranks, self.rank = group.size, group.rank
         self._group, self._device = group, device
         self._native: _native.PeerBuffers | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._count = _BUFFERS
+        self._earlier: list[tuple[_native.PeerBuffers, torch.Tensor]] = []  # in which exchanges are under way still
         self._graphed: list[Any] = []  # what captured CUDA graphs go by, which has to stay when there are larger ones
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
@@ -122,6 +135,11 @@ class Peers:
         """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
         return self._blocks(buffer, like.shape, like.dtype)
 
+    def mark(self) -> None:
+        """Note that the current stream has replayed exchanges, for whoever asks whether the device is done."""
+        for buffers in self._all():
+            buffers.mark()
+
     def is_done(self) -> bool:
         """Whether the device is done with all exchanges that were waited for."""
         return all(buffers.is_done() for buffers in self._all())
@@ -132,7 +150,7 @@ class Peers:
             buffers.release()
 
     def _all(self) -> list[_native.PeerBuffers]:
-        return [] if self._native is None else [self._native, *[buffers for buffers, _ in self._graphed]]
+        return [] if self._native is None else [self._native, *[b for b, _ in (*self._earlier, *self._graphed)]]
 
     def _is_captured(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -146,6 +164,7 @@ class Peers:
         if before is not None:
             self._count += before.under_way == self._count
             block_bytes = max(block_bytes, before.block_bytes)
+            self._earlier = [(b, m) for b, m in (*self._earlier, (before, self._memory)) if b.under_way]
         block_bytes = -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
         data = self._count * self.ranks * block_bytes
         self._memory, addresses = allocate(
@@ -154,7 +173,9 @@ class Peers:
         flags = self._memory[data:].view(torch.int32).view(self._count, 2, self.ranks)
         flags[:, 0], flags[:, 1] = 0, 1
         meet(self._group, self._device)
-        self._blocks = functools.cache(functools.partial(_blocks_of, self._memory, self.ranks, block_bytes))
+        self._blocks = functools.lru_cache(_SHAPES)(
+            functools.partial(_blocks_of, self._memory, self.ranks, block_bytes)
+        )
         index = self._device.index or 0
         places = [*addresses], [address + data for address in addresses]
         return _native.PeerBuffers(self._group.title, index, self.rank, *places, block_bytes, self._count)
@@ -191,17 +212,23 @@ class _Copies:
         self,
         buffers: _native.PeerBuffers,
         number: int,
-        held: tuple[torch.Tensor, torch.Tensor],
+        held: tuple[torch.Tensor, torch.Tensor] | None,
         blocks: torch.Tensor | None = None,
     ) -> None:
         self._buffers, self._number, self._held, self._blocks = buffers, number, held, blocks
 
     def wait(self) -> None:
+        held, self._held = self._held, None
         if self._blocks is not None:
             self._buffers.wait(self._number)
-            torch.sum(self._blocks, 0, out=self._held[1])
+            if held is not None:
+                torch.sum(self._blocks, 0, out=held[1])
         self._buffers.close(self._number)
-        del self._held
+
+    def __del__(self) -> None:
+        if self._held is not None:  # nobody has waited, and its tensors go back to the allocator now
+            with contextlib.suppress(Exception):
+                self.wait()
 
 
 def closed(opened: tuple[_native.PeerBuffers, int]) -> tuple[()]:
@@ -211,9 +238,28 @@ def closed(opened: tuple[_native.PeerBuffers, int]) -> tuple[()]:
     return ()
 
 
-def by_copies(group: Group, device: torch.device) -> ByCopies:
-    """The transport of a group on a device."""
-    return ByCopies(peers_of(group, device))
+@dataclass(frozen=True)
+class PeersOf:
+    """The peers of a group on a device, as they are when something is asked of them: a group may be made anew."""
+
+    group: Group
+    device: torch.device
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size
+
+    def buffers(self, block_bytes: int) -> _native.PeerBuffers:
+        """See `Peers.buffers`."""
+        return peers_of(self.group, self.device).buffers(block_bytes)
+
+    def blocks(self, buffer: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `Peers.blocks`."""
+        return peers_of(self.group, self.device).blocks(buffer, like)
+
+    def transport(self) -> ByCopies:
+        """A transport by copies between them."""
+        return ByCopies(peers_of(self.group, self.device))
 
 
 def _blocks_of(
@@ -250,7 +296,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
     if why is not None:
         raise RuntimeError(f"symmetric memory of {group.title} cannot be had: {why}")
     try:
-        memory = _symmetric_memory().empty(size, dtype=torch.uint8, device=device)
+        memory = _emptied(size, device)
         found = _symmetric_memory().rendezvous(memory, group.name)
     except RuntimeError as error:
         raise RuntimeError(
@@ -261,13 +307,26 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
             f"the symmetric memory of {group.title} was made with NVLink multicast, which is not used here: set "
             f"{MULTICAST}=1 before anything else makes it, or {_WITHOUT}"
         )
+    if found.buffer_ptrs[group.rank] != memory.data_ptr():
+        raise RuntimeError(f"the symmetric memory of {group.title} lies elsewhere than its tensor: {_WITHOUT}")
     return memory, found.buffer_ptrs
+
+
+def _emptied(size: int, device: torch.device) -> torch.Tensor:
+    """So many bytes, for which the allocator gives back what it keeps where there is no room."""
+    try:
+        return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
+    except RuntimeError:
+        torch.cuda.empty_cache()
+        return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
 
 
 def _meet(group: Group, device: torch.device) -> None:
     """All ranks have come here, and their devices are done with what they were given."""
     torch.cuda.synchronize(device)
-    group.process_group().barrier().wait()
+    options = torch.distributed.BarrierOptions()
+    options.device_ids = [device.index or 0]
+    group.process_group().barrier(options).wait()
     torch.cuda.synchronize(device)
 
 

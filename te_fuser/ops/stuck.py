@@ -43,6 +43,9 @@ class Exchanger(Protocol):
     def release(self) -> None:
         """Let what waits on the device now go on."""
 
+    def mark(self) -> None:
+        """Note that the current stream has replayed some, which `is_done` knows nothing of else."""
+
 
 class _Standing(NamedTuple):
     """Where this rank stands among the ranks of a group, and since when another one is known to be elsewhere."""
@@ -75,6 +78,11 @@ class _Watch:
         """Look at its device, too."""
         self._exchangers.setdefault(group.process_group(), []).append(exchanger)
         self.watch((group,))
+
+    def mark_replayed(self, groups: Iterable[Group]) -> None:
+        """Note that a graph with exchanges of these groups was replayed."""
+        for exchanger in (e for g in groups for e in self._exchangers.get(g.process_group(), ())):
+            exchanger.mark()
 
     def end(self) -> None:
         """Look no more: a thread in native code at the end of the interpreter would abort it."""
@@ -140,7 +148,7 @@ class _Watch:
 
 
 _watch = _Watch()
-watch, watch_exchanger = _watch.watch, _watch.watch_exchanger
+watch, watch_exchanger, mark_replayed = _watch.watch, _watch.watch_exchanger, _watch.mark_replayed
 atexit.register(_watch.end)
 
 
@@ -178,12 +186,20 @@ def _end(group: Group, exchangers: Sequence[Exchanger]) -> None:
     """End what this rank waits for, when the others that do had time to hear of it: a backend ends the process else."""
     if group.size > 2:
         time.sleep(2 * _pause())
-    until = time.monotonic() + _ABORTED
-    while time.monotonic() < until and not all(exchanger.is_done() for exchanger in exchangers):
-        for exchanger in exchangers:
-            exchanger.release()
-        time.sleep(_SOON)
+    releasing = threading.Thread(target=_release, args=(exchangers,), name="te_fuser: end of exchanges", daemon=True)
+    releasing.start()
+    releasing.join(_ABORTED)
     _abort(group)
+
+
+def _release(exchangers: Sequence[Exchanger]) -> None:
+    """Let devices go on that wait for other ranks, until none does."""
+    until = time.monotonic() + _ABORTED
+    with contextlib.suppress(RuntimeError):  # of a device that has failed
+        while time.monotonic() < until and not all(exchanger.is_done() for exchanger in exchangers):
+            for exchanger in exchangers:
+                exchanger.release()
+            time.sleep(_SOON)
 
 
 def _abort(group: Group) -> None:

@@ -35,6 +35,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: found.peers)
     monkeypatch.setattr(Group, "is_here", lambda self: found.here)
     monkeypatch.setattr(Group, "process_group", lambda self: None)
+    monkeypatch.setattr(Group, "rank", 0)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: found.ranks)
     for name in (peers.MULTICAST, peers.OVERLAPPING, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is put back
@@ -105,6 +106,20 @@ def test_memory_that_cannot_be_had_is_said_with_what_to_do(host: Any) -> None:
     words = r"of tp cannot be had in 64 bytes \(overlapping devices\): leave .* out by te_fuser.fusions.disabled"
     with pytest.raises(RuntimeError, match=words):
         peers.allocate(TWO, 64, CUDA)
+
+
+def test_memory_that_lies_elsewhere_than_its_tensor_is_not_used(host: Any) -> None:
+    """As in an allocation that several tensors share."""
+    host.memory.rendezvous = lambda memory, name: SimpleNamespace(multicast_ptr=0, buffer_ptrs=[4096, 4096])
+    with pytest.raises(RuntimeError, match="the symmetric memory of tp lies elsewhere than its tensor: leave"):
+        peers.allocate(TWO, 64, CUDA)
+
+
+def test_one_queue_for_all_streams_is_refused(host: Any) -> None:
+    host.patch.setenv(peers.CONNECTIONS, "1")
+    assert said().startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 lets a stream that waits for another rank hold up all")
+    host.patch.setenv(peers.CONNECTIONS, "32")
+    assert peers.obstacle(TWO, CUDA) is None
 
 
 def test_pytorch_has_what_is_called() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ import torch.distributed as dist
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.peers import Peers, peers_of
+from te_fuser.kernels.peers import ByCopies, Peers, closed, peers_of
 from te_fuser.ops import telling
 from te_fuser.ops.group import Group
 from te_fuser.ops.telling import Disagreement
+from tests import fake_cublaslt
 from tests.parallel.ranks import Ranks, RanksFailedError, on_ranks
 from tests.peers import standing_in
 
@@ -178,6 +181,72 @@ def test_products_with_what_belongs_to_rows(kind: str) -> None:
         if len(whole) == 1:
             y = _native.MatmulScatter(make, peers)(torch.cat(xs), w, *others)
             torch.testing.assert_close(y, ranks * whole[0].chunk(ranks)[rank])
+
+
+@on_ranks
+def test_buffers_that_grow_while_one_is_open() -> None:
+    """What is left open lies where it was, and is given back there."""
+    with standing_in():
+        peers, rank, ranks = world()
+        make = products.configured("forward", torch.float32, torch.float32).make
+        w = given(7, 0, 6, 5)
+        for number in range(3):
+            xs = [given(number, r, ranks * 3, 5) for r in range(ranks)]
+            *parts, opened = _native.MatmulScatter(make, peers, True)(xs[rank], w)
+            x = given(number, rank, 3 * 10**number, 40)
+            out = x.new_empty(ranks * len(x), 40)
+            buffers = peers.buffers(x.nbytes)
+            buffers.close(buffers.gather(x, out))
+            for r, part in enumerate(parts):
+                torch.testing.assert_close(part, (xs[r] @ w.t()).chunk(ranks)[rank])
+            del parts, part
+            assert closed(opened) == ()
+            assert torch.equal(out, torch.cat([given(number, r, len(x), 40) for r in range(ranks)]))
+
+
+@pytest.mark.parametrize("kind", [_native.GatherMatmul, _native.MatmulScatter])
+@on_ranks
+def test_a_product_that_fails_in_between(kind: Any) -> None:
+    """What is under way is waited for, and nothing is exchanged any more, since others may be elsewhere."""
+    library = fake_cublaslt.FakeCublasLt.in_dll(ctypes.CDLL(str(fake_cublaslt.compile_library())), "fake")
+    with standing_in():
+        peers, rank, ranks = world()
+        x, w = given(0, rank, 3 * ranks, 11), given(1, 0, 7, 11)  # which no other test multiplies
+        product = kind(products.configured("forward", torch.float32, torch.float32).make, peers)
+        library.refused = 1
+        with pytest.raises(RuntimeError, match="cuBLASLt|no algorithm|NOT_SUPPORTED"):
+            product(x, w)
+        library.refused = 0
+        with pytest.raises(RuntimeError, match="of world: nothing is exchanged any more, as ranks may differ"):
+            product(x, w)
+
+
+@on_ranks
+def test_an_exchange_that_nobody_waits_for() -> None:
+    """It is waited for when what holds its tensors goes, and the next ones go on."""
+    with standing_in():
+        peers, rank, ranks = world()
+        for number in range(6):
+            x = given(number, rank, 2 * ranks, 5)
+            ByCopies(peers).gather(x, x.new_empty(2 * ranks * ranks, 5))
+            ByCopies(peers).scatter(x, x.new_empty(2, 5))
+        assert peers._native is not None and peers._native.under_way == 0
+
+
+@on_ranks
+def test_in_graphs_what_flags_order_is_ordered_by_events_too() -> None:
+    """While streams are captured: nothing waits for an event that nobody has recorded."""
+    with standing_in() as driver:
+        peers, rank, ranks = world()
+        for number in range(8):
+            driver.capturing = number % 2
+            xs = [given(number, r, ranks * 3, 5) for r in range(ranks)]
+            out, made = torch.cat(xs).zero_(), xs[rank].new_empty(3, 5)
+            ByCopies(peers).gather(xs[rank], out).wait()
+            ByCopies(peers).scatter(xs[rank], made).wait()
+            assert torch.equal(out, torch.cat(xs))
+            torch.testing.assert_close(made, torch.stack(xs).sum(0).chunk(ranks)[rank])
+        driver.capturing = 0
 
 
 @on_ranks

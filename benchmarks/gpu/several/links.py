@@ -103,13 +103,13 @@ def _by_copies(
 
 
 def _copies(ranks: Ranks) -> peers.ByCopies:
-    return peers.by_copies(Group.of("the benchmark", dist.group.WORLD), torch.device(ranks.device))
+    return peers.PeersOf(Group.of("the benchmark", dist.group.WORLD), torch.device(ranks.device)).transport()
 
 
 def _in_one_step(ranks: Ranks, say: Callable[..., None]) -> Iterator[Entry]:
     """The products of a layer as ranks share them: alone, with the exchange before or behind, in one step with it."""
     sizes, group = ranks.sizes, Group.of("the benchmark", dist.group.WORLD)
-    buffers = peers.peers_of(group, torch.device(ranks.device))
+    buffers = peers.PeersOf(group, torch.device(ranks.device))
     make = products.configured("forward", sizes.dtype, sizes.dtype).make
     hidden, inner = sizes.hidden, 4 * sizes.hidden
     shapes = {

@@ -7,7 +7,6 @@ that waits.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.plan.overlap import awaited, started
+from te_fuser.fuser.plan.overlap import awaited, started, starts_something
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, PeerProductTask
@@ -45,6 +44,8 @@ class _Pair(NamedTuple):
 
 def with_copies(plan: Plan, prices: Prices) -> Plan:
     """The plan whose exchanges run by copy engines, beside products where these are next to them."""
+    if not starts_something(plan):
+        return plan
     refusals: dict[Refusal, None] = {}
     segments = []
     for segment in plan.segments:
@@ -116,12 +117,12 @@ class _InSegment:
     def _alone(self, pair: _Pair) -> dict[int, Step | None]:
         """The two steps, by copies."""
         device = self._graph.values[0].spec.device
-        by = functools.partial(peers.by_copies, pair.group, device)
+        by = peers.PeersOf(pair.group, device)
         made: dict[int, Step | None] = {}
         for k in (pair.start, pair.wait):
             step = self._given[k]
             assert isinstance(step.task, OpTask)
-            made[k] = replace(step, task=replace(step.task, transport=by if k == pair.start else None))
+            made[k] = replace(step, task=replace(step.task, peers=by if k == pair.start else None))
         return made
 
     def _beside_product(self, pair: _Pair, steps: dict[int, Step | None]) -> dict[int, Step | None] | None:

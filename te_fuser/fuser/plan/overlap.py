@@ -33,7 +33,7 @@ def with_overlap(plan: Plan, options: Options) -> Plan:
     Gradients of parameters that run later hold what they read for longer: that has to be worth it, by the peak of the
     call, as kept bytes are.
     """
-    if not _starts_something(plan):
+    if not starts_something(plan):
         return plan
     device, graph = plan.device, plan.graph.rounded()
     orders = [_Order(segment, device, lambda ref: ref.bytes(graph)) for segment in plan.segments]
@@ -55,10 +55,11 @@ def retimed(plan: Plan) -> Plan:
     """A plan whose steps were priced anew, in the order that they have."""
     device = plan.device
     segments = (replace(s, forward=timed(s.forward, device), backward=timed(s.backward, device)) for s in plan.segments)
-    return replace(plan, segments=tuple(segments)) if _starts_something(plan) else plan
+    return replace(plan, segments=tuple(segments)) if starts_something(plan) else plan
 
 
-def _starts_something(plan: Plan) -> bool:
+def starts_something(plan: Plan) -> bool:
+    """Whether an op of a plan starts what it waits for later."""
     nodes = [n for n in plan.graph.nodes if not n.is_row]
     forward = [n for n in nodes if n.op.op_wait is not None]  # type: ignore[attr-defined]
     return bool(forward or [g for n in nodes for g in n.gradients if g.wait])

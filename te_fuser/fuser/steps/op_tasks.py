@@ -19,7 +19,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.ops.exchange import Transport
+    from te_fuser.kernels.peers import PeersOf
     from te_fuser.ops.tensor_function import TensorFunction
 
 
@@ -33,7 +33,7 @@ class OpTask(Task):
         casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
         phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
         again: whether it is a forward that runs in backward, where its output was not kept.
-        transport: what gives that by which ranks exchange tensors; None: the ProcessGroup.
+        peers: the GPUs that exchange tensors by copies; None: the ProcessGroup does.
     """
 
     node: Node
@@ -42,11 +42,11 @@ class OpTask(Task):
     casts: tuple[tuple[str, torch.dtype], ...] = ()
     phase: str = "whole"
     again: bool = False
-    transport: Callable[[], Transport] | None = None
+    peers: PeersOf | None = None
 
     @property
     def identity(self) -> Any:
-        return self.gradient, self.needed, self.casts, self.phase, self.again, self.transport
+        return self.gradient, self.needed, self.casts, self.phase, self.again, self.peers
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
@@ -87,7 +87,7 @@ class OpTask(Task):
         return "method" if self.plain is None else "function"
 
     def at(self, node: Node) -> OpTask:
-        return OpTask(node, self.gradient, self.needed, self.casts, self.phase, self.again, self.transport)
+        return OpTask(node, self.gradient, self.needed, self.casts, self.phase, self.again, self.peers)
 
     @property
     def plain(self) -> TensorFunction | None:
@@ -151,8 +151,8 @@ class OpRunner:
         first = slots[self._first]
         if node.draws:
             call.random = stream_of(slots[self._seed], node.stream, first.shape, node.op.batch_dim(), node.share)
-        if self._task.transport is not None:
-            call.transport = self._task.transport()
+        if self._task.peers is not None:
+            call.transport = self._task.peers.transport()
         if self._task.phase == "wait":
             call.emitted, first = first
         made = self._function(call, first)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_fuser import _native
 from te_fuser.fuser.steps.step import Task, made_name
-from te_fuser.kernels.peers import closed, peers_of
+from te_fuser.kernels.peers import PeersOf, closed
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class PeerProductTask(Task):
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         """A native step, which runs without the interpreter but for what PyTorch allocates."""
-        product, peers = self.product.row_product, peers_of(self.group, self.device)
+        product, peers = self.product.row_product, PeersOf(self.group, self.device)
         assert product is not None
         read, made = dict(step.inputs), {made_name(name): bench.slots[r] for name, r in step.outputs}
         inputs = [bench.slots[read[name]] for name in product.takes]

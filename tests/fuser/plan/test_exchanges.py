@@ -89,8 +89,8 @@ def test_what_is_gathered_again_starts_and_waits_by_copies() -> None:
     (forward,) = (s for s in plan.forward if s.name == "gather_matmul")
     assert [name for name, _ in forward.outputs] == ["output"] and not why(plan)
     start, wait = (s for s in plan.backward if ".again." in s.name)
-    assert isinstance(start.task, OpTask) and start.task.transport is not None
-    assert isinstance(wait.task, OpTask) and wait.task.transport is None
+    assert isinstance(start.task, OpTask) and start.task.peers is not None
+    assert isinstance(wait.task, OpTask) and wait.task.peers is None
     assert plan.kept_bytes() <= planned().kept_bytes() - 8192 * FEATURES
 
 
@@ -153,7 +153,7 @@ def test_left_out_by_name_all_are_steps_of_their_own_by_nccl() -> None:
         "all_gather.start", "all_gather.wait", "reduce_scatter.start", "reduce_scatter.wait"
     ]  # fmt: skip
     assert why(plan) == {"it is disabled"}
-    assert not any(getattr(s.task, "transport", None) for s in plan.steps)
+    assert not any(getattr(s.task, "peers", None) for s in plan.steps)
 
 
 def test_under_autocast_and_onto_main_grad() -> None:

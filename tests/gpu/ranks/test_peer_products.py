@@ -56,7 +56,7 @@ def test_they_equal_those_of_nccl(dtype: torch.dtype) -> None:
     """Bit for bit where they move; where they add up, by one rounding of each."""
     group, generator = world(), random.Random(5)
     with exchanging():
-        by = peers.by_copies(group, place())
+        by = peers.PeersOf(group, place()).transport()
         for number in range(60):
             rows, features = group.size * generator.randrange(1, 300), generator.choice((1, 3, 8, 40, 1024))
             x = torch.randn(rows, features, generator=torch.Generator().manual_seed(7 * number + group.rank))
@@ -77,7 +77,7 @@ def test_ten_thousand_in_a_row() -> None:
     """Of any size, in an order of their own, beside products; what arrives says from whom and which it is."""
     group, generator = world(), random.Random(3)
     with exchanging():
-        by, under_way, here = peers.by_copies(group, place()), [], place()
+        by, under_way, here = peers.PeersOf(group, place()).transport(), [], place()
         w = torch.randn(512, 512, device=here)
         for number in range(10_000 if device() == "cuda" else 300):
             kind, rows = generator.choice(("gather", "swap", "scatter")), generator.randrange(1, 200)
