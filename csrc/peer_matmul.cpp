@@ -356,7 +356,12 @@ PyObject* scatter(const PeerMatmul& peer, PyObject* const* inputs, Py_ssize_t gi
     return nullptr;
   }
   const int64_t first = view.shape[0] / ranks;
-  if (!make_outputs(product, inputs, given, whole) || whole.made_count != 1) return nullptr;
+  if (!make_outputs(product, inputs, given, whole)) return nullptr;
+  if (whole.made_count != 1) {
+    PyErr_Format(PyExc_ValueError, "product '%s' gives %zu tensors, of which none alone is a sum", product.name(),
+                 whole.made_count);
+    return nullptr;
+  }
   if (!read_call(product, whole.all.data(), whole.count, reading)) return nullptr;
   const MatmulSizes& sizes = reading.sizes;
   const int64_t rows = sizes.m / ranks, bytes = rows * sizes.n * size_of(product.matmul.form.out_dtype);

@@ -178,7 +178,10 @@ def test_products_with_what_belongs_to_rows(kind: str) -> None:
             found = found if isinstance(found, tuple) else (found,)
             for a, b in zip(found[: len(whole)], whole, strict=True):
                 assert torch.equal(a, b)
-        if len(whole) == 1:
+        if len(whole) > 1:
+            with pytest.raises(ValueError, match="'matmul_forward_bias_gelu_aux' gives 2 tensors, of which none alone"):
+                _native.MatmulScatter(make, peers)(torch.cat(xs), w, *others)
+        else:
             y = _native.MatmulScatter(make, peers)(torch.cat(xs), w, *others)
             torch.testing.assert_close(y, ranks * whole[0].chunk(ranks)[rank])
 
