@@ -7,6 +7,8 @@ stages wait for first, and fills its gaps with these.
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -19,6 +21,7 @@ from te_fuser.ops.joined import parts_of
 from te_fuser.ops.main_grad import of_backward
 
 _WAITING, _FOR = "_te_fuser_waiting", "_te_fuser_for"  # attributes of parameters, and of what stands for them
+_MANY = 64  # backwards, of which a schedule has no more under way at once
 _at_once = ContextVar("at_once", default=False)
 
 Gradients = Callable[[], Sequence[torch.Tensor | None]]
@@ -71,22 +74,41 @@ def themselves(
 
 
 class _Queue(deque["Waiting"]):
-    """What waits at a parameter; a pickle has none of it."""
+    """What waits at a parameter; a pickle has an empty set in its place, which loads without running code."""
 
     def __reduce__(self) -> Any:
-        return _Queue, ()
+        return set, ()
+
+    def whole(self) -> _Queue:
+        """Without what a backward has left that raised, as far as a later one shows."""
+        while len(self) > 1 and not self[0].ended and any(later.ended for later in self):
+            self.popleft()
+        return self
 
 
 class Waiting:
-    """What one backward has left of a segment; it runs once, on the stream of that backward."""
+    """What one backward has left of a segment; it runs once, on the stream of that backward.
+
+    Attributes:
+        ended: whether that backward has come to its end.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> None:
         self.backward = torch._C._current_graph_task_id()
         self._weights, self._gradients = weights, gradients
         self._stream = torch.cuda.current_stream(weights[0].device) if weights[0].is_cuda else None
-        self._ran = False
+        self._ran = self.ended = False
         for p in [p for weight in weights for p in parts_of(weight) or (weight,) if p.requires_grad]:
-            p.__dict__.setdefault(_WAITING, _Queue()).append(self)
+            queue = p.__dict__.get(_WAITING)
+            if not isinstance(queue, _Queue):
+                queue = p.__dict__[_WAITING] = _Queue()
+            queue.append(self)
+            if len(queue.whole()) == _MANY:
+                _warn_many()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
 
     def run(self) -> None:
         """Give each weight its gradient, by autograd, so that its hooks see it."""
@@ -104,6 +126,16 @@ class Waiting:
         del self._weights, self._gradients
 
 
+@functools.cache
+def _warn_many() -> None:
+    warnings.warn(
+        f"{_MANY} backwards wait at one weight for backward_dw(), and what they hold is not freed: call it behind "
+        "each, or set delay_wgrad_compute to False",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def backward_dw(module: torch.nn.Module) -> None:
     """Compute the gradients of weights that the oldest backward of a module has left, by `delay_wgrad_compute`.
 
@@ -118,13 +150,12 @@ def backward_dw(module: torch.nn.Module) -> None:
             "backward_dw: fully_shard reduces the gradients of this module in backward, before those of its weights: "
             "set delay_wgrad_compute to False on its products"
         )
-    waiting: dict[Waiting, None] = {}
-    for p in module.parameters():
-        queue = p.__dict__.get(_WAITING, ())
-        oldest = queue[0].backward if queue else None
-        while queue and queue[0].backward == oldest:
-            waiting[queue.popleft()] = None
-        if not queue:
-            p.__dict__.pop(_WAITING, None)
-    for entry in waiting:
+    queues = [q.whole() for p in module.parameters() if isinstance(q := p.__dict__.get(_WAITING), _Queue) and q]
+    waiting = dict.fromkeys(entry for q in queues for entry in q if entry.backward == q[0].backward)
+    for entry in waiting:  # what is behind one that raises stays for another call
+        for queue in (q for q in queues if entry in q):
+            queue.remove(entry)
         entry.run()
+    for p in module.parameters():
+        if not p.__dict__.get(_WAITING, True):
+            del p.__dict__[_WAITING]

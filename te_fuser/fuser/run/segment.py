@@ -183,8 +183,17 @@ class Late:
     def gradients(self, segment: Segment, slots: list[Any], lying: Sequence[Any]) -> Callable[[], Sequence[Gradient]]:
         """What makes them, once, of what a backward has left in its slots."""
         slots = self.program.slots([slots[k] for k in self.reads])
+        read = [t for t in slots if isinstance(t, torch.Tensor) and not (t.is_leaf and t.requires_grad)]
+        seen = [(t, t._version) for t in read if not t.is_inference()]
 
         def made() -> Sequence[Gradient]:
+            for t, version in seen:
+                if t._version != version:
+                    raise RuntimeError(
+                        f"backward_dw: a tensor {list(t.shape)} that gradients of weights need was written in place "
+                        "since the backward that left them: call backward_dw() before, or give the model a copy"
+                    )
+            seen.clear()
             _run_backward(segment, self.program, slots, False)
             return segment.given(self.take_gradients(slots), lying)
 

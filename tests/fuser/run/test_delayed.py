@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -277,3 +278,73 @@ def test_refusals() -> None:
     parametrize.register_parametrization(computed[0], "weight", torch.nn.Tanh())
     with pytest.raises(RuntimeError, match="delay_wgrad_compute takes parameters, and a weight .* was computed"):
         computed(tensor(3, F))
+
+
+def product(features: int = 6) -> te_fuser.Linear:
+    return te_fuser.Linear(features, 4, delay_wgrad_compute=True, params_dtype=torch.float64, device="cpu")
+
+
+def test_what_a_backward_that_raised_has_left_is_not_used() -> None:
+    """A later one has ended, and its gradients come."""
+    model = product()
+    for seed in range(3):
+        broken, x = (tensor(3, 6, seed=seed + k) for k in (7, 0))
+        broken.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(broken).sum().backward()
+        model.zero_grad()
+        y = model(x)
+        y.sum().backward()
+        model.backward_dw()
+        torch.testing.assert_close(model.weight.grad, x.detach().sum(0).expand(4, 6), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["x", "dy"])
+def test_what_is_written_before_is_refused(what: str) -> None:
+    model, x = product(), tensor(3, 6, grad=False)
+    y = model(x)
+    dy = torch.ones_like(y)
+    y.backward(dy)
+    (x if what == "x" else dy).zero_()
+    with pytest.raises(RuntimeError, match=r"backward_dw: a tensor \[3, [64]\] .* was written in place since"):
+        model.backward_dw()
+
+
+def test_what_is_behind_one_that_raises_stays() -> None:
+    """Two products apart, of which the first one's weight has a hook that raises once."""
+    models = torch.nn.ModuleList([product(), product()])
+    x = tensor(3, 6)
+    sum(m(x).sum() for m in models).backward()  # type: ignore[union-attr]
+    handle = models[0].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        te_fuser.parallel.backward_dw(models)
+    handle.remove()
+    te_fuser.parallel.backward_dw(models)
+    torch.testing.assert_close(models[1].weight.grad, x.detach().sum(0).expand(4, 6), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_is_saved_without_what_waits_at_it(tmp_path: Path) -> None:
+    model = product()
+    model(tensor(3, 6)).sum().backward()
+    torch.save({"w": model.weight}, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)["w"]
+    assert torch.equal(loaded, model.weight)
+    model.weight = loaded
+    x = tensor(3, 6, seed=2)
+    model(x).sum().backward()
+    model.backward_dw()
+    torch.testing.assert_close(model.weight.grad, x.detach().sum(0).expand(4, 6), rtol=1e-12, atol=1e-12)
+
+
+def test_many_that_wait_are_said_once() -> None:
+    delayed._warn_many.cache_clear()
+    model = product()
+    with pytest.warns(RuntimeWarning, match="64 backwards wait at one weight for backward_dw"):
+        for _ in range(64):
+            model(tensor(3, 6)).sum().backward()
+    for _ in range(64):
+        model.backward_dw()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(
+        model.weight.grad, 64 * tensor(3, 6).detach().sum(0).expand(4, 6), rtol=1e-12, atol=1e-12
+    )
