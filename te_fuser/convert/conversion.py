@@ -15,8 +15,9 @@ from torch import nn
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
 from te_fuser.from_torch import converts, lines_to_write
+from te_fuser.ops.checks import yes_or_no
 from te_fuser.ops.scales import drop_scales
-from te_fuser.ops.words import described
+from te_fuser.ops.words import described, meant
 from te_fuser.sequential import Sequential
 
 # Where transformers has a family -> where this package does.
@@ -24,6 +25,7 @@ _FAMILIES = {
     f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{name}"
     for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 }
+_OPTIONS = ("check", "memory", "kernels", "fallback", "verify")
 _ROWS = (2, 7)  # samples and positions of the check
 
 
@@ -48,7 +50,10 @@ class Conversion:
         """Path -> why the module there runs by itself, as it is now: hooks and adapters may come later."""
         found = dict(self._refused)
         for path in self.converted:
-            block: Any = self.model.get_submodule(path)
+            block: Any = dict(self.model.named_modules()).get(path)
+            if not hasattr(block, "left"):
+                found[path] = "it was reverted" if block is not None else "it is no module of the model any more"
+                continue
             found |= {f"{path}.{inner}".strip("."): why for inner, why in block.left().items()}
         return found
 
@@ -78,7 +83,10 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a model of transformers, got {described(model)}")
-    Sequential(**options)  # raises for an option that there is not
+    yes_or_no("convert", "check", check)
+    if unknown := next((name for name in options if name not in _OPTIONS), ""):
+        raise TypeError(f"convert takes {', '.join(_OPTIONS)}, got {unknown!r}{meant(unknown, _OPTIONS)}")
+    Sequential(**options)  # raises for a value that none of them takes
     conversion, new = _swapped(model, options)
     if not conversion.converted and not conversion._refused:
         to_do = "take te_fuser.from_torch(model)" if converts(model) else lines_to_write(model, "model")

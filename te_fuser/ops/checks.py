@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import torch
 
 from te_fuser.dtypes import TABLE, text_of
+from te_fuser.ops.words import described
 
 if TYPE_CHECKING:
     from te_fuser.ops.base import FusableOperation, Spec
@@ -174,7 +175,7 @@ def yes_or_no(op: str, name: str, value: bool) -> bool:
         TypeError: when it is neither.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{op} takes True or False as {name}, got {value!r}")
+        raise TypeError(f"{op} takes True or False as {name}, got {described(value)}")
     return value
 
 

@@ -8,6 +8,7 @@ import torch
 
 from te_fuser.ops.context import Context
 from te_fuser.ops.group import Group
+from te_fuser.ops.words import no_tensor
 from te_fuser.presets.context_parallel import set_context
 
 
@@ -28,6 +29,8 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
     Raises:
         ValueError: when the ranks cannot cut it into equal blocks, or it has no such dimension.
     """
+    if not isinstance(x, torch.Tensor):
+        raise no_tensor("cut_sequence", x)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"cut_sequence: an input of shape {list(x.shape)} has no dimension {dim!r} to cut along")
     context = Context(Group.of("cut_sequence", group), balanced)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.from_torch import converts
-from te_fuser.ops import Bound, Cut, FusableOperation, telling
+from te_fuser.ops import Bound, Cut, FusableOperation, telling, words
 from te_fuser.ops.checks import yes_or_no
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
@@ -64,6 +64,8 @@ def parallelize(
         Disagreement: on all ranks, before anything is sent, where they give different models or arguments, or one of
             them raised; or where one does not come.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"parallelize takes a module, got {words.described(model)}")
     if context is not None:
         _share_context(model, mesh, context)
     return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from te_fuser.ops.checks import check_parameters_dtype, whole_number
-from te_fuser.ops.words import meant
+from te_fuser.ops.words import described, meant
 from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
@@ -290,7 +290,7 @@ def check_flag(name: str, value: Any) -> bool:
         TypeError: for anything else.
     """
     if not (value is None or isinstance(value, bool)):
-        raise TypeError(f"{name} is True or False, got {value!r}")
+        raise TypeError(f"{name} is True or False, got {described(value)}")
     return bool(value)
 
 

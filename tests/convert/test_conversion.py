@@ -90,8 +90,20 @@ def test_what_cannot_be_converted() -> None:
     with pytest.raises(ValueError, match="meta device: give check=False"):
         te_fuser.convert(empty)
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
-    with pytest.raises(TypeError, match="no argument 'memories'; did you mean 'memory'"):
+    with pytest.raises(TypeError, match="convert takes check, .* got 'memories'; did you mean 'memory'"):
         te_fuser.convert(model_of("llama"), memories="lean")
+    with pytest.raises(TypeError, match="convert takes True or False as check, got 'no'"):
+        te_fuser.convert(model_of("llama"), check="no")  # type: ignore[arg-type]
+
+
+def test_what_was_reverted_is_left() -> None:
+    """A layer, and then all of them; the report is asked after that."""
+    model = model_of("llama")
+    conversion = te_fuser.convert(model, check=False)
+    te_fuser.revert(model.get_submodule(conversion.converted[0]))
+    assert conversion.left == {conversion.converted[0]: "it was reverted"}
+    te_fuser.revert(model)
+    assert conversion.left == dict.fromkeys(conversion.converted, "it was reverted") and "reverted" in str(conversion)
 
 
 def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:

@@ -19,6 +19,7 @@ import torch
 from te_fuser.ops.dtensor import is_taken_away
 from te_fuser.ops.joined import parts_of
 from te_fuser.ops.main_grad import of_backward
+from te_fuser.ops.words import described
 
 _WAITING, _FOR = "_te_fuser_waiting", "_te_fuser_for"  # attributes of parameters, and of what stands for them
 _MANY = 64  # backwards, of which a schedule has no more under way at once
@@ -145,6 +146,8 @@ def backward_dw(module: torch.nn.Module) -> None:
     Raises:
         RuntimeError: for a module of `fully_shard`, which reduces gradients before this.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"backward_dw takes a module, got {described(module)}")
     if is_taken_away(module):
         raise RuntimeError(
             "backward_dw: fully_shard reduces the gradients of this module in backward, before those of its weights: "
