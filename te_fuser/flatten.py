@@ -150,8 +150,7 @@ def flatten(root: OpList, holding: Facts | None = None, entering: Entering | Non
         if isinstance(found, Border):
             part: Part = replace(found, entering=_entering_border(found, known))
         else:
-            found.listed[:] = [replace(item, entering=known.get(_place(item), {})) for item in found.listed]
-            part = _group(found, holding if len(all_found) == 1 else None)
+            part = _group(found, holding if len(all_found) == 1 else None, known)
         parts.insert(0, replace(part, later=later))
         later |= set(names_read(part))
     return parts
@@ -229,7 +228,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive, holding: Facts | None) -> Group:
+def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -241,7 +240,7 @@ def _group(run: _Consecutive, holding: Facts | None) -> Group:
         held |= {_of_call(item, own): (reader, own) for reader, own in _held(item)}
         bound |= set(item.names_out)
         gives |= dict.fromkeys(item.names_out)
-    listed = tuple(run.listed)
+    listed = tuple([replace(item, entering=known[_place(item)]) if known else item for item in run.listed])
     fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
     return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.parallel import parallelize
+from te_fuser.parallel import Column, Row, parallelize
 from tests.parallel.ranks import on_ranks
-from tests.parallel.test_parallelize import F, assert_as_whole, mesh_of
-from tests.twins import sequential
+from tests.parallel.test_parallelize import B, F, S, assert_as_whole, mesh_of
+from tests.twins import sequential, tensor
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2}
 KINDS: dict[str, Callable[..., Any]] = {
@@ -56,7 +56,34 @@ def test_hooks_of_all_kinds(place: str, sequence_parallel: bool) -> None:
         whole, ran = model(), list[str]()
         shared = parallelize(copy.deepcopy(whole), mesh_of(), sequence_parallel)
         for path in PLACES[place]:
-            for m in (whole, shared):
-                register(m.get_submodule(path), lambda *_, path=path: ran.append(path))
+            register(whole.get_submodule(path), lambda *_: None)
+            register(shared.get_submodule(path), lambda *_, path=path, ran=ran: ran.append(path))
         assert_as_whole(shared, whole, dim=0 if sequence_parallel else None)
         assert {*ran} == {*PLACES[place]}, kind
+
+
+@on_ranks
+def test_hooks_that_come_and_go() -> None:
+    """Hooks of all modules, and a list with options of its own; an op that is called alone takes all heads."""
+    whole = model().eval()
+    whole[0][2].memory = "lean"
+    shared = parallelize(copy.deepcopy(whole), mesh_of())
+    assert_as_whole(shared, whole)
+    for register in (nn.modules.module.register_module_forward_hook, shared[0][3].register_forward_hook):
+        hook = register(lambda *_: None)
+        assert_as_whole(shared, whole)
+        packed = tensor(S, B, 32)
+        torch.testing.assert_close(shared[0][3](packed), whole[0][3](packed))
+        hook.remove()
+        assert_as_whole(shared, whole)
+
+
+@on_ranks
+def test_an_op_that_takes_whole_rows_is_refused() -> None:
+    """Between hooks too it would see the features of its rank alone."""
+    cut = sequential(ops.Linear(F, 16), ops.LayerNorm(16), ops.Linear(16, F))
+    parallelize(cut, mesh_of(), plan={"0": Column(), "2": Row()})
+    for op in cut[:2]:
+        op.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"op 2 \(LayerNorm '1'\): LayerNorm goes over all features of a row"):
+        cut(tensor(S, B, F))
