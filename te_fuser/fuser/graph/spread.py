@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.share import Share
 from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Entered, Spread, Told
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
     from te_fuser.ops.base import FusableOperation
-    from te_fuser.ops.binding import Binding, Key
+    from te_fuser.ops.binding import Key
     from te_fuser.ops.group import Group
 
 
@@ -44,15 +43,7 @@ def shared(listed: Sequence[ListedOp]) -> list[Group]:
 def with_spreads(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
     """The same of a list without a call."""
     bindings = [b for item in listed for b in item.lowered.bindings.values()] if shared(listed) else []
-    return _walked(listed, {b.key: _shape(b) for b in bindings}, frozenset())
-
-
-def _shape(binding: Binding) -> tuple[int, ...]:
-    if isinstance(binding, GivenBinding):
-        return ()
-    first, *others = binding.parts()
-    rows = sum(part.shape[0] for part in (first, *others)) if others else 0
-    return (rows, *first.shape[1:]) if others else tuple(first.shape)
+    return _walked(listed, {b.key: b.shape() for b in bindings}, frozenset())
 
 
 def _walked(
