@@ -5,6 +5,7 @@ Ops that are planned together are a group; a module that runs by its own __call_
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,13 +13,16 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.graph.spread import with_spreads
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
+from te_fuser.ops.group import has_ranks
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.ops.spread import Entering
 from te_fuser.ops.words import TakesArguments, no_module
 from te_fuser.parts import Border, Group, Part, names_read
 
@@ -125,22 +129,59 @@ class OpList(torch.nn.Sequential, TakesArguments):
         """
 
 
-def flatten(root: OpList, holding: Facts | None = None) -> list[Part]:
+def flatten(root: OpList, holding: Facts | None = None, entering: Entering | None = None) -> list[Part]:
     """The parts that a list comes to.
 
     Args:
         holding: what holds while it does; a group that is all goes by it.
+        entering: what is known of what ranks have before it.
+
+    Raises:
+        ValueError: naming an op that cannot take what ranks have there, where that goes from part to part.
     """
     flattener = _Flattener()
     flattener.run(root)
+    cut = len(flattener.found) > 1 and has_ranks()
+    known = _entering_each(root, entering or {}) if entering or cut else {}
     parts: list[Part] = []
     later: frozenset[str] = frozenset()
     all_found = flattener.found or [_Consecutive(_Planning(root.options()))]
     for found in reversed(all_found):
-        part = found if isinstance(found, Border) else _group(found, holding if len(all_found) == 1 else None)
+        if isinstance(found, Border):
+            part: Part = replace(found, entering=_entering_border(found, known))
+        else:
+            part = _group(found, holding if len(all_found) == 1 else None, known)
         parts.insert(0, replace(part, later=later))
         later |= set(names_read(part))
     return parts
+
+
+_Place = tuple[str, type[FusableOperation]]
+
+
+def _place(item: ListedOp) -> _Place:
+    return item.path, item.lowered.op.kind
+
+
+def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
+    """What is known of what ranks have before each op, those included that run by their own __call__ for a hook."""
+    flattener, known = _Flattener(through_hooks=True), dict[_Place, Entering]()
+    flattener.run(root)
+    for is_border, run in itertools.groupby(flattener.items(), lambda item: isinstance(item, Border)):
+        if not is_border:
+            listed = [replace(item, entering=entering) for item in run if isinstance(item, ListedOp)]
+            known |= {_place(item): item.entering for item in with_spreads(listed)}
+        entering = {}  # a module gives what nobody knows
+    return known
+
+
+def _entering_border(border: Border, known: Mapping[_Place, Entering]) -> Entering:
+    """The same for a border that runs ops of the list, by the names that it calls things."""
+    inside = (found for (path, _), found in known.items() if f"{path}.".startswith(f"{border.path}."))
+    return {
+        group: replace(at, named={own: at.named[name] for own, name in border.reads.items() if name in at.named})
+        for group, at in next(inside, {}).items()
+    }
 
 
 def qualified(parts: Iterable[Part], name: str) -> str:
@@ -187,7 +228,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive, holding: Facts | None) -> Group:
+def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -199,7 +240,7 @@ def _group(run: _Consecutive, holding: Facts | None) -> Group:
         held |= {_of_call(item, own): (reader, own) for reader, own in _held(item)}
         bound |= set(item.names_out)
         gives |= dict.fromkeys(item.names_out)
-    listed = tuple(run.listed)
+    listed = tuple([replace(item, entering=known[_place(item)]) if known else item for item in run.listed])
     fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
     return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
@@ -207,7 +248,8 @@ def _group(run: _Consecutive, holding: Facts | None) -> Group:
 class _Flattener:
     """Turns nested lists into one; names bound in a list are local to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, through_hooks: bool = False) -> None:
+        self._through_hooks = through_hooks
         self.found: list[Border | _Consecutive] = []
         self.shared: dict[str, str] = {}  # names that a root which shares them binds -> as what
 
@@ -227,7 +269,7 @@ class _Flattener:
             here = f"{path}.{name}" if path else name
             if isinstance(child, OpList):
                 child.check_nested(here)
-            if runs_itself(child):
+            if runs_itself(child, not self._through_hooks):
                 self._border(child, here, path, inner, planning)
             elif isinstance(child, OpList):
                 self._sequential(child, here, inner, planning.inside(child))
@@ -284,11 +326,11 @@ class _Flattener:
         self.found.append(Border(module, here, reads, gives, outputs))
 
 
-def runs_itself(m: torch.nn.Module) -> str:
-    """Why a module must go through its own __call__; empty where it need not."""
-    if any(GLOBAL_HOOKS):
+def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
+    """Why a module must go through its own __call__, for hooks or not `hooked`; empty where it need not."""
+    if hooked and any(GLOBAL_HOOKS):
         return "hooks of all modules"
-    if any(hooks_of(m)):
+    if hooked and any(hooks_of(m)):
         return "hooks of its own"
     if isinstance(m, OpList):
         return "a call of its own" if m.runs_alone or has_own_call(m) else ""

@@ -15,6 +15,7 @@ from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import has_users_hooks
+from te_fuser.ops.spread import Entering, entering
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Border:
     gives: tuple[str, ...] = ()  # other names of its result
     outputs: Mapping[str, str] = field(default_factory=dict)  # qualified name -> what the module calls it
     later: frozenset[str] = frozenset()  # what parts behind it read
+    entering: Entering = field(default_factory=dict)  # what is known of what ranks have before it
     last: LastCall = field(default_factory=LastCall, compare=False)
 
     def run(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
@@ -74,9 +76,10 @@ class Border:
         return [name for name in self.outputs if name in self.later or name in wanted]
 
     def _made(self, module: torch.nn.Module, x: Any, given: Mapping[str, Any], asked: Sequence[str]) -> Sequence[Any]:
-        if asked:
-            return module(x, outputs=tuple(self.outputs[name] for name in asked), **given)  # type: ignore[no-any-return]
-        return (module(x, **given),)
+        with entering(module, self.entering) if self.entering else contextlib.nullcontext():
+            if asked:
+                return module(x, outputs=tuple(self.outputs[name] for name in asked), **given)  # type: ignore[no-any-return]
+            return (module(x, **given),)
 
     def _named(self, made: Sequence[Any], asked: Sequence[str], values: dict[str, torch.Tensor]) -> Any:
         y, *extra = made

@@ -28,6 +28,7 @@ from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
+from te_fuser.ops.spread import CALL, Entering, entering_now
 from te_fuser.parts import Border, Group, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ class Sequential(OpList):
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
         structure, y = self._structure, None
-        if structure is not None and structure.alone is not None and type(outputs) is tuple:  # of tracers they are not
+        if type(outputs) is not tuple or CALL.module is self:  # of tracers they are none
+            structure = None
+        if structure is not None and structure.alone is not None:
             asked, wanted = structure.asked[0] if outputs else (outputs, ())
             if asked == outputs:
                 y = structure.alone.again(x, inputs, wanted)  # which looks whether the structure is that still
@@ -153,9 +156,7 @@ class Sequential(OpList):
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
             refuse_proxy(x)
-        structure = self._structure
-        if structure is None or not still_hold(structure.facts):
-            structure = self._structure = _structure_of(self)
+        structure = self._current()
         wanted = self._wanted(outputs) if outputs else ()
         if structure.alone is not None:
             if outputs:
@@ -178,11 +179,14 @@ class Sequential(OpList):
                     "torch.compile(fullgraph=True) and torch.export.export(strict=True) of a reference need PyTorch "
                     "2.13; leave fullgraph away, export with strict=False"
                 )
-            return flatten(self)
-        structure = self._structure
-        if structure is None or not still_hold(structure.facts):
-            structure = self._structure = _structure_of(self)
-        return structure.parts
+            return flatten(self, entering=entering_now(self))
+        return self._current().parts
+
+    def _current(self) -> _Structure:
+        found: _Structure | None = self._structure
+        if found is None or found.entering != entering_now(self) or not still_hold(found.facts):
+            found = self._structure = _structure_of(self)
+        return found
 
     # ------------------------------------------------------------------------------- looking inside
 
@@ -400,6 +404,7 @@ class _Structure:
     parts: list[Part]
     alone: Fuser | None  # where one plan is all
     asked: list[Any]  # one pair: the outputs that a call named last, and their names here
+    entering: Entering  # what is known of what ranks have before it
 
 
 def _structure_of(model: Sequential) -> _Structure:
@@ -415,10 +420,11 @@ def _structure_of(model: Sequential) -> _Structure:
     )
     hooks = hook_facts([*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))])
     facts = Facts.of([lists_as_they_are, hooks, *[m.facts() for m in watched if isinstance(m, FusableOperation)]])
-    parts = flatten(model, facts)
+    entering = entering_now(model)
+    parts = flatten(model, facts, entering)
     first = parts[0]
-    plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
-    return _Structure(facts, parts, first.fuser if plain else None, [((), ())])  # type: ignore[union-attr]
+    plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held or entering)
+    return _Structure(facts, parts, first.fuser if plain else None, [((), ())], entering)  # type: ignore[union-attr]
 
 
 def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:

@@ -192,6 +192,7 @@ ASPECTS = {
         "fully_shard",
         "convert",
         "gpu_bodies",
+        "hooks",
         "resuming",
         "lockstep",
         "peer_products",

@@ -48,6 +48,12 @@ class Binding:
         """The parameters that it stands for: mostly one."""
         return [self.get()]
 
+    def shape(self) -> tuple[int, ...]:
+        """The shape, as its parts say it without being joined."""
+        first, *others = self.parts()
+        rows = sum(part.shape[0] for part in (first, *others)) if others else 0
+        return (rows, *first.shape[1:]) if others else tuple(first.shape)
+
     def taken(self) -> torch.Tensor:
         """What a call takes for the parameter: by default the same."""
         return self.get()

@@ -54,6 +54,10 @@ class GivenBinding(WeakBinding):
 
     tells: ClassVar[bool] = True
 
+    def shape(self) -> tuple[int, ...]:
+        """None that is known without a call."""
+        return ()
+
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
         t = self.get()
         return made(t.shape, t.dtype, t.device, t.requires_grad)

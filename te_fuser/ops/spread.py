@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from te_fuser.ops.group import Group
 
@@ -65,3 +68,45 @@ class Told:
     start: Spread = WHOLE
     named: Mapping[str, Spread] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What each rank has where a part of a list begins.
+
+    Attributes:
+        x: of what enters it.
+        start: of the input of the whole list.
+        named: by name, of what ops before it have named.
+    """
+
+    x: Spread
+    start: Spread
+    named: Mapping[str, Spread] = field(default_factory=dict)
+
+
+Entering = Mapping[Group, Entered]
+
+
+class _Call(threading.local):
+    module: Any = None
+    entering: Entering = {}
+
+
+CALL = _Call()  # the module that a list calls, and what enters it there
+
+
+@contextlib.contextmanager
+def entering(module: Any, known: Entering) -> Iterator[None]:
+    """In here a call of this module, an op or a list, is told what enters it; others in there are not."""
+    before = CALL.module, CALL.entering
+    CALL.module, CALL.entering = module, known
+    try:
+        yield
+    finally:
+        CALL.module, CALL.entering = before
+
+
+def entering_now(module: Any) -> Entering:
+    """What enters a module in the list that calls it; nothing is known where none does."""
+    return CALL.entering if CALL.module is module else {}

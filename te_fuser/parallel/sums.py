@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.flatten import flatten
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.graph.spread import with_sums
+from te_fuser.fuser.graph.spread import with_spreads
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.gradient_sums import LEFT
@@ -47,8 +47,7 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
 def _summed(model: torch.nn.Module) -> Iterator[Binding]:
     """The parameters whose gradients lists would add up."""
     for listed in _lists(model):
-        shapes = {b.key: _shape(b) for item in listed for b in item.lowered.bindings.values()}
-        for item in with_sums(listed, shapes):
+        for item in with_spreads(listed):
             yield from (b for name in item.summed if not isinstance(b := item.lowered.bindings[name], GivenBinding))
 
 
@@ -63,11 +62,3 @@ def _lists(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:
             yield part.listed
         elif part.module is not module:
             yield from _lists(part.module)
-
-
-def _shape(binding: Binding) -> tuple[int, ...]:
-    if isinstance(binding, GivenBinding):
-        return ()
-    first, *others = binding.parts()
-    rows = sum(part.shape[0] for part in (first, *others)) if others else 0
-    return (rows, *first.shape[1:]) if others else tuple(first.shape)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.group import Group
     from te_fuser.ops.share import Share
     from te_fuser.ops.sizes import Questions
+    from te_fuser.ops.spread import Entering
 
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -39,6 +40,7 @@ class ListedOp:
         stream: the number of its random stream: its place in the list before anything was added to that.
         share: what this rank has of its input, for what it draws; None: all.
         summed: parameters of whose gradient each rank of a group has a term.
+        entering: what is known of what ranks have before it; of the first op, all go by it.
     """
 
     lowered: LoweredOp
@@ -50,6 +52,7 @@ class ListedOp:
     stream: int = -1
     share: Share | None = None
     summed: Mapping[str, Group] = field(default_factory=dict)
+    entering: Entering = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
         """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
@@ -60,7 +63,7 @@ class ListedOp:
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
         lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
-        return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
+        return replace(self, lowered=lowered)
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.share import Share
-from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told
+from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Entered, Spread, Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,24 +30,25 @@ def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
         return listed
     shapes = {key: p.spec.shape for key, p in call.parameters.items()}
     needing = frozenset(name for name, (_, needs) in call.named.items() if needs and call.grad)
-    return with_sums(listed, shapes, needing)
+    return _walked(listed, shapes, needing)
 
 
 def shared(listed: Sequence[ListedOp]) -> list[Group]:
     """The groups whose ranks share ops of the list, each once."""
-    groups = dict.fromkeys([item.lowered.op.shared_by() for item in listed])
+    entering = listed[0].entering if listed else {}
+    groups = dict.fromkeys([*entering, *[item.lowered.op.shared_by() for item in listed]])
     return [group for group in groups if group is not None]
 
 
-def with_sums(
-    listed: Sequence[ListedOp], shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str] = frozenset()
-) -> Sequence[ListedOp]:
-    """The same, of a list without a call.
+def with_spreads(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
+    """The same of a list without a call."""
+    bindings = [b for item in listed for b in item.lowered.bindings.values()] if shared(listed) else []
+    return _walked(listed, {b.key: b.shape() for b in bindings}, frozenset())
 
-    Args:
-        shapes: those of the parameters.
-        needing: the names of what the call gives that needs a gradient.
-    """
+
+def _walked(
+    listed: Sequence[ListedOp], shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
+) -> Sequence[ListedOp]:
     walks = [_Walk(listed, group, shapes, needing) for group in shared(listed)]
     for walk in sorted(walks, key=lambda walk: not walk.start.outer):
         listed = walk.found(listed)
@@ -66,27 +67,33 @@ class _Walk:
     ) -> None:
         self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
         self._place = 0
-        first = next(op for item in listed if (op := item.lowered.op).shared_by() == group)
-        self.start = first.takes_spread()
+        known = listed[0].entering.get(group)
+        if known is None:
+            start = next(op for item in listed if (op := item.lowered.op).shared_by() == group).takes_spread()
+            known = Entered(start, start)
+        self._entered, self.start = known, known.start
 
     def found(self, listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
-        """The list as it is by now, with sums, where of its input ranks have what the first op takes that they share.
+        """The list as it is by now, with sums, and of each op what enters it.
+
+        Of its input ranks have what is known to enter, else what the first op takes that they share.
 
         Raises:
             ValueError: naming the op that does not take what it gets.
         """
         self._listed = listed
         try:
-            return list(self._from(self.start))
+            return list(self._from(self._entered))
         except ValueError as error:
             op, path = self._listed[self._place].lowered.op, self._listed[self._place].path
             raise ValueError(f"op {self._place} ({op.kind.__name__} {path!r}): {error}") from error
 
-    def _from(self, start: Spread) -> Iterable[ListedOp]:
-        x, bound = start, dict[str, Spread]()
+    def _from(self, entered: Entered) -> Iterable[ListedOp]:
+        x, start, bound = entered.x, entered.start, entered.named
         for place, item in enumerate(self._listed):
             self._place = place
             op, low = item.lowered.op, item.lowered
+            item = replace(item, entering={**item.entering, self._group: Entered(x, start, bound)})
             named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
             told = Told(self._group, start, named, shapes)
@@ -97,7 +104,7 @@ class _Walk:
             if own is not op:
                 item = replace(item, lowered=replace(low, op=own))
             drawn, x = op.draws_for(x, told), op.spread(x, told)
-            bound.update(dict.fromkeys(item.names_out, x))
+            bound = {**bound, **dict.fromkeys(item.names_out, x)} if item.names_out else bound
             share = None if not op.draws() or drawn in (WHOLE, GATHERED) else _share(drawn, self._group, item.share)
             if summed or share is not None:
                 item = replace(item, summed={**item.summed, **summed}, share=share or item.share)

@@ -35,6 +35,7 @@ from te_fuser.ops.dtensor import is_dtensor, waited
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
+from te_fuser.ops.spread import Entering, entering_now
 from te_fuser.ops.words import no_tensor
 
 if TYPE_CHECKING:
@@ -445,9 +446,9 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
 
-# Op -> its class and the facts that its fuser was made by, and the fuser; these must not hold the op: it would never be
-# freed.
-_alone: WeakKeyDictionary[FusableOperation, tuple[type, Facts, Fuser]] = WeakKeyDictionary()
+# Op -> its class, what enters it and the facts that its fuser was made by, and the fuser; these must not hold the op:
+# it would never be freed.
+_alone: WeakKeyDictionary[FusableOperation, tuple[tuple[type, Entering], Facts, Fuser]] = WeakKeyDictionary()
 
 
 def run_alone(
@@ -466,9 +467,9 @@ def _run_alone(
 ) -> Any:
     if type(x) not in PLAIN:
         refuse_proxy(x)
-    known = _alone.get(op)
-    if known is None or known[0] is not type(op) or not still_hold(known[1]):  # parametrize and fully_shard change it
-        known = _alone[op] = type(op), op.facts(), Fuser(_listed_alone(op))
+    known, here = _alone.get(op), (type(op), entering_now(op))  # parametrize and fully_shard change the class
+    if known is None or known[0] != here or not still_hold(known[1]):
+        known = _alone[op] = here, op.facts(), Fuser(_listed_alone(op))
     return known[2].run(x, inputs, tuple(outputs))
 
 
@@ -476,7 +477,8 @@ def _listed_alone(op: FusableOperation) -> list[ListedOp]:
     """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
     twin = with_attributes(op, op.__dict__)
     listed = list_ops([twin], "0")
-    return [replace(item, lowered=replace(item.lowered, bindings=_weak(item.lowered, twin))) for item in listed]
+    known = entering_now(op)
+    return [replace(i, lowered=replace(i.lowered, bindings=_weak(i.lowered, twin)), entering=known) for i in listed]
 
 
 def _weak(low: LoweredOp, twin: FusableOperation) -> dict[str, Binding]:

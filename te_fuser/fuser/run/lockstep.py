@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
     """The groups of ranks that run ops of a list together."""
-    found = (item.lowered.op.runs_with() for item in listed)
+    found = (group for item in listed for group in (*item.entering, item.lowered.op.runs_with()))
     return tuple(dict.fromkeys(group for group in found if group is not None and group.size > 1))
 
 
