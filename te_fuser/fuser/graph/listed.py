@@ -63,7 +63,8 @@ class ListedOp:
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
         lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
-        return replace(self, lowered=lowered)
+        names = self.names_in, self.names_out
+        return ListedOp(lowered, self.path, *names, self.scope, self.casts, self.stream, entering=self.entering)
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
