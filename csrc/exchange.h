@@ -1,4 +1,4 @@
-// Rows that the GPUs of a group exchange by copy engines, through buffers of each other: no exchange needs an SM. Knows
+// Rows that the GPUs of a group exchange by copies, through buffers of each other, without a kernel of a collective. Knows
 // nothing of Python.
 #pragma once
 

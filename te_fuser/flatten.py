@@ -74,7 +74,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """The same as torch.nn.Module's, for what can be called.
+        """Add a module as torch.nn.Module does, of what can be called.
 
         Raises:
             TypeError: for None, which torch.nn.Sequential takes and cannot call.
@@ -164,7 +164,7 @@ def _place(item: ListedOp) -> _Place:
 
 
 def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
-    """What is known of what ranks have before each op, those included that run by their own __call__ for a hook."""
+    """Facts of what ranks have before each op, those included that run by their own __call__ for a hook."""
     flattener, known = _Flattener(through_hooks=True), dict[_Place, Entering]()
     flattener.run(root)
     for is_border, run in itertools.groupby(flattener.items(), lambda item: isinstance(item, Border)):
@@ -176,7 +176,7 @@ def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
 
 
 def _entering_border(border: Border, known: Mapping[_Place, Entering]) -> Entering:
-    """The same for a border that runs ops of the list, by the names that it calls things."""
+    """Facts of what enters a border that runs ops of the list, by the names that it calls things."""
     inside = (found for (path, _), found in known.items() if f"{path}.".startswith(f"{border.path}."))
     return {
         group: replace(at, named={own: at.named[name] for own, name in border.reads.items() if name in at.named})
@@ -327,7 +327,7 @@ class _Flattener:
 
 
 def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
-    """Why a module must go through its own __call__, for hooks or not `hooked`; empty where it need not."""
+    """The reason for which a module goes through its own __call__, for hooks or not; empty: it need not."""
     if hooked and any(GLOBAL_HOOKS):
         return "hooks of all modules"
     if hooked and any(hooks_of(m)):

@@ -1,4 +1,4 @@
-"""Peers: buffers that the GPUs of a group write to one another by copy engines, so that exchanges need no SM.
+"""Peers: buffers that the GPUs of a group write to one another, so that no collective's kernel takes multiprocessors.
 
 The memory is PyTorch's symmetric memory. NVLink multicast is never used: it is switched off before a group's ranks
 first meet, and each buffer is looked at.
@@ -296,7 +296,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
     if why is not None:
         raise RuntimeError(f"symmetric memory of {group.title} cannot be had: {why}")
     try:
-        memory = _emptied(size, device)
+        memory = _allocated(size, device)
         found = _symmetric_memory().rendezvous(memory, group.name)
     except RuntimeError as error:
         raise RuntimeError(
@@ -312,7 +312,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
     return memory, found.buffer_ptrs
 
 
-def _emptied(size: int, device: torch.device) -> torch.Tensor:
+def _allocated(size: int, device: torch.device) -> torch.Tensor:
     """So many bytes, for which the allocator gives back what it keeps where there is no room."""
     try:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]

@@ -116,7 +116,6 @@ def test_pipelines_of_torch(schedule: Any, delays: bool) -> None:
             torch.testing.assert_close(p.grad, q.grad, **EXACT, msg=f"stage {k}, {name}")
     most = torch.tensor(max(waiting))
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    print("MOST", most, len(waiting))
     assert len(waiting) == 1 + 4 * micro * delays and waiting[-1] == 0 and (most > 1) == delays
 
 

@@ -41,7 +41,7 @@ def shared(listed: Sequence[ListedOp]) -> list[Group]:
 
 
 def with_spreads(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
-    """The same of a list without a call."""
+    """Ops with their sums and what enters them, of a list without a call."""
     bindings = [b for item in listed for b in item.lowered.bindings.values()] if shared(listed) else []
     return _walked(listed, {b.key: b.shape() for b in bindings}, frozenset())
 

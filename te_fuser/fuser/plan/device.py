@@ -28,7 +28,8 @@ class Link:
         latency: seconds of a small collective, and the least of any.
         estimate: what these were taken from that nobody measured; empty where they were measured.
         hidden: the share of the time of sending that products beside it do not feel.
-        beside: the same of what copy engines send, of the product that it is one step with.
+        beside: the same of what is copied between GPUs, of the product that it is one step with: a guess, as no plan
+            with such steps has run on GPUs yet.
     """
 
     rates: tuple[tuple[int, float], ...]

@@ -55,7 +55,7 @@ def with_copies(plan: Plan, prices: Prices) -> Plan:
 
 
 def why_not(options: Options, graph: Graph, group: Group) -> str | None:
-    """Why the ranks of a group cannot exchange by copies in a plan; None where they can, as far as is known."""
+    """The reason for which the ranks of a group cannot exchange by copies in a plan; None where none is known."""
     if not registry.enabled(registry.PEER_COPIES):
         return "it is disabled"
     if options.device.kind != "cuda":
@@ -65,7 +65,7 @@ def why_not(options: Options, graph: Graph, group: Group) -> str | None:
 
 
 def go_by_copies(problem: Problem, node: Node) -> bool:
-    """Whether what an op exchanges goes by copies."""
+    """True where an op of ranks exchanges by copies."""
     group = node.op.runs_with()
     return group is not None and why_not(problem.options, problem.graph, group) is None
 
@@ -115,15 +115,11 @@ class _InSegment:
         self._refusals[Refusal(self._direction, step.start, step.stop, registry.PEER_COPIES, why)] = None
 
     def _alone(self, pair: _Pair) -> dict[int, Step | None]:
-        """The two steps, by copies."""
-        device = self._graph.values[0].spec.device
-        by = peers.PeersOf(pair.group, device)
-        made: dict[int, Step | None] = {}
-        for k in (pair.start, pair.wait):
-            step = self._given[k]
-            assert isinstance(step.task, OpTask)
-            made[k] = replace(step, task=replace(step.task, peers=by if k == pair.start else None))
-        return made
+        """The step that starts, by copies; the one that waits does so for whatever was started."""
+        step = self._given[pair.start]
+        assert isinstance(step.task, OpTask)
+        by = peers.PeersOf(pair.group, self._graph.values[0].spec.device)
+        return {pair.start: replace(step, task=replace(step.task, peers=by))}
 
     def _beside_product(self, pair: _Pair, steps: dict[int, Step | None]) -> dict[int, Step | None] | None:
         """One step in the place of the two and of a product; None, with the reason said, where there is none."""
@@ -151,7 +147,7 @@ class _InSegment:
             return why
         inputs = tuple((n, self._sent(start) if r == gathered else r) for n, r in step.inputs)
         gives = ((GATHERED, gathered),) if len(readers) > 1 or gathered in self._held else ()
-        made = self._step("gather_", step, start, inputs, (*step.outputs, *gives), pair)
+        made = self._step(False, step, start, inputs, (*step.outputs, *gives), pair)
         return {pair.start: None, pair.wait: None, first: made}
 
     def _scattering(self, pair: _Pair, steps: dict[int, Step | None]) -> dict[int, Step | None] | str:
@@ -168,7 +164,7 @@ class _InSegment:
         why = self._why_not_rows(made, pair.exchange.cut, pair)
         if why:
             return why
-        found = self._step("scatter_", step, start, step.inputs, wait.outputs, pair)
+        found = self._step(True, step, start, step.inputs, wait.outputs, pair)
         return {
             pair.start: None,
             pair.wait: None,
@@ -213,7 +209,7 @@ class _InSegment:
 
     def _step(
         self,
-        name: str,
+        scatters: bool,
         product: Step,
         start: Step,
         inputs: tuple[tuple[str, Ref], ...],
@@ -221,7 +217,7 @@ class _InSegment:
         pair: _Pair,
     ) -> Step:
         device = self._graph.values[0].spec.device
-        task = PeerProductTask(product.task, name == "scatter_", pair.group, device)
+        task, name = PeerProductTask(product.task, scatters, pair.group, device), "scatter_" if scatters else "gather_"
         covers = min(product.start, start.start), max(product.stop, start.stop)
         price = Price(_cost, (product.price, start.price, product.cost, start.cost))
         return self._prices.step(name + product.name, covers, inputs, outputs, task, price, chain=product.chain)
