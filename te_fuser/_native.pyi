@@ -5,8 +5,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from te_fuser.facts import Facts
 from te_fuser.fuser.run.known import Known
-from te_fuser.ops.facts import Facts
 
 version: str
 kernel_abi_version: int

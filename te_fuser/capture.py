@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.dtensor import own_part
+from te_fuser.facts import still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.ops import stuck, telling
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.dtensor import own_part
-from te_fuser.ops.facts import still_hold
-from te_fuser.ops.main_grad import held_main_grad, restored
-from te_fuser.ops.scales import HISTORY, SCALE
+from te_fuser.params.main_grad import held_main_grad, restored
+from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization.graphs import GraphedRegion
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.dtensor import is_dtensor
-from te_fuser.ops.exchange import Exchange
-from te_fuser.ops.group import Group
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.dtensor import is_dtensor
+from te_fuser.distributed.exchange import Exchange
+from te_fuser.distributed.group import Group
 from te_fuser.quantization.checkpointing import Anew, checkpoint_contexts
 
 States = dict[str, torch.Tensor]

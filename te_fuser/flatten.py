@@ -12,18 +12,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.distributed.group import has_ranks
+from te_fuser.distributed.spread import Entering
+from te_fuser.facts import Facts
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.graph.spread import with_spreads
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.fork import Fork
-from te_fuser.ops.given import Given
-from te_fuser.ops.group import has_ranks
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
-from te_fuser.ops.spread import Entering
+from te_fuser.ops.structure import Add, Fork
 from te_fuser.ops.words import TakesArguments, no_module
+from te_fuser.params.given import Given
 from te_fuser.parts import Border, Group, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.

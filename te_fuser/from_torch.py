@@ -15,8 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from te_fuser import ops
 from te_fuser.compare import distance, in_eval_mode
-from te_fuser.ops.attention_heads import one_of
-from te_fuser.ops.attention_mask import MASKS
+from te_fuser.ops.attention.heads import one_of
+from te_fuser.ops.attention.mask import MASKS
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
 from te_fuser.ops.words import described, no_tensor

@@ -9,13 +9,13 @@ from typing import Any, Union
 
 import torch
 
+from te_fuser.distributed.spread import Entering, entering
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking
-from te_fuser.ops.binding import has_tensor
-from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import has_users_hooks
-from te_fuser.ops.spread import Entering, entering
+from te_fuser.params.binding import has_tensor
+from te_fuser.params.given import Given
 
 
 @dataclass(frozen=True)

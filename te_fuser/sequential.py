@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from te_fuser.distributed.spread import CALL, Entering, entering_now
+from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
@@ -25,10 +27,8 @@ from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
-from te_fuser.ops.main_grad import spared
-from te_fuser.ops.spread import CALL, Entering, entering_now
+from te_fuser.params.main_grad import spared
 from te_fuser.parts import Border, Group, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from te_fuser.distributed.group import Group
 from te_fuser.fuser.plan.device import device_named
 from te_fuser.fuser.run import fuser
 from te_fuser.fusions.match import Match
 from te_fuser.kernels import peers, quantized_matmul
 from te_fuser.kernels.cublaslt import products
-from te_fuser.ops.group import Group
 from tests import fake_cublaslt, fake_cuda
 
 _numbers = itertools.count()

@@ -25,8 +25,8 @@ from te_fuser import Fuser, fusions
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.kernels.packages import quack_matmul
 from te_fuser.kernels.packed_heads import Packing
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.base import Spec
-from te_fuser.ops.dot_product_attention import DotProductAttention
 
 GPU = torch.device("cuda", 0)
 BATCH = 20  # calls between two waits: their launches fit into the driver's queue, so that none waits for the GPU

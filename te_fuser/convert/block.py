@@ -29,7 +29,7 @@ from te_fuser import ops
 from te_fuser.convert.call import Call, argument_names, cache_name
 from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left, why_shared
 from te_fuser.convert.watched import answers, modules_as_they_are, scalars_of
-from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
 from te_fuser.sequential import Sequential
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from te_fuser import ops
 from te_fuser.convert.watched import answers
+from te_fuser.distributed.dtensor import is_dtensor
+from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.dtensor import is_dtensor
-from te_fuser.ops.facts import Facts
 from te_fuser.ops.hooks import hooks_of
 
 _RECORDING = "transformers.utils.output_capturing"  # whose hooks do nothing unless a call asks for what they record

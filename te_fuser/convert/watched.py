@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from te_fuser.ops.facts import Facts
+from te_fuser.facts import Facts
 from te_fuser.ops.hooks import hooks_of
 
 _SCALARS = (bool, int, float, str, type(None))

@@ -18,8 +18,8 @@ from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quac
 from te_fuser.fusions.matmul_main_grad import put_weight_gradient
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack_matmul
+from te_fuser.ops.activations import GELU
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
 
 # As the forward's: 10.008 ms with it, 10.032 without, and the pass over dh for the sum is spared.

@@ -19,14 +19,14 @@ from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Costs, Fusion, register
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuning import tune_products
-from te_fuser.ops.add import Add
+from te_fuser.ops.activations import GELU
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
-from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
 from te_fuser.ops.sizes import asked
+from te_fuser.ops.structure import Add
 
 register_library(
     Library(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from te_fuser.fusions.cublaslt import ProductRow, declare
 from te_fuser.fusions.match import Match
+from te_fuser.ops.activations import ReLU
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.relu import ReLU
 
 
 def _why_no_mask(m: Match) -> str | None:

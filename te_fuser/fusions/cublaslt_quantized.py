@@ -20,9 +20,9 @@ from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
+from te_fuser.params.main_grad import put_gradient
 
 MAIN_GRAD = torch.float32  # as it usually is
 

@@ -7,13 +7,12 @@ what is added.
 from __future__ import annotations
 
 from te_fuser.fusions.cublaslt import ProductRow, declare
-from te_fuser.ops.add import Add
+from te_fuser.ops.activations import GELU, ReLU
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
-from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.relu import ReLU
+from te_fuser.ops.structure import Add
 
 _ROWS = (
     ProductRow(

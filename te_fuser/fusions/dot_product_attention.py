@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from te_fuser.codegen.written import WrittenKernel
+from te_fuser.distributed.group import Group
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.declaration import Details, fusion
@@ -26,10 +27,9 @@ from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads, packed_tiles
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
 from te_fuser.kernels.attention.padding import Padded
-from te_fuser.ops.attention_context import own_sinks, whole_sinks
-from te_fuser.ops.attention_heads import ApartHeads, inputs_of
-from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
-from te_fuser.ops.group import Group
+from te_fuser.ops.attention.context import own_sinks, whole_sinks
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.attention.heads import ApartHeads, inputs_of
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 _MADE = 5  # times that the bytes of a dense bias are moved to make it

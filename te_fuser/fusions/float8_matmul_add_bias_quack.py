@@ -21,11 +21,11 @@ from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.matmul_bias_gelu_quack import CALLS
 from te_fuser.fusions.pattern import Optional
 from te_fuser.kernels.packages import quack_float8 as products
-from te_fuser.ops.add import Add
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.structure import Add
 
 # Sustained, in turns, cuBLASLt's product with a bias over this one (an H200, by hand): 0.96 for 4096 to 4096 features,
 # 1.01 for 16384 to 4096; of that 8 and 4 us are for what is added.

@@ -12,9 +12,9 @@ from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.float8_matmul_bias_quack import cost_by_quack, why_no_quack
 from te_fuser.fusions.match import Match
 from te_fuser.kernels.packages import quack_float8 as products
+from te_fuser.ops.activations import GELU
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.gelu import GELU
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 

@@ -15,8 +15,8 @@ from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, quantizer_on
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.joined import made_of
 from te_fuser.ops.own_scales import Scaling
+from te_fuser.params.joined import made_of
 
 
 class Weights8(Maker):

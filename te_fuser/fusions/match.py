@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from te_fuser.distributed.share import own_state
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import FusableOperation, Spec
-from te_fuser.ops.share import own_state
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import Layout

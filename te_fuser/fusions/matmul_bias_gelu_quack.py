@@ -12,8 +12,8 @@ from te_fuser.fusions.cublaslt import cost_of, why_no_backward, why_no_bias, why
 from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.kernels.packages import quack_matmul as products
+from te_fuser.ops.activations import GELU
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
 
 # Small products are left to others: a step counts as so many of PyTorch's calls. It takes the host some 5, but by that

@@ -11,8 +11,8 @@ from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Body, Match
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.matmul import MatMul
+from te_fuser.params.main_grad import put_gradient
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:

@@ -13,9 +13,9 @@ from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.kernels import one_query
 from te_fuser.kernels.one_query import OneQuery
-from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_mask import HIDDEN_BY
-from te_fuser.ops.dot_product_attention import APART_KEYS, DotProductAttention
+from te_fuser.ops.attention.dot_product_attention import APART_KEYS, DotProductAttention
+from te_fuser.ops.attention.heads import ApartHeads
+from te_fuser.ops.attention.mask import HIDDEN_BY
 
 _SAMPLES, _WINDOW, _CORNER = HIDDEN_BY[0], HIDDEN_BY[2], HIDDEN_BY[3]
 

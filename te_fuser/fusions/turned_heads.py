@@ -21,10 +21,10 @@ from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.kernels import turned_heads as kernel
 from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
-from te_fuser.ops.attention_heads import LAYOUTS
+from te_fuser.ops.attention.head_norm import HeadNorm
+from te_fuser.ops.attention.heads import LAYOUTS
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.context import Context
-from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 
 _NORMED = Optional(RotaryByAngles), HeadNorm, Optional(RotaryByAngles)

@@ -25,7 +25,7 @@ from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
-from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
+from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads
 from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
 

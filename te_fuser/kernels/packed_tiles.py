@@ -24,7 +24,7 @@ from te_fuser.kernels.lanes import Scaled, constants
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
 from te_fuser.kernels.strided import as_one, readable
 from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 
 if TYPE_CHECKING:
     from te_fuser import _native

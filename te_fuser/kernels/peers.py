@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.exchange import Work
-from te_fuser.ops.group import Group
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.exchange import Work
+from te_fuser.distributed.group import Group
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

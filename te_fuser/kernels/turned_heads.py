@@ -22,7 +22,7 @@ from te_fuser.dtypes import name_of, text_of
 from te_fuser.kernels import lanes
 from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
-from te_fuser.ops.attention_heads import LAYOUTS
+from te_fuser.ops.attention.heads import LAYOUTS
 
 if TYPE_CHECKING:
     from te_fuser import _native

@@ -1,64 +1,43 @@
 """Operations: what a model is made of, each by its meaning."""
 
-from te_fuser.ops.adaptive_layer_norm import AdaptiveLayerNorm
-from te_fuser.ops.add import Add
-from te_fuser.ops.all_gather import AllGather
-from te_fuser.ops.all_reduce import AllReduce
-from te_fuser.ops.all_reduce_gradient import AllReduceGradient
-from te_fuser.ops.all_to_all import AllToAll
-from te_fuser.ops.attention_context import SharedAttention
-from te_fuser.ops.attention_heads import Apart
-from te_fuser.ops.attention_mask import AttentionMask
-from te_fuser.ops.attention_scores import AttentionScores
+from te_fuser.distributed.group import Group
+from te_fuser.ops.activations import GELU, QGELU, Identity, ReLU, Sigmoid, SiLU, SReLU, Tanh
+from te_fuser.ops.attention.context import SharedAttention
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
+from te_fuser.ops.attention.head_norm import HeadNorm
+from te_fuser.ops.attention.heads import Apart
+from te_fuser.ops.attention.mask import AttentionMask
+from te_fuser.ops.attention.of_heads import OfHeads, OfPositions
+from te_fuser.ops.attention.queries_apart import QueriesApart
+from te_fuser.ops.attention.scores import AttentionScores
 from te_fuser.ops.base import FusableOperation, NamedInput
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
-from te_fuser.ops.collective import Collective
+from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, AllToAll, Collective, ReduceScatter
 from te_fuser.ops.cut import Cut
-from te_fuser.ops.dot_product_attention import DotProductAttention
-from te_fuser.ops.drop_path import DropPath
-from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.dropout import Dropout, DropPath
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
-from te_fuser.ops.gelu import GELU
-from te_fuser.ops.given import Given
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
-from te_fuser.ops.group import Group
-from te_fuser.ops.head_norm import HeadNorm
-from te_fuser.ops.identity import Identity
-from te_fuser.ops.joined import Together
 from te_fuser.ops.key_value_cache import KeyValueCache
-from te_fuser.ops.l2_norm import L2Norm
-from te_fuser.ops.layer_norm import LayerNorm
 from te_fuser.ops.linear import Linear
-from te_fuser.ops.log_softmax import LogSoftmax
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.norm import Norm
-from te_fuser.ops.of_heads import OfHeads, OfPositions
-from te_fuser.ops.output import Output
-from te_fuser.ops.qgelu import QGELU
+from te_fuser.ops.norms import AdaptiveLayerNorm, L2Norm, LayerNorm, Norm, RMSNorm
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
-from te_fuser.ops.queries_apart import QueriesApart
-from te_fuser.ops.reduce_scatter import ReduceScatter
-from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
-from te_fuser.ops.rms_norm import RMSNorm
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.scale import Scale
-from te_fuser.ops.sigmoid import Sigmoid
-from te_fuser.ops.silu import SiLU
-from te_fuser.ops.softmax import Softmax
-from te_fuser.ops.srelu import SReLU
-from te_fuser.ops.take import Take
-from te_fuser.ops.tanh import Tanh
-from te_fuser.ops.transposed import Transposed
+from te_fuser.ops.softmax import LogSoftmax, Softmax
+from te_fuser.ops.structure import Add, Fork, Output, Take
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.params.given import Given
+from te_fuser.params.joined import Together
+from te_fuser.params.transposed import Transposed
 
 __all__ = [
     "GEGLU",

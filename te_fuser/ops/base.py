@@ -16,16 +16,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.utils.parametrize
 
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.spread import WHOLE, Spread, Told
+from te_fuser.facts import Facts
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.binding import Binding, PlannedParametrizations
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import alike, of_kind, randomized
-from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
-from te_fuser.ops.spread import WHOLE, Spread, Told
 from te_fuser.ops.words import TakesArguments
+from te_fuser.params.binding import Binding, PlannedParametrizations
+from te_fuser.params.scales import HoldsScales
 from te_fuser.record import record
 
 Op = TypeVar("Op", bound="FusableOperation")

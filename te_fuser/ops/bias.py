@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.spread import FEATURES, Spread, Told
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
-from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction
 
 

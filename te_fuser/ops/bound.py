@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.group import Group
+from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
-from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_of
 from te_fuser.ops.construction import constructed
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.given import Given, GivenBinding
-from te_fuser.ops.group import Group
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
-from te_fuser.ops.joined import JoinedBinding
-from te_fuser.ops.transposed import Transposed, TransposedBinding
 from te_fuser.ops.words import described
+from te_fuser.params.binding import Binding, WeakBinding, has_tensor, owned, place_of
+from te_fuser.params.given import Given, GivenBinding
+from te_fuser.params.joined import JoinedBinding
+from te_fuser.params.transposed import Transposed, TransposedBinding
 
 _FORM = 'write Bound(ops.MatMul(8, 16, device="meta"), module, weight="name of a parameter of the module")'
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.spread import Spread, context_rows
 from te_fuser.ops.checks import yes_or_no
-from te_fuser.ops.group import Group
-from te_fuser.ops.spread import Spread, context_rows
 
 Spans = tuple[tuple[int, int], ...]
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from te_fuser.distributed.group import Group, OfRanks
+from te_fuser.distributed.spread import WHOLE, Spread, Told, rows
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import whole_number, yes_or_no
-from te_fuser.ops.group import Group, OfRanks
-from te_fuser.ops.spread import WHOLE, Spread, Told, rows
 
 COLUMN, ROW = "column", "row"
 SHARING = ("parallel_mode", "group", "sequence_parallel", "sequence_dim")  # attributes of every such op

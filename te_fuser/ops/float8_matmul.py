@@ -14,11 +14,11 @@ from te_fuser.ops import float8_products as products
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.float8_products import Form, raise_to_largest
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.params.main_grad import put_gradient
 
 
 class Float8MatMul(UnfusedOperation):

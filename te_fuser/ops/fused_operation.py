@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec, Whole
-from te_fuser.ops.facts import Facts
 from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.facts import Facts
 
 _module = torch.nn.modules.module
 # Those that run for all modules: while there is one, every op runs by its own __call__.

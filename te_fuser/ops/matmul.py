@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.all_gather import AllGather
-from te_fuser.ops.all_reduce import AllReduce
-from te_fuser.ops.all_reduce_gradient import AllReduceGradient
+from te_fuser.distributed.dtensor import filled
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
+from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, ReduceScatter
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
-from te_fuser.ops.dtensor import filled
-from te_fuser.ops.group import Group
-from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
-from te_fuser.ops.reduce_scatter import ReduceScatter
-from te_fuser.ops.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.params.main_grad import put_gradient
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -72,8 +69,8 @@ class MatMul(Cut, UnfusedOperation):
         out_features: the size of y's last dimension; `weight` is [out_features, in_features].
         init_method: called with the weight to fill it; by default it is filled as torch.nn.Linear's.
         accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron keeps it, in place of
-            giving it to autograd: see `te_fuser.ops.main_grad`. `weight.grad` then gets none, or zeros where the weight
-            has `grad_added_to_main_grad`.
+            giving it to autograd: see `te_fuser.params.main_grad`. `weight.grad` then gets none, or zeros where the
+            weight has `grad_added_to_main_grad`.
         overwrite_main_grad: write over it instead, as for the first of several micro-batches.
         delay_wgrad_compute: leave the weight's gradient to `te_fuser.parallel.backward_dw`: backward gives dx alone.
         dtype: the parameter's, torch's default if None.

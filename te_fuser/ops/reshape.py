@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.distributed.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
-from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 from te_fuser.ops.tensor_function import TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.spread import Spread, Told
+from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
+from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.context import Context
-from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
-from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
-from te_fuser.ops.spread import Spread, Told
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
-from te_fuser.ops.attention_math import raised
+from te_fuser.distributed.spread import Spread, Told
+from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
+from te_fuser.ops.attention.math import raised
+from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import finite_number, whole_number
 from te_fuser.ops.context import Context, Spans, blocks_of
-from te_fuser.ops.of_heads import OfPositions
 from te_fuser.ops.parameters import alike
-from te_fuser.ops.spread import Spread, Told
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 

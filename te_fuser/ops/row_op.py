@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.distributed.spread import FEATURES, PARTIAL, Spread, Told
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.rows import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
-from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.own_scales import Scaling
-from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
-from te_fuser.ops.spread import FEATURES, PARTIAL, Spread, Told
+from te_fuser.params.binding import has_tensor
 
 _SOME = 64  # features, where a formula tells by none how many there are
 

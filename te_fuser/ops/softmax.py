@@ -1,10 +1,10 @@
-"""Softmax: the features of each row as probabilities."""
+"""Softmax and its logarithm."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from te_fuser.formula import detach, exp, row_max, row_sum
+from te_fuser.formula import detach, exp, log, row_max, row_sum
 from te_fuser.ops.checks import check_last
 from te_fuser.ops.row_op import RowOp
 
@@ -32,3 +32,23 @@ class Softmax(RowOp):
     def compute(self, x: Any) -> Any:
         e = exp(shifted(x))
         return e / row_sum(e)
+
+
+class LogSoftmax(RowOp):
+    """Turn the features of each row into logarithms of probabilities: y = x - log(sum(exp(x))).
+
+    Like torch.nn.LogSoftmax(dim=-1): right also where the probability is too small for its dtype.
+
+    Args:
+        dim: -1; what goes over another dimension stays torch.nn's module.
+    """
+
+    autocast = "float32"
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        check_last(self, dim)
+
+    def compute(self, x: Any) -> Any:
+        z = shifted(x)
+        return z - log(row_sum(exp(z)))

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.distributed.exchange import Exchange
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
-from te_fuser.ops.exchange import Exchange
 
 
 def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_fuser.ops.dtensor import LAID, Laid, how_laid, own_chunk
+from te_fuser.distributed.dtensor import LAID, Laid, how_laid, own_chunk
 
 _STATE, _GROUPS = "state", "param_groups"  # keys of an optimizer's state_dict
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.group import Group
 from te_fuser.ops.context import Context
-from te_fuser.ops.group import Group
 from te_fuser.ops.words import no_tensor
 from te_fuser.presets.context_parallel import set_context
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.distributed.group import Group
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from te_fuser.ops import (
@@ -21,9 +22,8 @@ from te_fuser.ops import (
     RotaryByAngles,
     RotaryEmbedding,
 )
-from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
+from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads
 from te_fuser.ops.glu import GatedUnit
-from te_fuser.ops.group import Group
 from te_fuser.ops.row_op import RowOp
 from te_fuser.parallel.styles import Column, Heads, Parts, Row
 from te_fuser.presets.base import Preset

@@ -12,17 +12,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from te_fuser.distributed import telling
+from te_fuser.distributed.dtensor import is_dtensor
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.telling import Line
 from te_fuser.from_torch import converts
-from te_fuser.ops import Bound, Cut, FusableOperation, telling, words
+from te_fuser.ops import Bound, Cut, FusableOperation, words
 from te_fuser.ops.checks import yes_or_no
-from te_fuser.ops.dtensor import is_dtensor
-from te_fuser.ops.group import Group
-from te_fuser.ops.joined import Together
-from te_fuser.ops.telling import Line
 from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, described, distribute, set_cut
+from te_fuser.params.joined import Together
 from te_fuser.sequential import Sequential
 
 _SHOWN = 5  # modules that a message names

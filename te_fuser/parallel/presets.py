@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_fuser.distributed.group import Group
 from te_fuser.ops import Bound
 from te_fuser.ops.glu import GatedUnit
-from te_fuser.ops.group import Group
 from te_fuser.parallel.styles import Parts, distribute, owners
 from te_fuser.presets.affine import Affine
 from te_fuser.presets.base import Preset

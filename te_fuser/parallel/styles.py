@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul, telling
-from te_fuser.ops.binding import place_of
+from te_fuser.distributed import telling
+from te_fuser.distributed.dtensor import Laid, is_dtensor, own_part
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.telling import Line
+from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul
 from te_fuser.ops.checks import count
-from te_fuser.ops.dtensor import Laid, is_dtensor, own_part
-from te_fuser.ops.group import Group
-from te_fuser.ops.telling import Line
 from te_fuser.parallel.checkpoint import keep_whole_shapes, set_laid
+from te_fuser.params.binding import place_of
 
 Parts = int | tuple[int, ...]  # that lie side by side: how many equal ones, or their sizes as far as they matter
 _TAKES = "a MatMul, a Bias, a Linear, or a Bound one of these"

@@ -9,9 +9,9 @@ import torch
 from te_fuser.flatten import flatten
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.graph.spread import with_spreads
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.given import GivenBinding
-from te_fuser.ops.gradient_sums import LEFT
+from te_fuser.params.binding import Binding
+from te_fuser.params.given import GivenBinding
+from te_fuser.params.gradient_sums import LEFT
 from te_fuser.parts import Border
 from te_fuser.presets.base import Preset
 from te_fuser.sequential import Sequential

@@ -148,7 +148,7 @@ class Common(Placed):
         get_rng_state_tracker: gives the tracker whose random state weights are filled from, and from which a library's
             attention draws, but in a graph's capture: `with tracker.fork():`.
         rng_tracker_name: which of its states; None: the tracker's default.
-        fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
+        fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.params.main_grad`.
         delay_wgrad_compute: weights' gradients are left to `backward_dw()`; None: False.
     """
 

@@ -14,9 +14,9 @@ import torch
 
 from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
+from te_fuser.distributed.dtensor import filled
 from te_fuser.ops import FusableOperation, Together
-from te_fuser.ops.dtensor import filled
-from te_fuser.ops.gradient_sums import LEFT, with_sum
+from te_fuser.params.gradient_sums import LEFT, with_sum
 from te_fuser.parts import Group
 from te_fuser.presets.arguments import (
     OPTIONS,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.attention_heads import PACKINGS
+from te_fuser.ops.attention.heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
 from te_fuser.presets.arguments import Placed, RandomState, check_call, check_flag, check_size, default_device
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from te_fuser.ops.head_norm import NORMS
+from te_fuser.ops.attention.head_norm import NORMS
 from te_fuser.presets.arguments import check_epsilon, check_size
 from te_fuser.presets.norm import Normed
 

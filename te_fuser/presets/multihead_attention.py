@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.head_norm import NORMS
+from te_fuser.ops.attention.head_norm import NORMS
 from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands

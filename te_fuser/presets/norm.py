@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.norm import as_row
+from te_fuser.ops.norms import as_row
 from te_fuser.presets.arguments import Common, Placed, check_call, check_epsilon, check_size
 from te_fuser.presets.base import Asked, Preset, understands
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fuser.ops import telling
-from te_fuser.ops.binding import Binding
+from te_fuser.distributed import telling
+from te_fuser.distributed.group import Group, groups_given
 from te_fuser.ops.construction import latest
-from te_fuser.ops.group import Group, groups_given
+from te_fuser.params.binding import Binding
 from te_fuser.quantization.block import ROLES, Block
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products

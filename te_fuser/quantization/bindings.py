@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from te_fuser.ops.binding import Binding, Key
+from te_fuser.params.binding import Binding, Key
 from te_fuser.quantization.state import State
 
 

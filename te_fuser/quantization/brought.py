@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 
 from te_fuser.look import is_looking
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.narrow import prefix_of
-from te_fuser.ops.scales import STATES, States, some_wait
+from te_fuser.params.binding import Binding
+from te_fuser.params.narrow import prefix_of
+from te_fuser.params.scales import STATES, States, some_wait
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
 from te_fuser.quantization.state import history_length, state_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.given import GivenBinding
+from te_fuser.params.binding import Binding
+from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from te_fuser.distributed.group import has_ranks
 from te_fuser.fuser.graph.listed import ListedOp, with_attributes
-from te_fuser.ops.all_gather import AllGather
-from te_fuser.ops.collective import Carried
+from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.given import GivenBinding
-from te_fuser.ops.group import has_ranks
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
-from te_fuser.ops.reduce_scatter import ReduceScatter
+from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.agreement import agreement_of
 from te_fuser.quantization.products import weight_in
 from te_fuser.quantization.state import known_state_of

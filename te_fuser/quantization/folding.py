@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_fuser.distributed.group import has_ranks
+from te_fuser.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
-from te_fuser.ops.facts import Facts, holders, still_hold, tensor_place
-from te_fuser.ops.group import has_ranks
-from te_fuser.ops.narrow import HISTORY, SCALE
-from te_fuser.ops.scales import before_saving
+from te_fuser.params.narrow import HISTORY, SCALE
+from te_fuser.params.scales import before_saving
 from te_fuser.quantization.agreement import Agreement, agreement_of, any_agrees
 from te_fuser.quantization.block import ROLES, Block, Looked, apart, changes, not_in_capture
 from te_fuser.quantization.brought import say_that_ranks_differ, take, waiting

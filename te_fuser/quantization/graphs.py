@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph import surroundings
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.params.binding import Binding
 from te_fuser.quantization.checkpointing import refuse_another
 from te_fuser.quantization.folding import Kept, Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_fuser.distributed.dtensor import own_part
+from te_fuser.facts import Facts
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.look import is_looking
-from te_fuser.ops.binding import Binding, place_of
-from te_fuser.ops.dtensor import own_part
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.narrow import version_of
+from te_fuser.params.binding import Binding, place_of
+from te_fuser.params.narrow import version_of
 from te_fuser.quantization.bindings import StateBinding
 from te_fuser.quantization.block import not_in_capture
 from te_fuser.quantization.state import Source, State, every_state, lock, state_of

@@ -13,24 +13,24 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.distributed.dtensor import is_taken_away
+from te_fuser.facts import Facts
+from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.collective import Collective
-from te_fuser.ops.dtensor import is_taken_away
-from te_fuser.ops.facts import Facts
+from te_fuser.ops.collectives import Collective
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
-from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
-from te_fuser.ops.rows import rounds
+from te_fuser.params.binding import Binding
+from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, OwnAmaxBinding, OwnBinding, ScaleBinding
 from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision

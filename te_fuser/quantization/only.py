@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.binding import Binding
 from te_fuser.ops.construction import on_construction
-from te_fuser.ops.joined import JoinedBinding
-from te_fuser.ops.narrow import NARROW, is_narrow, narrow, not_scaled, prefix_of
-from te_fuser.ops.scales import HoldsScales
+from te_fuser.params.binding import Binding
+from te_fuser.params.joined import JoinedBinding
+from te_fuser.params.narrow import NARROW, is_narrow, narrow, not_scaled, prefix_of
+from te_fuser.params.scales import HoldsScales
 from te_fuser.quantization.products import weight_in, weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.scales import Aside
+from te_fuser.params.binding import Binding
+from te_fuser.params.scales import Aside
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import Recipe

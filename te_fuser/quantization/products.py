@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.binding import Binding
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.narrow import prefix_of
 from te_fuser.ops.quantized_matmul import STEP
+from te_fuser.params.binding import Binding
+from te_fuser.params.narrow import prefix_of
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.binding import Binding
-from te_fuser.ops.narrow import HISTORY, SCALE, prefix_of
-from te_fuser.ops.scales import STATES, States, states_of
+from te_fuser.params.binding import Binding
+from te_fuser.params.narrow import HISTORY, SCALE, prefix_of
+from te_fuser.params.scales import STATES, States, states_of
 from te_fuser.quantization.block import ROLES, Block, apart, changed, not_in_capture
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from te_fuser.compare import Row
+from te_fuser.distributed.group import Group as RankGroup
+from te_fuser.distributed.telling import telling_errors
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
 from te_fuser.fuser.run.delayed import at_once
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.group import Group as RankGroup
-from te_fuser.ops.telling import telling_errors
 from te_fuser.ops.words import no_tensor
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants

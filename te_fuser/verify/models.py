@@ -11,19 +11,20 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
+from te_fuser.distributed import telling
+from te_fuser.distributed.dtensor import is_dtensor, own_part
+from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.flatten import exported
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
+from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
-from te_fuser.ops import Bound, DotProductAttention, telling
+from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, Spec
-from te_fuser.ops.dtensor import is_dtensor, own_part
-from te_fuser.ops.group import Group as RankGroup
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.rows import unrounded
 from te_fuser.parts import Group, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case

@@ -11,7 +11,9 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.description import padded
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge
+from te_fuser.distributed.dtensor import own_part
 from te_fuser.dtypes import FLOAT8, FLOATING
+from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import (
@@ -29,9 +31,7 @@ from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
-from te_fuser.ops.dtensor import own_part
-from te_fuser.ops.main_grad import caught
-from te_fuser.ops.rows import unrounded
+from te_fuser.params.main_grad import caught
 from te_fuser.verify.promises import Promises
 from te_fuser.verify.report import VerificationError
 

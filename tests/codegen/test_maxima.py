@@ -24,7 +24,7 @@ from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.kernels.scale_of_amax import in_kernels
-from te_fuser.ops.gelu import GELU_FORMS
+from te_fuser.ops.activations import GELU_FORMS
 from te_fuser.ops.own_scales import Scaling, scale_by
 from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams

@@ -12,7 +12,7 @@ from te_fuser.formula import erf, exp, expr, sigmoid, sin, tanh
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.magnitude import Slope, bound_of, slope_of
-from te_fuser.ops.gelu import GELU_FORMS
+from te_fuser.ops.activations import GELU_FORMS
 
 X, Z = (expr.leaf(name, Axes.FULL, 8) for name in "xz")
 Formula = Callable[[Any, Any], Any]

@@ -13,9 +13,9 @@ from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Expr
 from te_fuser.formula.random import RandomStream
+from te_fuser.formula.rows import batch_layout
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.rows import batch_layout
 
 SHAPE = (3, 5, 12)  # [samples, tokens, features] with batch_dim 0, [outer, samples, features] with batch_dim 1
 

@@ -11,14 +11,14 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.facts import Facts
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import FusionCall
 from te_fuser.kernels import own_scales, quantized_matmul
-from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
-from te_fuser.ops.joined import _JOINED, Joined
 from te_fuser.ops.own_scales import Scaling, dequantized
+from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import lowering
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams, Recipe

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser as te
 from te_fuser import fusions, ops
+from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.fuser.plan import planner
-from te_fuser.ops.dtensor import is_dtensor, own_part
 from te_fuser.quantization import lowering, microbatch
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver

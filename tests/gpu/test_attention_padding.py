@@ -12,7 +12,7 @@ from te_fuser.kernels.attention import PROVIDERS, Speed, blank_rows, moved_rows
 from te_fuser.kernels.attention.blank_rows import Blanks, Side
 from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch
 from te_fuser.kernels.packages import flash_attn_4
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention.mask import AttentionMask
 from tests.gpu.packing_providers import installed_version
 from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import blanked, padded

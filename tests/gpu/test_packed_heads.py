@@ -10,7 +10,7 @@ import torch
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.packed_heads import Packing, Rotation, turn
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 from tests.fake_cuda import forget_written
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 

@@ -8,7 +8,7 @@ import torch
 from te_fuser.kernels.packed_heads import Packing
 from te_fuser.kernels.packed_tiles import TilePacking
 from te_fuser.kernels.transposed8 import by_torch
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 from tests.float8 import codes
 from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E5M2, Case
 from tests.kernels.test_packed_tiles import CASES, parts_of

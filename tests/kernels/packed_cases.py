@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.kernels.lanes import Scaled
 from te_fuser.kernels.packed_heads import PackedPass, Packing, Rotation, turn
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 

@@ -13,7 +13,7 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import PackedPass, Packing
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.quantization import quantize
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, running

@@ -13,7 +13,7 @@ from te_fuser.kernels import own_scales
 from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.transposed8 import by_torch
-from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written

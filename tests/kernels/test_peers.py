@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from te_fuser.distributed.group import Group
 from te_fuser.kernels import peers
-from te_fuser.ops.group import Group
 
 TWO = Group("tp", 2, "tp")
 CUDA = torch.device("cuda", 0)

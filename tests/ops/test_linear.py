@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
-from te_fuser.ops.binding import Binding
+from te_fuser.params.binding import Binding
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
 
 IN, OUT = 12, 20

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.ops.telling import Disagreement
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.parallel import parallelize
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_parallelize import F, mesh_of, mlp

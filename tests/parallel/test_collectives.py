@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import Spec
-from te_fuser.ops.collective import Collective
+from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
 from tests.parallel.models import own
 from tests.parallel.ranks import WORLD, on_ranks

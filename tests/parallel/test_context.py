@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.distributed.group import Group
 from te_fuser.fusions.dot_product_attention import _SeparateAttention
 from te_fuser.fusions.match import FusionCall
-from te_fuser.ops.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from tests.parallel.models import backward, gradients
 from tests.parallel.ranks import WORLD, on_ranks

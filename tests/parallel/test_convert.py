@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
-from te_fuser.ops.dtensor import is_dtensor
+from te_fuser.distributed.dtensor import is_dtensor
 from tests.convert.models import assert_alike, model_of, results, tokens
 from tests.parallel.ranks import WORLD, on_ranks
 

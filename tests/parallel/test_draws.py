@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.share import Share
 from te_fuser.formula.random import Placed, RandomStream, Shared
 from te_fuser.fuser.graph import lowering
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
-from te_fuser.ops.attention_math import kept
+from te_fuser.ops.attention.math import kept
 from te_fuser.ops.base import walk
-from te_fuser.ops.group import Group
-from te_fuser.ops.share import Share
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
 

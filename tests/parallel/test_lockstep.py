@@ -19,10 +19,10 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.capture import _Captured
 from te_fuser.config import config
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.group import Group
-from te_fuser.ops.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
 

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.codegen import entry_file
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.plan.tuned import ON
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fuser.tune.together import Together
@@ -25,8 +27,6 @@ from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import tuning as algorithms
 from te_fuser.kernels.quantized_matmul import configured, form_of
-from te_fuser.ops.group import Group
-from te_fuser.ops.telling import Disagreement
 from tests import fake_cublaslt, fake_cuda
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.distributed import dtensor
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.plan import finish, overlap
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.steps.op_tasks import OpRunner
 from te_fuser.fuser.steps.step import Step
-from te_fuser.ops import dtensor
-from te_fuser.ops.telling import Disagreement
 from te_fuser.parallel import parallelize
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.parallel.test_parallelize import assert_as_whole

@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.distributed.dtensor import how_laid
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.run import fuser
-from te_fuser.ops.dtensor import how_laid
-from te_fuser.ops.telling import Disagreement
 from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor

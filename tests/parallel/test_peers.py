@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from te_fuser import _native
 from te_fuser.config import config
+from te_fuser.distributed import telling
+from te_fuser.distributed.group import Group
+from te_fuser.distributed.telling import Disagreement
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.peers import ByCopies, Peers, closed, peers_of
-from te_fuser.ops import telling
-from te_fuser.ops.group import Group
-from te_fuser.ops.telling import Disagreement
 from tests import fake_cublaslt
 from tests.parallel.ranks import Ranks, RanksFailedError, on_ranks
 from tests.peers import standing_in

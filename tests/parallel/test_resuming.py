@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops.scales import RECORDED
+from te_fuser.params.scales import RECORDED
 from te_fuser.quantization import agreement, folding, states
 from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 import te_fuser
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.group import Group
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks

@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops import exchange, telling
-from te_fuser.ops.telling import Disagreement
+from te_fuser.distributed import exchange, telling
+from te_fuser.distributed.telling import Disagreement
 from tests.parallel.ranks import WORLD, on_ranks
 
 F, ROWS = 8, 4

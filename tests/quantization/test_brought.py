@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops.scales import RECORDED, States
+from te_fuser.params.scales import RECORDED, States
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.ops.scales import HISTORY, SCALE
+from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
 from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.folding import fold

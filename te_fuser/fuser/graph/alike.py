@@ -10,14 +10,14 @@ import torch
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.scales import Aside
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.params.scales import Aside
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
-    from te_fuser.ops.binding import Binding
+    from te_fuser.params.binding import Binding
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
-from te_fuser.ops.rows import rounds
 
 
 def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

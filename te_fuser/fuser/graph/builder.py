@@ -22,15 +22,15 @@ from te_fuser.fuser.graph.listed import outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.names import Names
 from te_fuser.fuser.graph.spread import gradient_sums
-from te_fuser.ops.binding import standing_in
 from te_fuser.ops.row_op import RowOp
+from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs
     from te_fuser.ops.base import FusableOperation, NamedInput, Spec
-    from te_fuser.ops.binding import Key
+    from te_fuser.params.binding import Key
 
 
 class GraphBuilder:

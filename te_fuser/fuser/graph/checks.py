@@ -17,7 +17,7 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp, ParameterSpecs
-    from te_fuser.ops.binding import Binding
+    from te_fuser.params.binding import Binding
 
 # What an op lists -> what each of it is.
 _SEQUENCES: dict[str, type] = {

@@ -9,8 +9,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from te_fuser.distributed.dtensor import Lies
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-    from te_fuser.ops.dtensor import Lies
 
 
 def distributed(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

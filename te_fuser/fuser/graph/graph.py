@@ -16,12 +16,12 @@ from te_fuser.ops.base import Gradient, NamedInput, Place, Spec
 from te_fuser.record import record
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.dtensor import Lies
+    from te_fuser.distributed.group import Group
+    from te_fuser.distributed.share import Share
     from te_fuser.formula.expr import Axes
     from te_fuser.ops.base import FusableOperation
-    from te_fuser.ops.binding import Binding, StandIns
-    from te_fuser.ops.dtensor import Lies
-    from te_fuser.ops.group import Group
-    from te_fuser.ops.share import Share
+    from te_fuser.params.binding import Binding, StandIns
 
 
 @record()

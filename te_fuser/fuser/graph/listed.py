@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from te_fuser.distributed.dtensor import Lies, is_dtensor
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
-from te_fuser.ops.dtensor import Lies, is_dtensor
-from te_fuser.ops.joined import parts_of
 from te_fuser.ops.row_op import RowOp
+from te_fuser.params.joined import parts_of
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.ops.binding import Binding, Key, StandIns
-    from te_fuser.ops.group import Group
-    from te_fuser.ops.share import Share
+    from te_fuser.distributed.group import Group
+    from te_fuser.distributed.share import Share
+    from te_fuser.distributed.spread import Entering
     from te_fuser.ops.sizes import Questions
-    from te_fuser.ops.spread import Entering
+    from te_fuser.params.binding import Binding, Key, StandIns
 
 
 Module = TypeVar("Module", bound=torch.nn.Module)

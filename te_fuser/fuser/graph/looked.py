@@ -11,7 +11,7 @@ from te_fuser.look import LastCall, NotSeenError, looking, maker_of
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.ops.binding import Binding
+    from te_fuser.params.binding import Binding
 
 
 class Parameters:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from te_fuser.distributed.dtensor import recorded_part
+from te_fuser.distributed.share import Share, stream_of
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
-from te_fuser.ops.dtensor import recorded_part
-from te_fuser.ops.gradient_sums import with_sum
-from te_fuser.ops.share import Share, stream_of
+from te_fuser.params.gradient_sums import with_sum
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.ops.binding import Binding
+    from te_fuser.params.binding import Binding
 
 
 def reference_run(

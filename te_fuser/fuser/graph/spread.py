@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.distributed.share import Share
+from te_fuser.distributed.spread import FEATURES, GATHERED, WHOLE, Entered, Spread, Told
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.share import Share
-from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Entered, Spread, Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
     from te_fuser.ops.base import FusableOperation
-    from te_fuser.ops.binding import Key
-    from te_fuser.ops.group import Group
+    from te_fuser.params.binding import Key
 
 
 def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

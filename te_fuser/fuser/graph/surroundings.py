@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.rows import rounds
+from te_fuser.facts import Facts
+from te_fuser.formula.rows import rounds
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp

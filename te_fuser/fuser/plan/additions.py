@@ -23,11 +23,11 @@ from te_fuser.fuser.steps.sum_task import SumTask
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.ops.group import Group
 
 
 def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:

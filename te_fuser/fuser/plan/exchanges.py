@@ -25,12 +25,12 @@ from te_fuser.kernels import peers
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.exchange import Exchange
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
-    from te_fuser.ops.exchange import Exchange
-    from te_fuser.ops.group import Group
 
 
 class _Pair(NamedTuple):

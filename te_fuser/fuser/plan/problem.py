@@ -33,7 +33,7 @@ from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import among, heads, most_ops
 from te_fuser.kernels.transposed8 import reason_not
-from te_fuser.ops.binding import standing_in
+from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

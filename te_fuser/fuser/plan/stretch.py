@@ -20,18 +20,18 @@ from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.rows import parameter_axes
 from te_fuser.formula.substitution import before_quantized, substitute
 from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.plan.ranges import Gives, Leaf, Range
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.rows import parameter_axes
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.share import Share
     from te_fuser.formula.random import Shared
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.ops.share import Share
 
 
 _Raised = tuple[str, int, Ref, Expr]  # the name of a maximum, its features, the number that is raised, and of what

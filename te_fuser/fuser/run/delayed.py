@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.dtensor import is_taken_away
-from te_fuser.ops.joined import parts_of
-from te_fuser.ops.main_grad import of_backward
+from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.ops.words import described
+from te_fuser.params.joined import parts_of
+from te_fuser.params.main_grad import of_backward
 
 _WAITING, _FOR = "_te_fuser_waiting", "_te_fuser_for"  # attributes of parameters, and of what stands for them
 _MANY = 64  # backwards, of which a schedule has no more under way at once

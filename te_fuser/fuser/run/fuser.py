@@ -12,6 +12,11 @@ import torch
 
 from te_fuser import _native, dtypes
 from te_fuser.config import config
+from te_fuser.distributed import telling
+from te_fuser.distributed.dtensor import is_dtensor, waited
+from te_fuser.distributed.group import has_ranks
+from te_fuser.distributed.spread import Entering, entering_now
+from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
@@ -29,13 +34,8 @@ from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
-from te_fuser.ops import telling
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
-from te_fuser.ops.dtensor import is_dtensor, waited
-from te_fuser.ops.facts import Facts, still_hold
-from te_fuser.ops.group import has_ranks
 from te_fuser.ops.sizes import Questions
-from te_fuser.ops.spread import Entering, entering_now
 from te_fuser.ops.words import no_tensor
 
 if TYPE_CHECKING:

@@ -11,18 +11,18 @@ from torch.autograd import forward_ad, profiler
 from torch.fx import _symbolic_trace
 
 from te_fuser import _native
+from te_fuser.distributed.dtensor import Lies
+from te_fuser.facts import Facts
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of
 from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import registry
-from te_fuser.ops.dtensor import Lies
-from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.run.loading import Prepared
-    from te_fuser.ops.group import Group
 
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)

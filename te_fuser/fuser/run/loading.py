@@ -12,14 +12,14 @@ import torch
 
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
+from te_fuser.distributed.dtensor import own_part
 from te_fuser.fuser.graph.refs import parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.delayed import handed_in
 from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import ColumnSumsKernel
-from te_fuser.ops.dtensor import own_part
-from te_fuser.ops.main_grad import has_main_grad
+from te_fuser.params.main_grad import has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser import _native

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from te_fuser.distributed import stuck, telling
 from te_fuser.dtypes import text_of
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.facts import Facts
-from te_fuser.ops.gradient_sums import is_left
+from te_fuser.facts import Facts
+from te_fuser.params.gradient_sums import is_left
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
+    from te_fuser.distributed.telling import Line
     from te_fuser.fuser.graph.listed import ListedOp
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.run.known import Call
-    from te_fuser.ops.group import Group
-    from te_fuser.ops.telling import Line
 
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from te_fuser import _native
+from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.dtensor import as_gradient, own_part
 from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import delayed, watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 from te_fuser.kernels import scale_of_amax
-from te_fuser.ops import stuck, telling
-from te_fuser.ops.dtensor import as_gradient, own_part
-from te_fuser.ops.gradient_sums import is_left
-from te_fuser.ops.joined import kept_in_parts, whole_again
-from te_fuser.ops.main_grad import is_absent
+from te_fuser.params.gradient_sums import is_left
+from te_fuser.params.joined import kept_in_parts, whole_again
+from te_fuser.params.main_grad import is_absent
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
-    from te_fuser.ops.group import Group
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 Gradient = Optional[torch.Tensor]  # noqa: UP045 - a type alias at run time

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import profiler
 
+from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, VALUE
-from te_fuser.ops.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

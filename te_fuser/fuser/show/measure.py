@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fuser.distributed import telling
 from te_fuser.fuser.run.loading import execute, load, unhooked
-from te_fuser.ops import telling
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fuser import _native
+from te_fuser.distributed.share import stream_of
 from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, ByBlocks, FusionCall, Match
-from te_fuser.ops.share import stream_of
 from te_fuser.ops.unfused_operation import by_name
 from te_fuser.record import record
 

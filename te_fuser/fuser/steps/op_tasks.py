@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import _native
+from te_fuser.distributed.share import stream_of
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Cost
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall
-from te_fuser.ops.share import stream_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.record import record
 

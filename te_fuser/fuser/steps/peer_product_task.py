@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Bench, Runner, Step
-    from te_fuser.ops.group import Group
 
 BUFFER = "buffer"  # where parts of a sum lie
 GATHERED = "gathered"  # what a step calls the rows of all ranks that it gives beside its product

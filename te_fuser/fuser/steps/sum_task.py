@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import LEFT
 from te_fuser.fuser.steps.step import Task
-from te_fuser.ops.gradient_sums import start_sums, wait_for_sums
+from te_fuser.params.gradient_sums import start_sums, wait_for_sums
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Bench, Runner, Slots, Step
-    from te_fuser.ops.group import Group
 
 
 @dataclass(frozen=True)

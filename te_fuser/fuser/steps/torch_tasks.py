@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.steps.step import Bench, Called, Runner, Step, Task
-from te_fuser.ops.main_grad import is_absent
+from te_fuser.params.main_grad import is_absent
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
+from te_fuser.distributed.dtensor import is_dtensor, like_dtensor, own_part
 from te_fuser.fuser.run.loading import Prepared, execute
 from te_fuser.fuser.tune.together import Together
-from te_fuser.ops.dtensor import is_dtensor, like_dtensor, own_part
-from te_fuser.ops.main_grad import caught, has_main_grad
+from te_fuser.params.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan

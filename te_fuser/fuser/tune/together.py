@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.entry_file import tuned_folder
+from te_fuser.distributed import telling
 from te_fuser.kernels.trials import Deciding
-from te_fuser.ops import telling
 
 if TYPE_CHECKING:
-    from te_fuser.ops.group import Group
+    from te_fuser.distributed.group import Group
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fuser.distributed import telling
 from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
@@ -30,7 +31,6 @@ from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions.library import Library, libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
-from te_fuser.ops import telling
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

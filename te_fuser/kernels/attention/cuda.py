@@ -6,7 +6,7 @@ import torch
 
 from te_fuser.kernels.attention.provider import Heads, Provider, Saved
 from te_fuser.kernels.attention.views import Views
-from te_fuser.ops.dot_product_attention import hidden_positions
+from te_fuser.ops.attention.dot_product_attention import hidden_positions
 
 _ALIGNMENT = 16  # bytes: what the CUDA kernels load at a time
 # Added to a masked score on CUDA: it leaves nothing of a probability, and float16 holds it.

@@ -19,8 +19,8 @@ from te_fuser.kernels.attention.conditions import (
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall
-from te_fuser.ops.attention_mask import PADDED
-from te_fuser.ops.dot_product_attention import STRUCTURES
+from te_fuser.ops.attention.dot_product_attention import STRUCTURES
+from te_fuser.ops.attention.mask import PADDED
 
 
 class CudnnProvider(CudaProvider):

@@ -21,10 +21,10 @@ from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Provider, Saved
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.views import Gradients
-from te_fuser.ops.attention_heads import ApartHeads, split_inputs
-from te_fuser.ops.attention_mask import BY_OFFSETS, PADDED, AttentionMask
-from te_fuser.ops.attention_scores import SOFT_CAP
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.heads import ApartHeads, split_inputs
+from te_fuser.ops.attention.mask import BY_OFFSETS, PADDED, AttentionMask
+from te_fuser.ops.attention.scores import SOFT_CAP
 
 _MOVED = f"{PADDED} is told by moving tokens together, "
 

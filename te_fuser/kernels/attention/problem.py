@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES, AttentionSettings
 from te_fuser.ops.base import Spec
-from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES, AttentionSettings
 
 _RECENT_CUDNN = 91900
 

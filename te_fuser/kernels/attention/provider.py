@@ -17,7 +17,7 @@ from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views, views_of
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

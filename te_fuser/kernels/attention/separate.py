@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
-from te_fuser.ops.attention_heads import ApartHeads, inputs_of, of_layout, pack_gradients, split_inputs
-from te_fuser.ops.attention_mask import Band
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.heads import ApartHeads, inputs_of, of_layout, pack_gradients, split_inputs
+from te_fuser.ops.attention.mask import Band
 
 Tensors = Mapping[str, "torch.Tensor | None"]
 

@@ -17,8 +17,8 @@ import torch
 from te_fuser.kernels.attention.blank_rows import Blank, Blanks, Side
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
-from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_mask import COUNTS, AttentionMask
+from te_fuser.ops.attention.heads import ApartHeads
+from te_fuser.ops.attention.mask import COUNTS, AttentionMask
 
 # At least: kernels take calls of one query for decoding, which has other rules.
 _LONGEST = 2

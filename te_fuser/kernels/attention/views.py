@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from te_fuser.ops.attention_heads import PackedHeads
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings
+from te_fuser.ops.attention.heads import PackedHeads
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Sizes, strides and offset of heads [b, h, S, D] in the contiguous tensor that they lie in.

@@ -12,8 +12,8 @@ from torch import nn
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER
-from te_fuser.ops.rows import unrounded
 from tests.fuser.models import our_mlp, torch_mlp
 from tests.fusions.products import autocast_on_cuda
 from tests.twins import randomize, sequential, tensor

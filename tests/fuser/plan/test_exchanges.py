@@ -9,14 +9,14 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.distributed.exchange import Exchange
+from te_fuser.distributed.group import Group
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.kernels import peers
-from te_fuser.ops.exchange import Exchange
-from te_fuser.ops.group import Group
 from tests.fusions.products import autocast_on_cuda
 
 FEATURES, INNER = 4096, 16384

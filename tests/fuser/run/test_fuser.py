@@ -13,7 +13,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
-from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
+from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
 from tests.fuser.models import mlp, our_mlp
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.ops.dtensor import how_laid
+from te_fuser.distributed.dtensor import how_laid
 
 NEAR = 0.03  # of the largest, in bfloat16
 SIZES = {"cuda": (512, 2048, 8, 256, 4), "cpu": (64, 128, 4, 8, 2)}  # hidden, inner, heads, positions, batch

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import te_fuser
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.ops.telling import Disagreement
+from te_fuser.distributed.telling import Disagreement
 from tests.gpu.ranks.models import by_nccl, device
 from tests.parallel.ranks import on_ranks
 

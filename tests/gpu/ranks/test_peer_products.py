@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.distributed.exchange import ByProcessGroup, Transport
 from te_fuser.kernels import peers
-from te_fuser.ops.exchange import ByProcessGroup, Transport
 from tests.gpu.ranks.models import assert_near, backward, batch, by_nccl, device, gradients, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
 from tests.peers import standing_in

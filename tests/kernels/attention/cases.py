@@ -8,8 +8,8 @@ import threading
 import torch
 
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.base import OpCall
-from te_fuser.ops.dot_product_attention import DotProductAttention
 
 LAYOUTS = ("sequence_first", "batch_first")
 PACKINGS = ("interleaved", "blocked")

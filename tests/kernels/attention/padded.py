@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.attention_heads import inputs_of
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention.heads import inputs_of
+from te_fuser.ops.attention.mask import AttentionMask
 from tests.twins import tensor
 
 B, S, K = 5, 7, 6

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.attention_heads import inputs_of
+from te_fuser.ops.attention.heads import inputs_of
 from te_fuser.ops.base import OpCall
 from tests.twins import tensor
 

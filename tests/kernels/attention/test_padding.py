@@ -13,7 +13,7 @@ from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.kernels.attention.blank_rows import by_kernel, by_torch
 from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch
 from te_fuser.kernels.attention.padding import Padded, reason_not, why_not_moved
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
 from tests.fake_cuda import FakeDriver
 from tests.kernels.attention import structured

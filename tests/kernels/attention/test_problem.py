@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from te_fuser.kernels.attention import AttentionProblem
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.base import Spec
-from te_fuser.ops.dot_product_attention import DotProductAttention
 
 
 def test_a_problem_is_taken_from_settings_and_spec():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention.mask import AttentionMask
 from tests.kernels.attention import structured
 from tests.kernels.attention.cases import BY_NAME
 from tests.kernels.attention.providers.test_flash_structure import Operators

@@ -7,8 +7,8 @@ import torch
 from te_fuser.kernels.attention.conditions import NO_DROPOUT, ONE_SIZE, SEVERAL_POSITIONS, runs_on, takes
 from te_fuser.kernels.attention.provider import Heads, Provider, Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
-from te_fuser.ops.attention_mask import PADDED
-from te_fuser.ops.dot_product_attention import STRUCTURES
+from te_fuser.ops.attention.dot_product_attention import STRUCTURES
+from te_fuser.ops.attention.mask import PADDED
 from te_fuser.ops.products import half_gains
 
 

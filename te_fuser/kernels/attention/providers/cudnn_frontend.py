@@ -22,9 +22,9 @@ from te_fuser.kernels.attention.views import output_form, packed_forms
 from te_fuser.kernels.packages import cudnn_attention, cudnn_frontend
 from te_fuser.kernels.packages.cudnn_attention import Banded, Form
 from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, Graph
-from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_mask import BY_OFFSETS
-from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
+from te_fuser.ops.attention.heads import ApartHeads
+from te_fuser.ops.attention.mask import BY_OFFSETS
 from te_fuser.ops.sizes import asked
 
 _GRAPHS_KEPT = 512

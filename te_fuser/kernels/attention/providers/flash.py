@@ -21,7 +21,7 @@ from te_fuser.kernels.attention.provider import Saved, Speed, function_of, why_n
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.structure import Sides, Slots, counts_from_the_end, window_of
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
-from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
 
 # Of tokens [T, H, D] and int32 offsets [N + 1] of sequences, or of [B, S, H, D].
 _BY_STRUCTURE = (

@@ -30,9 +30,9 @@ from te_fuser.kernels.attention.structure import Sides, counts_from_the_end
 from te_fuser.kernels.attention.views import views_of
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.kernels.packages.flash_attn_4 import Choices, Ragged
-from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_scores import SINK, SOFT_CAP
-from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
+from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
+from te_fuser.ops.attention.heads import ApartHeads
+from te_fuser.ops.attention.scores import SINK, SOFT_CAP
 
 # A sequence of queries without a key would read those of the one before.
 _OWN_KEY_OFFSETS = needs(

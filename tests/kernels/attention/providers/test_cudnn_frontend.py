@@ -13,8 +13,8 @@ import torch
 from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.kernels.attention.providers.cudnn_frontend import _graph
 from te_fuser.kernels.packages import cudnn_frontend
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.base import Spec
-from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
@@ -249,7 +249,7 @@ _AT_EXIT = """
 import sys
 from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
 from te_fuser.kernels.packages import cudnn_frontend
-from te_fuser.ops.dot_product_attention import DotProductAttention
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 import torch
 
 class Graph:

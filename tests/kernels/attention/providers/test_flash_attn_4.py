@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_fuser.kernels.packages import flash_attn_4
-from te_fuser.ops.dot_product_attention import DotProductAttention
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,

@@ -1,0 +1,209 @@
+"""Parameters that are DTensors: a rank runs on its own part of each, and gives gradients that are DTensors as they are.
+
+A weight of several parts along its features that is cut lies rank by rank, so that ranks cut each part (a gate and what
+it gates; queries, and fewer keys and values). Its owner knows which parameters lie so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch.distributed.distributed_c10d import get_process_group_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fuser.distributed.group import Group
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Piece = tuple[torch.Tensor, tuple[int, ...]]
+LAID = "_laid"  # attribute of a module: parameter -> how its parts lie
+
+
+class Lies(NamedTuple):
+    """How a parameter of a call lies among ranks.
+
+    Attributes:
+        shape: of this rank's own tensor.
+        mesh: the mesh in words.
+        ranks: for each dimension of the mesh those that this rank is among; a DTensor may know them by an older mesh.
+        placements: for each dimension of the mesh.
+    """
+
+    shape: tuple[int, ...]
+    mesh: str
+    ranks: tuple[tuple[int, ...], ...]
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Lies | None:
+        """How a tensor lies; None where it is no DTensor."""
+        if not is_dtensor(t):
+            return None
+        mesh = t.device_mesh
+        ranks = tuple(tuple(get_process_group_ranks(g)) for g in mesh.get_all_groups())
+        return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements))
+
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
+
+    def is_cut(self, dim: int, group: Group) -> bool:
+        """Whether the ranks of that group alone, in their order, have equal parts along a dimension."""
+        if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
+            return False
+        (placement,) = self.placements
+        return placement.is_shard(dim)
+
+
+def is_dtensor(t: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is one, of which nobody has heard before its module is loaded."""
+    if type(t) in _PLAIN:
+        return False
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(t, known.DTensor)
+
+
+class Laid(NamedTuple):
+    """How parts lie: for the ranks in turn, of each part a rank's share, then the next rank's.
+
+    Attributes:
+        sizes: the features of each part.
+        ranks: how many ranks cut them.
+    """
+
+    sizes: tuple[int, ...]
+    ranks: int
+
+    def laid(self, whole: torch.Tensor) -> torch.Tensor:
+        """The whole as it lies, in new memory."""
+        return torch.cat([whole[first : first + count] for first, count in self._shares()])
+
+    def whole(self, laid: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        made = torch.empty_like(laid)
+        shares = [*self._shares()]
+        for (first, count), share in zip(shares, laid.split([count for _, count in shares]), strict=True):
+            made[first : first + count] = share
+        return made
+
+    def pieces(self, local: torch.Tensor, offsets: Sequence[int]) -> Iterator[Piece]:
+        """Views of a rank's own tensor, which begins at `offsets` of what lies so, and their offsets in the whole."""
+        (start, *others), before = offsets, 0
+        for first, count in self._shares():
+            begin, end = max(before, start), min(before + count, start + local.shape[0])
+            if begin < end:
+                yield local[begin - start : end - start], (first + begin - before, *others)
+            before += count
+
+    def _shares(self) -> Iterator[tuple[int, int]]:
+        """Where in the whole what lies one behind the other begins, and how much it is."""
+        starts = [0, *itertools.accumulate(self.sizes)]
+        for rank in range(self.ranks):
+            for start, size in zip(starts, self.sizes, strict=False):
+                yield start + rank * size // self.ranks, size // self.ranks
+
+
+def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
+    """The parameters of a module whose parts are cut each by itself."""
+    return owner.__dict__.get(LAID, {})  # type: ignore[no-any-return]
+
+
+def waited(t: Any) -> Any:
+    """What a collective of PyTorch sends, once it is there (AsyncCollectiveTensor); anything else as it is."""
+    known = sys.modules.get("torch.distributed._functional_collectives")
+    return _Waited.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
+
+
+class _Waited(torch.autograd.Function):
+    """The plain tensor, whose gradient is that of what waited for it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> torch.Tensor:
+        return t.trigger_wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+def own_part(t: torch.Tensor) -> torch.Tensor:
+    """This rank's own tensor, without autograd; a plain tensor as it is."""
+    return t._local_tensor if is_dtensor(t) else t
+
+
+def recorded_part(t: torch.Tensor) -> torch.Tensor:
+    """The same as autograd records it."""
+    return _OwnPart.apply(t, t._spec, tuple(t._local_tensor.shape)) if is_dtensor(t) else t  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """What `to_local` gives; transforms of torch.func take it, too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: DTensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        return t._local_tensor.view_as(t._local_tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.lies = inputs[1:]  # of the first one transforms hide how it lies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return as_gradient(gradients[0], *ctx.lies), None, None
+
+
+def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """The gradient of this rank's own part as that of the DTensor: it lies as this does.
+
+    Args:
+        spec: the DTensor's.
+        shape: of its rank's own tensor.
+    """
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
+        gradient = torch.from_dlpack(gradient)
+    return kind(gradient if gradient.shape == shape else gradient.view(shape), spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def like_dtensor(own: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's own part of a DTensor that lies as another does."""
+    return as_gradient(own, like._spec, tuple(like._local_tensor.shape))
+
+
+def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's own part of a tensor that every rank has whole, as a DTensor lies; a view."""
+    (chunk,) = like.__create_chunk_list__()
+    own = whole[tuple([slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)])]
+    return own.view(like._local_tensor.shape) if not own.numel() else own
+
+
+def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+    """Fill a parameter; of a DTensor every rank draws the whole and takes its part, so that all draw what one would."""
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        return
+    if not is_dtensor(parameter):
+        fill(parameter)
+        return
+    laid, local = how_laid(owner).get(name), parameter._local_tensor
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    fill(whole)
+    with torch.no_grad():
+        local.copy_(own_chunk(whole if laid is None else laid.laid(whole), parameter))
+
+
+def is_taken_away(owner: torch.nn.Module) -> bool:
+    """Whether `fully_shard` takes parameters of a module away between forward and backward.
+
+    Its marks are hooks for loading, on each module that owns some.
+    """
+    hooks = (h for m in owner.modules() for h in m._load_state_dict_post_hooks.values())
+    return any((getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp") for hook in hooks)

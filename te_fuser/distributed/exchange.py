@@ -1,0 +1,250 @@
+"""Exchange: what ranks do with tensors of each, and what moves these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from te_fuser.distributed import telling
+from te_fuser.distributed.group import Group
+from te_fuser.dtypes import FLOAT8
+
+
+class Work(Protocol):
+    """An exchange that was started."""
+
+    def wait(self) -> object:
+        """Have the current stream wait until it is done."""
+
+
+class UnderWay(NamedTuple):
+    """A tensor that other ranks send, and the work that ends when it is there."""
+
+    arriving: torch.Tensor
+    work: Work
+
+
+class Transport(Protocol):
+    """A way to move tensors between ranks, whose blocks lie one behind the other; each method starts to fill `made`."""
+
+    def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """Every rank's tensor."""
+
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """The sum of every rank's block for this one."""
+
+    def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        """Every rank's block for this one."""
+
+
+class ByProcessGroup:
+    """Collectives of torch.distributed."""
+
+    def __init__(self, group: Group) -> None:
+        telling.start(group)
+        self._ranks = group.process_group()
+
+    def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks._allgather_base(made, sent)
+
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions())
+
+    def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
+        return self._ranks.alltoall_base(made, sent, [], [])
+
+    def add_up(self, summed: torch.Tensor) -> Work:
+        """The sum of every rank's tensor, in the place of this one's."""
+        return self._ranks.allreduce([summed])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What ranks do with a tensor of each, all of one shape.
+
+    Attributes:
+        cut: the dimension along which each rank cuts its own into a block for every rank; None: all get the whole.
+        join: the dimension along which what arrives is joined, in the order of ranks; None: it is added up.
+        parts: sizes of what lies side by side along the last dimension, as far as they matter, each of which is cut
+            and joined by itself.
+        balanced: whether along the other dimension the ranks have their blocks as `Context` says of balanced ones.
+    """
+
+    cut: int | None = None
+    join: int | None = None
+    parts: tuple[int, ...] = (1,)
+    balanced: bool = False
+
+    @property
+    def back(self) -> Exchange:
+        """That of the gradient, of the sum of all ranks' losses: where it cuts, what comes back is joined."""
+        return Exchange(self.join, self.cut, self.parts, self.balanced)
+
+    def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """The shape of what a rank has in the end.
+
+        Raises:
+            ValueError: when its own cannot be cut or joined so.
+        """
+        sizes = list(shape)
+        for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
+            if dim is not None and not -len(sizes) <= dim < len(sizes):
+                raise ValueError(f"an input of shape {list(shape)} has no dimension {dim} {what}: give another one")
+        if self.cut is not None:
+            least = ranks * self._blocks_of_a_rank(self.cut)
+            if sizes[self.cut] % least != 0:
+                raise ValueError(
+                    f"dimension {self.cut} of an input of shape {list(shape)} cannot be cut into {least} equal parts: "
+                    f"pad it to a multiple of {least}, or cut another one"
+                )
+            sizes[self.cut] //= ranks
+        if self.join is not None:
+            own = self._blocks_of_a_rank(self.join)
+            if sizes[self.join] % own != 0:
+                raise ValueError(
+                    f"dimension {self.join} of an input of shape {list(shape)} are no {own} equal blocks, which each "
+                    f"rank has: pad what ranks cut to a multiple of {own * ranks}"
+                )
+            sizes[self.join] *= ranks
+        return tuple(sizes)
+
+    def sent(self, size: float, ranks: int) -> float:
+        """The bytes that a rank sends of its own, of `size`; where all get the sum, in two rounds."""
+        if self.cut is None and self.join is not None:
+            return size * (ranks - 1)
+        return size * (ranks - 1) / ranks * (2 if self.cut is None else 1)
+
+    def _blocks_of_a_rank(self, dim: int) -> int:
+        if dim == -1:
+            return sum(self.parts) // math.gcd(*self.parts)
+        return 2 if self.balanced else 1
+
+    def start(self, x: torch.Tensor, group: Group, by: Transport | None = None) -> UnderWay:
+        """Send x; what comes back is there when `wait` has waited for it.
+
+        Args:
+            by: what moves it; None: the ProcessGroup.
+        """
+        n, x = group.size, x.detach()
+        x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
+        sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
+        if self.cut is None and self.join is None:
+            summed = sent.clone()
+            return UnderWay(summed, ByProcessGroup(group).add_up(summed))
+        rows = sent.shape[0] * (1 if self.join is None else n) // (1 if self.cut is None else n)
+        made = sent.new_empty(rows, *sent.shape[1:])
+        by = by or ByProcessGroup(group)
+        return UnderWay(
+            made, (by.gather if self.cut is None else by.scatter if self.join is None else by.swap)(sent, made)
+        )
+
+    def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Wait for what `start` gave, and join it.
+
+        Args:
+            dtype: of 8 bits, which are sent as bytes.
+        """
+        started.work.wait()
+        y = started.arriving
+        y = y if self.join is None else self._join(y, self.join, group.size)
+        return y if dtype is None else y.view(dtype)
+
+    def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        if dim == -1 and len(self.parts) > 1:
+            return _blocks_of_parts(x, self.parts, n)
+        return _blocks(_in_turns(x, dim, n) if dim != -1 and self.balanced else x, dim, n)
+
+    def _join(self, blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        if dim == -1 and len(self.parts) > 1:
+            return _joined_parts(blocks, self.parts, n)
+        y = _joined(blocks, dim, n)
+        return _in_order(y, dim, n) if dim != -1 and self.balanced else y
+
+    def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Both at once."""
+        return self.wait(self.start(x, group), group)
+
+
+def _blocks(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
+    if dim % x.dim() == 0:
+        return x
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim % x.dim(), 0).flatten(0, 1)
+
+
+def _joined(blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[n .., s, ..] -> [.., n s, ..]: the same the other way round."""
+    at = dim % blocks.dim()
+    if at == 0:
+        return blocks
+    return blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1)
+
+
+def _in_turns(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """Of 2 n blocks along a dimension the first and the last, the second and the last but one, and so on."""
+    blocks = x.chunk(2 * n, dim)
+    return torch.cat([blocks[k] for rank in range(n) for k in (rank, 2 * n - 1 - rank)], dim)
+
+
+def _in_order(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """The same the other way round."""
+    blocks = x.chunk(2 * n, dim)
+    return torch.cat((*blocks[::2], *blocks[::-2]), dim)
+
+
+def _sizes(parts: tuple[int, ...], features: int) -> list[int]:
+    return [features * part // sum(parts) for part in parts]
+
+
+def _blocks_of_parts(x: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
+    """[.., F] -> [n .., F / n]: a block for each rank, of each of the parts of the features its block."""
+    *rows, features = x.shape
+    made = x.new_empty(n, *rows, features // n)
+    targets = made.split(_sizes(parts, features // n), -1)
+    for target, part in zip(targets, x.split(_sizes(parts, features), -1), strict=True):
+        target.copy_(part.unflatten(-1, (n, part.shape[-1] // n)).movedim(-2, 0))
+    return made.flatten(0, 1)
+
+
+def _joined_parts(blocks: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
+    """[n .., F / n] -> [.., F]: the same the other way round."""
+    apart = blocks.unflatten(0, (n, blocks.shape[0] // n))
+    features = n * blocks.shape[-1]
+    made = blocks.new_empty(*apart.shape[1:-1], features)
+    sources = apart.split(_sizes(parts, blocks.shape[-1]), -1)
+    for part, source in zip(made.split(_sizes(parts, features), -1), sources, strict=True):
+        part.unflatten(-1, (n, part.shape[-1] // n)).copy_(source.movedim(0, -2))
+    return made
+
+
+def exchanged(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:
+    """x exchanged so, as autograd and transforms of torch.func follow it: its gradient is exchanged the other way."""
+    return _Exchanged.apply(x, forth, back, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchanged(torch.autograd.Function):
+    """It is linear, so its derivatives are exchanges, too."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:
+        return x.view_as(x) if forth is None else forth.run(x, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.way = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        forth, back, group = ctx.way
+        return exchanged(gradients[0], back, forth, group), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        return exchanged(tangents[0], *ctx.way)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *way: Any) -> tuple[torch.Tensor, int]:
+        return torch.stack([exchanged(one, *way) for one in x.unbind(in_dims[0])]), 0

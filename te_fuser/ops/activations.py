@@ -1,0 +1,142 @@
+"""Activations of one argument, by formulas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from torch.nn import functional
+
+from te_fuser.formula import erf, relu, sigmoid, tanh
+from te_fuser.ops.base import Spec
+from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.tensor_function import TorchFunction
+
+
+class Identity(RowOp):
+    """Hand the input through: y = x."""
+
+    def compute(self, x: Any) -> Any:
+        return x
+
+
+class Sigmoid(RowOp):
+    """Bring each feature into (0, 1): y = 1 / (1 + exp(-x)), pointwise."""
+
+    def compute(self, x: Any) -> Any:
+        return sigmoid(x)
+
+
+class Tanh(RowOp):
+    """Bring each feature into (-1, 1): y = tanh(x), pointwise."""
+
+    def compute(self, x: Any) -> Any:
+        return tanh(x)
+
+
+class ReLU(RowOp):
+    """Zero what is negative: y = max(x, 0), pointwise; the gradient at 0 is 0.
+
+    Source: Nair and Hinton, "Rectified linear units improve restricted Boltzmann machines" (2010).
+    """
+
+    role = "relu"
+
+    def compute(self, x: Any) -> Any:
+        return relu(x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("F.relu", functional.relu, keeps={"input": ("output",)})
+
+
+class SReLU(RowOp):
+    """The square of ReLU: y = max(x, 0)^2, pointwise.
+
+    Source: So et al., "Primer: searching for efficient Transformers for language modeling" (2021).
+    """
+
+    role = "srelu"
+
+    def compute(self, x: Any) -> Any:
+        positive = relu(x)
+        return positive * positive
+
+
+class SiLU(RowOp):
+    """The input gated by its own sigmoid (swish): y = x * sigmoid(x), pointwise.
+
+    Source: Elfwing et al., "Sigmoid-weighted linear units for neural network function approximation" (2017).
+    """
+
+    role = "silu"
+
+    def compute(self, x: Any) -> Any:
+        return x * sigmoid(x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("F.silu", functional.silu, keeps={"input": ("input",)})
+
+
+# 0.5 * (1 + tanh(u)) = sigmoid(2 u): one exponential and no cancellation in the negative tail.
+_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+
+
+def gelu_tanh(x: Any) -> Any:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    return x * sigmoid(_SLOPE * (x + 0.044715 * (x * x * x)))
+
+
+def gelu_erf(x: Any) -> Any:
+    """x Phi(x) = 0.5 x (1 + erf(x / sqrt(2)))."""
+    return x * (0.5 + 0.5 * erf(x * math.sqrt(0.5)))
+
+
+GELU_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
+
+
+def known_form(op: RowOp, approximate: str) -> str:
+    """What an op was given as `approximate`.
+
+    Raises:
+        ValueError: where there is no such form.
+    """
+    if approximate not in GELU_FORMS:
+        raise ValueError(f"{type(op).__name__} knows approximate='tanh' and 'none', got {approximate!r}")
+    return approximate
+
+
+class GELU(RowOp):
+    """Weigh the input by the normal distribution: y = x Phi(x), pointwise.
+
+    approximate="tanh" (the default, as Transformers use it) is 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))),
+    approximate="none" is 0.5 x (1 + erf(x / sqrt(2))).
+
+    Raises:
+        ValueError: for another `approximate`.
+
+    Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016).
+    """
+
+    other_choices = {"approximate": "none"}
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = known_form(self, approximate)
+
+    def compute(self, x: Any) -> Any:
+        return GELU_FORMS[self.approximate](x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        gelu = functools.partial(functional.gelu, approximate=self.approximate)
+        return TorchFunction("F.gelu", gelu, keeps={"input": ("input",)})
+
+
+class QGELU(RowOp):
+    """GELU approximated by a logistic gate: y = x * sigmoid(1.702 * x), pointwise.
+
+    Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016), section 2.
+    """
+
+    def compute(self, x: Any) -> Any:
+        return x * sigmoid(1.702 * x)

@@ -1,0 +1,1 @@
+"""Attention and the ops of heads around it."""

@@ -1,0 +1,355 @@
+"""Collectives of a process group as ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fuser.distributed.exchange import Exchange, UnderWay, exchanged
+from te_fuser.distributed.group import Group, OfRanks
+from te_fuser.distributed.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told, rows
+from te_fuser.dtypes import FLOAT8
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.checks import check_floating, count, whole_number, yes_or_no
+from te_fuser.ops.unfused_operation import UnfusedOperation
+
+
+def _along(dim: int) -> Spread:
+    """What is cut along a dimension."""
+    return FEATURES if dim == -1 else rows(dim)
+
+
+class Carried(NamedTuple):
+    """What an op exchanges where that is of 8 bits in one direction, which is joined there and not added up.
+
+    Attributes:
+        values: the dtype of x and y.
+        gradients: that of dy and dx.
+    """
+
+    values: torch.dtype
+    gradients: torch.dtype
+
+
+class Collective(OfRanks, UnfusedOperation):
+    """An op that the ranks of a group run together, each on an x of the same shape and dtype.
+
+    Every rank has to run it, in the same place among the collectives that they run. It starts and waits in steps of its
+    own, so that what does not need it runs in between. In a group of one rank, y = x.
+
+    Args:
+        group: a dimension of a DeviceMesh (`mesh["tp"]`), a ProcessGroup, or a `Group`; it may be set later, too.
+
+    Attributes:
+        group: the same as a `Group`.
+        carried: the dtypes of what it exchanges where x or dy comes in 8 bits; None: x's, both ways.
+
+    Raises:
+        TypeError: for anything else as a group.
+        ValueError: for a mesh of several dimensions, a group that this process is not in, and, when a call is planned,
+            an x that cannot be cut so.
+        RuntimeError: in a call, when torch.distributed does not know the group.
+    """
+
+    family = True
+    carried: Carried | None = None
+    reads = ()
+    prototype_arguments = {"group": Group()}
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    @property
+    def forth(self) -> Exchange | None:
+        """What is exchanged of x; None: y = x."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it exchanges")
+
+    @property
+    def back(self) -> Exchange | None:
+        """The same of dy; None: dx = dy."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
+
+    def runs_with(self) -> Group | None:
+        return self.group if self.group.size > 1 else None
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """What is joined was cut so, what is added up were terms; those of another group change nothing."""
+        forth = self.forth
+        if self.group != told.group or self.group.size == 1:
+            return x
+        takes = WHOLE if forth is None else PARTIAL if forth.join is None else _along(forth.join)
+        if x != takes:
+            raise ValueError(
+                f"{type(self).__name__} takes what is {takes} in the ranks of {self.group.title}, and x is {x}: put it "
+                "elsewhere, or leave it to the products, which by their parallel_mode have what they need"
+            )
+        if forth is not None and forth.cut is not None:
+            return _along(forth.cut)
+        return WHOLE if self.back is None else GATHERED
+
+    @property
+    def ranks(self) -> int:  # type: ignore[override]
+        return self.group.size
+
+    @property
+    def views(self) -> str:  # type: ignore[override]
+        return "input" if self._way(self.forth) is None else ""
+
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        forth = self._way(self.forth)
+        return forth is not None and forth.cut is None and forth.join is not None
+
+    @property
+    def input_dtypes(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return () if self.carried is None else (self.carried.values,)
+
+    @property
+    def takes_gradients_in(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return () if self.carried is None else (self.carried.gradients,)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.carried is None else self.carried.gradients
+
+    def _way(self, exchange: Exchange | None) -> Exchange | None:
+        return None if self.group.size == 1 else exchange
+
+    @property
+    def op_wait(self) -> Callable[..., Any] | None:  # type: ignore[override]
+        return None if self._way(self.forth) is None else self.wait
+
+    def exchange(self, back: bool) -> Exchange | None:
+        begins = "start_gradient" if back else "op_forward"
+        if getattr(type(self), begins) is not getattr(Collective, begins):  # a subclass may do something else
+            return None
+        return self._way(self.back if back else self.forth)
+
+    def infer(self, x: Spec) -> Spec:
+        if x.dtype not in self.input_dtypes:
+            check_floating(x)
+        if self.forth is None:
+            return x
+        try:
+            return Spec(self.forth.shape(x.shape, self.group.size), x.dtype, x.device)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} on {self.group}: {error}") from error
+
+    def sent_bytes(self, x: Spec, back: bool) -> float:
+        forth, way, ranks = self.forth, self._way(self.back if back else self.forth), self.group.size
+        if way is None:
+            return 0.0
+        if not back:
+            return way.sent(x.nbytes, ranks)
+        grown = 1.0 if forth is None else (ranks if forth.join is not None else 1) / (1 if forth.cut is None else ranks)
+        wider = self.gradient_dtype(x.dtype).itemsize / x.dtype.itemsize
+        return way.sent(x.nbytes * grown * wider, ranks)
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        if self._way(self.back) is None:
+            return (Gradient(("input",), (), "pass_gradient"),)
+        return (Gradient(("input",), (), "start_gradient", wait="wait_gradient"),)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor | UnderWay:  # type: ignore[override]
+        forth = self._way(self.forth)
+        return x.view_as(x) if forth is None else forth.start(x, self._known(), call.transport)
+
+    def wait(self, call: OpCall, started: UnderWay) -> torch.Tensor:
+        """y of what came back."""
+        assert self.forth is not None
+        return self.forth.wait(started, self.group, _bits(self.carried and self.carried.values))
+
+    def pass_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+        """dx = dy."""
+        return {"input": dy}
+
+    def start_gradient(self, call: OpCall, dy: torch.Tensor) -> UnderWay:
+        """Send dy."""
+        assert self.back is not None
+        return self.back.start(dy, self._known(), call.transport)
+
+    def wait_gradient(self, call: OpCall, started: UnderWay) -> dict[str, torch.Tensor]:
+        """dx of what came back."""
+        assert self.back is not None
+        return {"input": self.back.wait(started, self.group, _bits(self.carried and self.carried.gradients))}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return exchanged(x, self._way(self.forth), self._way(self.back), self._known())
+
+    def reading(self, x: Spec) -> str:
+        forth, at = self.forth, f"each of {self.group.size} ranks ({self.group.title})"
+        if forth is None or self.group.size == 1:
+            return ""
+        given = f"{list(x.shape)} of {at}"
+        cut = "" if forth.cut is None else f", cut along dimension {forth.cut}"
+        return f"{given}{cut}, {'added up' if forth.join is None else f'joined along dimension {forth.join}'}"
+
+    def _known(self) -> Group:
+        """The group, of which torch.distributed knows."""
+        if self.group.size > 1:
+            try:
+                self.group.process_group()
+            except RuntimeError as error:
+                raise RuntimeError(f"{type(self).__name__}: {error}") from error
+        return self.group
+
+    def extra_repr(self) -> str:
+        return f"group={self.group.title!r}, ranks={self.group.size}"
+
+
+def _bits(dtype: torch.dtype | None) -> torch.dtype | None:
+    """A dtype of 8 bits; None of another one."""
+    return dtype if dtype in FLOAT8.values() else None
+
+
+class AllGather(Collective):
+    """Join the x of all ranks along a dimension: y = [x of rank 0; x of rank 1; ..], the same on all.
+
+    dx is this rank's block of the sum of all ranks' dy, as `ReduceScatter` gives it: what follows may differ from rank
+    to rank, as with a weight that is cut along its outputs, and the loss is the sum of theirs.
+
+    Args:
+        group: the ranks; see `Collective`.
+        dim: the dimension, of which y has as many times more as there are ranks; a negative one counts from the end.
+
+    Raises:
+        ValueError: when x has no such dimension.
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+    """
+
+    def __init__(self, group: Any, dim: int = 0) -> None:
+        super().__init__(group)
+        self.dim = whole_number("AllGather", "dim", dim)
+
+    @property
+    def forth(self) -> Exchange:
+        return Exchange(join=self.dim)
+
+    @property
+    def back(self) -> Exchange:
+        return Exchange(cut=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
+
+
+class AllReduce(Collective):
+    """Add up the x of all ranks: y = sum(x), dx = dy.
+
+    What follows is the same on all ranks, and so is dy: the loss is that of any one of them. The sum is taken in x's
+    dtype.
+
+    Args:
+        group: the ranks; see `Collective`.
+
+    Source: g in Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism"
+    (2019).
+    """
+
+    @property
+    def forth(self) -> Exchange:
+        return Exchange()
+
+    @property
+    def back(self) -> None:
+        return None
+
+
+class AllReduceGradient(Collective):
+    """Hand x on, and add up the gradients of all ranks: y = x, dx = sum(dy).
+
+    x is the same on all ranks, what follows is each rank's own share, as with a weight that is cut along its outputs.
+    The sum is taken in dy's dtype.
+
+    Args:
+        group: the ranks; see `Collective`.
+
+    Source: f in Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism"
+    (2019).
+    """
+
+    @property
+    def forth(self) -> None:
+        return None
+
+    @property
+    def back(self) -> Exchange:
+        return Exchange()
+
+
+class AllToAll(Collective):
+    """Send to each rank its block of x along `cut`, and join what arrives along `join`.
+
+    Of something that is cut along `join`, a block a rank, each has then all of that and a block along `cut`: heads in
+    place of positions, say. dx is dy sent back, with the two dimensions in turn; the loss is the sum of all ranks'.
+
+    Args:
+        group: the ranks; see `Collective`.
+        cut: the dimension that is cut into as many equal parts as there are ranks; a negative one counts from the end.
+        join: the dimension of which y has as many times more.
+        parts: sizes of what lies side by side along the last dimension, as far as they matter, as (4, 2, 2) of queries,
+            keys and values: each is cut and joined by itself.
+        balanced: whether ranks have of sequences along the other dimension what `Context` says of balanced ones.
+
+    Raises:
+        ValueError: when x has no such dimensions, or the first cannot be cut so.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+    """
+
+    prototype_arguments = {**Collective.prototype_arguments, "cut": 0, "join": 1}
+
+    def __init__(self, group: Any, cut: int, join: int, parts: tuple[int, ...] = (1,), balanced: bool = False) -> None:
+        super().__init__(group)
+        self.cut = whole_number("AllToAll", "cut", cut)
+        self.join = whole_number("AllToAll", "join", join)
+        self.parts = tuple(count("AllToAll", "a size of parts", size) for size in parts)
+        self.balanced = yes_or_no("AllToAll", "balanced", balanced)
+
+    @property
+    def forth(self) -> Exchange:
+        return Exchange(self.cut, self.join, self.parts, self.balanced)
+
+    @property
+    def back(self) -> Exchange:
+        return self.forth.back
+
+    def extra_repr(self) -> str:
+        parts = f", parts={self.parts}" * (len(self.parts) > 1)
+        balanced = ", balanced=True" * self.balanced
+        return f"{super().extra_repr()}, cut={self.cut}, join={self.join}{parts}{balanced}"
+
+
+class ReduceScatter(Collective):
+    """Add up the x of all ranks, of which each gets its block along a dimension: y = block of rank in sum(x).
+
+    dx are the dy of all ranks joined, as `AllGather` gives them; the loss is the sum of all ranks'. The sum is taken in
+    x's dtype.
+
+    Args:
+        group: the ranks; see `Collective`.
+        dim: the dimension that is cut into as many equal parts as there are ranks; a negative one counts from the end.
+
+    Raises:
+        ValueError: when x has no such dimension, or it cannot be cut so.
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022).
+    """
+
+    def __init__(self, group: Any, dim: int = 0) -> None:
+        super().__init__(group)
+        self.dim = whole_number("ReduceScatter", "dim", dim)
+
+    @property
+    def forth(self) -> Exchange:
+        return Exchange(cut=self.dim)
+
+    @property
+    def back(self) -> Exchange:
+        return Exchange(join=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"

@@ -1,0 +1,174 @@
+"""Parameters by owner and name: looked up or computed once in each call, and known while planning without values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from te_fuser.facts import Facts
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
+
+    tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
+    written: ClassVar[bool] = False  # whether steps write into it, in backward too: it is never saved for that
+    made_in_call: ClassVar[bool] = False  # whether steps of each call make it: what is bound says what it is like
+    in_parts: ClassVar[bool] = False  # whether for backward the parts that it is made of may be kept, and not itself
+
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def key(self) -> Key:
+        """The same for all bindings of one parameter, whichever copy that shares it is the owner."""
+        return id(self.owner._parameters), self.name
+
+    @property
+    def computed(self) -> bool:
+        """Whether the parameter is computed, as by torch.nn.utils.parametrize, and not a tensor that is there."""
+        return _stored(self.owner, self.name) is None
+
+    def get(self) -> torch.Tensor:
+        """The parameter as it is now; one that is computed is computed anew."""
+        owner = self.owner
+        found = owner._parameters.get(self.name)
+        return getattr(owner, self.name) if found is None else found
+
+    def parts(self) -> list[torch.Tensor]:
+        """The parameters that it stands for: mostly one."""
+        return [self.get()]
+
+    def shape(self) -> tuple[int, ...]:
+        """The shape, as its parts say it without being joined."""
+        first, *others = self.parts()
+        rows = sum(part.shape[0] for part in (first, *others)) if others else 0
+        return (rows, *first.shape[1:]) if others else tuple(first.shape)
+
+    def taken(self) -> torch.Tensor:
+        """What a call takes for the parameter: by default the same."""
+        return self.get()
+
+    @property
+    def slot(self) -> tuple[Mapping[str, object], str]:
+        """(dict, key) where calls find what they take, if it is there."""
+        return self.owner._parameters, self.name
+
+    def facts(self) -> Facts:
+        """What has to hold for calls to find the right tensor there; by default nothing has to."""
+        return Facts()
+
+    def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+        """What stands for one that is computed, by `made(shape, dtype, device, needs_grad)`; None: computing tells."""
+        return None
+
+    def note(self) -> str:
+        """What plans say of it; mostly empty."""
+        return ""
+
+    def weak(self) -> Binding:
+        """The same, but it does not keep the owner alive."""
+        return WeakBinding(self.owner, self.name)
+
+
+class WeakBinding(Binding):
+    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        object.__setattr__(self, "_owner", weakref.ref(owner))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def owner(self) -> torch.nn.Module:  # type: ignore[override]
+        """The module that has the parameter.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        found: torch.nn.Module | None = self.__dict__["_owner"]()
+        if found is None:
+            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
+        return found
+
+
+def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part.
+
+    Raises:
+        AttributeError: when there is no such part.
+    """
+    path, _, last = name.rpartition(".")
+    return (owner.get_submodule(path) if path else owner), last
+
+
+def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
+    """What holds while parameters are of the modules that they are of, or are none that these have.
+
+    Raises:
+        AttributeError: when there is no such part.
+    """
+    facts = []
+    for name in names:
+        module, last = place_of(owner, name)
+        path, whether = tuple(name.split(".")[:-1]), module._parameters.get(last) is not None
+        facts.append((weakref.ref(owner), path, weakref.ref(module), last, whether))
+    return Facts(owned=tuple(facts))
+
+
+def has_tensor(owner: torch.nn.Module, name: str) -> bool:
+    """Whether a module has a tensor of that name; what torch.nn.utils.parametrize computes is not computed for it."""
+    if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
+        return True
+    return isinstance(getattr(owner, name, None), torch.Tensor)
+
+
+def _stored(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
+    for there in (owner._parameters, owner._buffers, owner.__dict__):
+        found = there.get(name)
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- while planning
+
+StandIns = Mapping[Key, Callable[[], torch.Tensor]]
+_standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
+
+
+@contextmanager
+def standing_in(known: StandIns) -> Iterator[None]:
+    """In here an op that reads a parameter which is computed gets what stands for it, and nothing is computed."""
+    token = _standing.set({**(_standing.get() or {}), **known})
+    try:
+        yield
+    finally:
+        _standing.reset(token)
+
+
+class PlannedParametrizations:
+    """What an op has as its `parametrizations` while it is planned: name -> a function that gives the stand-in."""
+
+    def __init__(self, owner: torch.nn.Module, known: StandIns) -> None:
+        self._owner, self._known = owner, known
+
+    @classmethod
+    def of(cls, owner: torch.nn.Module) -> PlannedParametrizations | None:
+        """Those of an op; None where nothing stands in for its parameters."""
+        known = _standing.get()
+        return None if known is None or not any(k == id(owner._parameters) for k, _ in known) else cls(owner, known)
+
+    def __contains__(self, name: str) -> bool:
+        return (id(self._owner._parameters), name) in self._known
+
+    def __getitem__(self, name: str) -> Callable[[], torch.Tensor]:
+        return self._known[id(self._owner._parameters), name]

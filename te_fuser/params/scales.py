@@ -1,0 +1,255 @@
+"""Scales of 8 bits among a module's buffers: strict loads take them and do without, and they stay in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from te_fuser.params.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
+
+STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
+RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`
+
+# Called before a module that has state is saved, by its state_dict, or copied: with whether it is saved.
+before_saving: list[Callable[[bool], None]] = []
+some_wait = [False]  # whether there may be amaxes that wait in any `States`
+
+
+class Aside:
+    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
+
+    def buffers(self) -> Collection[str]:
+        """The names of buffers."""
+        return ()
+
+
+class States(dict[str, Any], Aside):
+    """The states of a module's weights, by their names; copies and pickles have none, but what these recorded.
+
+    Attributes:
+        waiting: by the prefix of buffers the amaxes of x, W and dy that a checkpoint or a copy brought, until the next
+            region takes them.
+    """
+
+    def __init__(self, waiting: Mapping[str, list[float]] | None = None) -> None:
+        super().__init__()
+        self.waiting: dict[str, list[float]] = {}
+        for prefix, amaxes in (waiting or {}).items():
+            self.wait(prefix, amaxes)
+
+    def wait(self, prefix: str, amaxes: list[float]) -> None:
+        """Have the next region take amaxes."""
+        self.waiting[prefix], some_wait[0] = amaxes, True
+
+    def buffers(self) -> list[str]:
+        return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def recorded(self) -> dict[str, list[float]]:
+        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait."""
+        with _disable_current_modes():
+            found = {state.prefix: state.recorded() for state in self.values()}
+            for prefix, amaxes in self.waiting.items():
+                both = torch.tensor([amaxes, found.get(prefix) or amaxes], dtype=torch.float32, device="cpu")
+                found[prefix] = both.amax(0).tolist()
+        return {prefix: amaxes for prefix, amaxes in found.items() if any(amaxes)}
+
+    def forget_recorded(self, buffer: str) -> None:
+        """Have the product with a buffer of that name drop what was recorded."""
+        self.waiting.pop(buffer.removesuffix(SCALE).removesuffix(HISTORY), None)
+        for state in self.values():
+            if buffer in (state.prefix + SCALE, state.prefix + HISTORY):
+                state.forget_recorded()
+
+    def __reduce__(self) -> Any:
+        return States, (self.recorded(),)
+
+
+def states_of(owner: torch.nn.Module) -> States:
+    """Those of a module, which are folded before it is saved, and taken where it is loaded."""
+    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
+        owner.register_state_dict_pre_hook(_before_saving)
+        owner.register_state_dict_post_hook(_save_recorded)
+        take_scales(owner)
+    return owner.__dict__.setdefault(STATES, States())  # type: ignore[no-any-return]
+
+
+def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    for function in before_saving:
+        function(True)
+
+
+def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    found = module.__dict__.get(STATES, States()).recorded()
+    if found:
+        metadata[RECORDED] = found
+
+
+class HoldsScales(torch.nn.Module):
+    """A module that knows scales among its buffers: when it is loaded, converted, copied and pickled."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        fit_checkpoint(self, state_dict, prefix, self.__dict__.get("_kept_together", ()))
+        before_loading(self, state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        note_scaled(self)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = {name: t for name, t in self._buffers.items() if t is not None and name.endswith((SCALE, HISTORY))}
+        made = super()._apply(staying_narrow(self, fn), recurse)
+        for name, kept in before.items():
+            now = self._buffers[name]
+            if now is not None and now.dtype != kept.dtype:
+                self._buffers[name] = kept.to(now.device)
+        note_scaled(self, moved=True)
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_scaled(self)
+
+    def reset_scales(self) -> None:
+        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them.
+
+        Raises:
+            RuntimeError: where weights are in 8 bits alone, which are filled by nothing but a checkpoint.
+        """
+        if NARROW in self.__dict__:
+            raise RuntimeError(
+                f"{type(self).__name__} has its weights in 8 bits alone, and cannot fill them anew: load a checkpoint, "
+                "or make another one"
+            )
+        for name, have in self._buffers.items():
+            if have is not None and name.endswith((SCALE, HISTORY)):
+                self._buffers[name] = torch.full_like(have, 1.0 if name.endswith(SCALE) else 0.0)
+                _forget_recorded(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for function in before_saving if STATES in self.__dict__ else ():
+            function(False)
+        return super().__reduce_ex__(protocol)
+
+
+def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Make a module ready for the scales in a checkpoint: it gets buffers for them, and those it has else stay.
+
+    So do modules in it that load as torch.nn's, whose weights lists may read. Amaxes that were recorded of a product
+    whose scales come are dropped. A hook for `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each
+    module of a load gets. Scales without their history, a history without scales, and numbers that calls cannot go by
+    are errors of the load, `rest[-1]`.
+    """
+    found_there = [*_scales_in(module, state_dict, prefix)]
+    there = {key: found for key, _, _, found in found_there}
+    errors: list[str] = rest[-1] if rest else []
+    for key, owner, name, found in found_there:
+        both = key, _other(key)
+        if both[1] not in there and not _is_own(owner, name, _other(name)):
+            errors.append(_ALONE.format(name=name, other=_other(name), who=type(owner).__name__))
+        elif both[1] in there and any(_unsound(k, there[k]) for k in both):
+            errors += filter(None, [_unsound(key, found)])
+            del state_dict[key]  # neither of the two, which go together
+        else:
+            # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
+            owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
+            _forget_recorded(owner, name)
+            if owner is not module:
+                take_scales(owner)  # it is asked by itself then, with its metadata
+    recorded: dict[str, list[float]] = rest[0].get(RECORDED, {}) if rest else {}
+    for own, (x, weight, gradient) in recorded.items():
+        if prefix + own + SCALE in there.keys() & state_dict.keys():
+            is_narrow = own in module.__dict__.get(NARROW, {})  # the scale of such a weight stays
+            states_of(module).wait(own, [x, 0.0 if is_narrow else weight, gradient])
+    for name, have in module._buffers.items():
+        if have is not None and name.endswith((SCALE, HISTORY)):
+            state_dict.setdefault(prefix + name, have)
+
+
+def _forget_recorded(owner: torch.nn.Module, name: str) -> None:
+    """Drop the amaxes that calls recorded of a product, where this is its buffer, which another one is to replace."""
+    states = owner.__dict__.get(STATES)
+    if states is not None:
+        states.forget_recorded(name)
+
+
+_ALONE = (
+    "{name} of {who} comes without {other}, or with one of another shape: the scales of a product, [3], and the amaxes "
+    "they are made of, [calls, 3], go together; load both, or leave both out, which keeps what the module has"
+)
+
+
+def _unsound(key: str, found: torch.Tensor) -> str:
+    """In words what a checkpoint has of scales or of a history that calls cannot go by; empty where that is sound."""
+    if found.is_meta or isinstance(found, FakeTensor):  # without numbers
+        return ""
+    numbers, is_scale = found.float(), key.endswith(SCALE)
+    wrong = numbers[~(numbers.isfinite() & ((numbers > 0) if is_scale else (numbers >= 0)))]
+    if not len(wrong):
+        return ""
+    return (
+        f"{key} has {float(wrong[0])} among its numbers, where {'scales' if is_scale else 'amaxes'} are finite and "
+        f"{'above 0' if is_scale else 'at least 0'}: save it anew from a model that has none such, or leave it and "
+        f"{_other(key)} out, which keeps what the module has"
+    )
+
+
+def _other(name: str) -> str:
+    """The buffer that goes with one: scales with the history."""
+    return name.removesuffix(SCALE) + HISTORY if name.endswith(SCALE) else name.removesuffix(HISTORY) + SCALE
+
+
+def _is_own(module: torch.nn.Module, name: str, other: str) -> bool:
+    """Whether a module has a buffer that is called like ours, and is none."""
+    return module._buffers.get(name) is not None and module._buffers.get(other) is None
+
+
+def take_scales(module: torch.nn.Module) -> None:
+    """Have a module that loads as torch.nn's take scales, and do without them."""
+    if loads_plainly(module) and before_loading not in _hooks_of(module):
+        module.register_load_state_dict_pre_hook(before_loading)
+
+
+def drop_scales(module: torch.nn.Module) -> None:
+    """Take scales and all that is kept with them from a module and those in it."""
+    for m in module.modules():
+        m.__dict__.pop(STATES, None)
+        for name in [name for name in m._buffers if name.endswith((SCALE, HISTORY))]:
+            del m._buffers[name]
+
+
+def loads_plainly(module: torch.nn.Module) -> bool:
+    """Whether a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
+
+
+def _hooks_of(module: torch.nn.Module) -> list[Any]:
+    return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+
+
+def _scales_in(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Key, owner, name and tensor of what a checkpoint has for a module, and for those in it that load plainly."""
+    for key, found in [*state_dict.items()]:
+        path, _, name = key.removeprefix(prefix).rpartition(".")
+        if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):
+            continue
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:
+            continue  # which the load calls unexpected
+        if (owner is module or loads_plainly(owner)) and _fits(owner, name, found):
+            yield key, owner, name, found
+
+
+def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
+    """Whether a tensor of a checkpoint is one of those that a module with products has."""
+    if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
+        return False
+    return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3
+
+
+def _device(module: torch.nn.Module, found: torch.Tensor) -> torch.device:
+    return next((p.device for p in module.parameters()), found.device)
