@@ -17,6 +17,7 @@ from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
+from te_fuser.fuser.graph.passes import PassRecord, record_passes
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.graph.surroundings import around, listed_within, only_reading
 from te_fuser.fuser.plan.plan import Plan
@@ -220,16 +221,24 @@ class Sequential(OpList):
         return found
 
     def _looked_at(
-        self, x: torch.Tensor, outputs: Sequence[str], device: Any, inputs: Mapping[str, torch.Tensor]
+        self,
+        x: torch.Tensor,
+        outputs: Sequence[str],
+        device: Any,
+        inputs: Mapping[str, torch.Tensor],
+        passes: list[list[PassRecord]] | None = None,
     ) -> tuple[list[Plan], NotSeenError | None]:
-        """The plans, and what the first one that is missing would take."""
+        """The plans, and what the first one that is missing would take; what passes changed goes to `passes`."""
         from te_fuser.fuser.plan.device import Device, device_named
 
         roofline = device if device is None or isinstance(device, Device) else device_named(device)
         parts, wanted, values, found = self._prepared(), self._wanted(outputs), named_tensors(inputs), list[Plan]()
 
         def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
-            found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
+            with contextlib.nullcontext(list[PassRecord]()) if passes is None else record_passes() as records:
+                found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
+            if passes is not None:
+                passes.append(records)
             return results_like(found[-1].graph, wanted, x.device) if len(parts) > 1 else None
 
         if type(parts[0]) is Group:
@@ -264,6 +273,7 @@ class Sequential(OpList):
         device: str | None = None,
         source: bool = False,
         measure: bool = False,
+        passes: bool = False,
         outputs: Sequence[str] = (),
         **inputs: torch.Tensor,
     ) -> Any:
@@ -275,6 +285,7 @@ class Sequential(OpList):
             device: a named device to predict for, e.g. "h200"; by default the one at hand.
             source: show the generated code too.
             measure: run the call a few times, forward and backward, and show measured beside predicted times.
+            passes: show what each pass of planning changed of the list and of the plan, and which one made each step.
 
         Returns:
             An object that prints as text (`print(model.explain(x))`); `.plans` holds the data.
@@ -286,14 +297,19 @@ class Sequential(OpList):
 
         if x is None:
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
+        records: list[list[PassRecord]] | None = [] if passes else None
         if not measure:
-            plans, unseen = self._looked_at(x, outputs, device, inputs)
-            return Explanation(plans, source, (), "" if unseen is None else str(unseen), _borders(self._prepared()))
+            plans, unseen = self._looked_at(x, outputs, device, inputs, records)
+            unknown = "" if unseen is None else str(unseen)
+            return Explanation(plans, source, (), unknown, _borders(self._prepared()), records or ())
         if device is not None:
             raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
         found = self._measured(x, outputs, inputs)
         times = [times for _, times in found]
-        return Explanation([plan for plan, _ in found], source, times, borders=_borders(self._prepared()))
+        if passes:
+            self._looked_at(x, outputs, device, inputs, records)
+        plans = [plan for plan, _ in found]
+        return Explanation(plans, source, times, borders=_borders(self._prepared()), passes=records or ())
 
     def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """(plan, times) for each group of ops between plain modules."""

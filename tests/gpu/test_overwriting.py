@@ -98,7 +98,7 @@ def test_the_same_bits_and_right_ones(
     got = run(model, model)
     assert same(got, run(model, model))
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "PASSES", ())
+        patch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
         plain = copied(model, *MODELS[name](), memory=memory)
         assert pairs(plain) == 0
         assert same(run(plain, plain), got)
@@ -131,7 +131,7 @@ def test_less_memory_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     less = peak()
-    monkeypatch.setattr(planner, "PASSES", ())
+    monkeypatch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
     assert less <= peak() - 1.5 * size
 
 

@@ -47,7 +47,7 @@ def sharing(share: Share) -> Iterator[None]:
     def shared(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
         return [replace(item, share=share) if item.lowered.op.draws() else item for item in listed]
 
-    with mock.patch.object(lowering, "PASSES", (*lowering.PASSES, shared)):
+    with mock.patch.object(lowering, "PASSES", {**lowering.PASSES, "shared": shared}):
         yield
 
 

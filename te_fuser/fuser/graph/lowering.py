@@ -5,14 +5,17 @@ The graph, the reference and verify see the last one's result alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.passes import record_start, run_passes
 from te_fuser.fuser.graph.spread import spread
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
@@ -29,7 +32,13 @@ def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[Listed
     return [item for item in listed if works(item)]
 
 
-PASSES: tuple[Pass, ...] = (without_idle, distributed, spread, autocast, each_rank)
+PASSES: Mapping[str, Pass] = {
+    "drop no-ops": without_idle,
+    "check DTensors": distributed,
+    "shard": spread,
+    "autocast": autocast,
+    "parts of ranks": each_rank,
+}
 
 
 def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
@@ -38,11 +47,21 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     Random streams are numbered before any pass, so that what passes add moves no draw.
     """
     found: Sequence[ListedOp] = numbered(listed)
-    for run in PASSES:
-        found = run(found, call)
-    for surrounding, key in surroundings.of(call.around) if call.around else ():
-        found = surrounding.lowered(found, call, key)
-    return found
+    record_start("list", "ops", entries(found))
+    found = run_passes(PASSES, found, call, "ops", entries)
+    if not call.around:
+        return found
+    around = {type(s).__name__: functools.partial(s.lowered, key=key) for s, key in surroundings.of(call.around)}
+    return run_passes(around, found, call, "ops", entries)
+
+
+def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
+    """Each op as text: its kind, its place and what the call makes of it."""
+    for item in listed:
+        more = [f"reads {name} in {text_of(dtype)}" for name, dtype in item.casts.items()]
+        more += [f"sums the gradient of {name} over {group.size} ranks" for name, group in item.summed.items()]
+        more += ["draws for its part"] if item.share is not None else []
+        yield "; ".join([f"{item.lowered.op.kind.__name__} {item.path!r}", *more]), item
 
 
 def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:

@@ -10,10 +10,10 @@ from te_fuser.fuser.plan.overlap import free_steps, retimed
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
-    from te_fuser.fuser.plan.problem import Options
+    from te_fuser.fuser.plan.prices import Prices
 
 
-def with_delayed(plan: Plan, options: Options) -> Plan:
+def with_delayed(plan: Plan, prices: Prices) -> Plan:
     """The plan with what is left for later behind all other steps of its segment: it runs after the whole backward.
 
     Gradients that come with others, in one step, are there when backward ends.

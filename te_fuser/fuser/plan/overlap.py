@@ -20,14 +20,14 @@ from te_fuser.fuser.plan.plan import size_text
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
-    from te_fuser.fuser.plan.problem import Options
+    from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.step import Step
 
 _LEAST = 1e-9  # seconds: what is worth a change of the order
 Steps = list["Step"]
 
 
-def with_overlap(plan: Plan, options: Options) -> Plan:
+def with_overlap(plan: Plan, prices: Prices) -> Plan:
     """The plan with its steps in such an order, and with what waiting takes.
 
     Gradients of parameters that run later hold what they read for longer: that has to be worth it, by the peak of the
@@ -40,7 +40,8 @@ def with_overlap(plan: Plan, options: Options) -> Plan:
     late, filled = ([order.backward(fill) for order in orders] for fill in (False, True))
     gain = sum([seconds(a, device) - seconds(b, device) for a, b in zip(late, filled, strict=True)])
     peaks = [max(order.peak(steps) for order, steps in zip(orders, made, strict=True)) for made in (late, filled)]
-    weight = LAMBDA["balanced"] if isinstance(options.memory, int) else LAMBDA[options.memory]
+    memory = prices.problem.options.memory
+    weight = LAMBDA["balanced"] if isinstance(memory, int) else LAMBDA[memory]
     worth = gain > weight * (peaks[1] - peaks[0]) / plan.device.bandwidth
     return replace(
         plan,

@@ -28,13 +28,13 @@ from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, bytes_of, gradien
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
-    from te_fuser.fuser.plan.problem import Options
+    from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.step import Step
 
 LEAST_BYTES = 2**20
 
 
-def with_overwriting(plan: Plan, options: Options) -> Plan:
+def with_overwriting(plan: Plan, prices: Prices) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
     values = plan.graph.values
     if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):

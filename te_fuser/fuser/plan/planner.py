@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
+from te_fuser.fuser.graph.passes import record_start, run_passes
 from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.by_blocks import with_blocks
@@ -77,9 +78,9 @@ def _price(plan: Plan, options: Options) -> tuple[float, float]:
     return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
-def _with_notes(plan: Plan, options: Options) -> Plan:
+def _with_notes(plan: Plan, prices: Prices) -> Plan:
     """What is to be said of where its prices and choices come from."""
-    found = []
+    options, found = prices.problem.options, []
     if options.tuned:
         listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
         found.append(f"measured choices of tune(): {listed}")
@@ -114,7 +115,18 @@ def _kept_whole(plan: Plan) -> list[str]:
     return found
 
 
-PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overlap, with_delayed, with_overwriting, _with_notes)
+# The passes over a whole plan, each f(plan, prices) -> plan, in their order.
+PASSES: Mapping[str, Callable[[Plan, Prices], Plan]] = {
+    "prepare parameters": with_made,
+    "zero amaxes": with_zeros,
+    "raise amaxes": with_raised,
+    "hand on by blocks": with_blocks,
+    "exchange by copies": with_copies,
+    "overlap": with_overlap,
+    "delay gradients": with_delayed,
+    "overwrite": with_overwriting,
+    "notes": _with_notes,
+}
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
@@ -172,13 +184,18 @@ def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tupl
     return plan.noted(*_kept_whole(plan)), prices
 
 
+def _entries(plan: Plan) -> Iterable[tuple[str, object]]:
+    """Each step as text: its direction, its name, its ops, what it reads and makes."""
+    for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        for step in steps:
+            yield f"{direction} {str(step).removeprefix('<Step ').removesuffix('>')}", step
+
+
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
         ends = borders(graph) if options.summed_apart else frozenset[int]()
         plan, prices = _kept_as_asked(graph, options, ends)
-        plan = with_blocks(with_raised(with_zeros(with_made(plan, prices), prices), prices), prices)
-        plan = with_copies(plan, prices)
-        for change in PASSES:
-            plan = change(plan, options)
+        record_start("cover", "steps", _entries(plan))
+        plan = run_passes(PASSES, plan, prices, "steps", _entries)
         _ = plan.written  # what it asks of sizes is asked now
     return plan, prices

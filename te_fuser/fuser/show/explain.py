@@ -19,11 +19,13 @@ from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
 from te_fuser.fuser.show.gains import Gain, gains
+from te_fuser.fuser.show.pass_page import last_attempt, makers_of_steps, pass_page
 from te_fuser.fuser.show.sources import sources
 from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
 from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple, range_of, span
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.passes import PassRecord
     from te_fuser.fuser.show.measure import Measured
 
 _WIDTH, _UNLIMITED = 110, 10_000
@@ -39,6 +41,7 @@ class Explanation:
         measured: times of their steps, where they were asked for.
         unseen: what it takes to know the plans that come after these; empty where these are all.
         borders: what runs between them by itself, and why: (the number of plans before it, text).
+        passes: what each pass of planning changed, for each plan, where that was asked for.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Explanation:
         measured: Sequence[Measured] = (),
         unseen: str = "",
         borders: Sequence[tuple[int, str]] = (),
+        passes: Sequence[Sequence[PassRecord]] = (),
     ) -> None:
         self.plans = list(plans)
         self.source = source
         self.measured = list(measured)
         self.unseen = unseen
         self.borders = list(borders)
+        self.passes = [last_attempt(records) for records in passes]
 
     def __str__(self) -> str:
         """Plain text, as wide as the terminal, else 110 columns; wider where a name would have to be cut."""
@@ -88,8 +93,14 @@ class Explanation:
             if k or between:
                 yield Text("")
             yield from _plan_page(plan, self.measured[k] if self.measured else None, number)
+            yield from pass_page(self.passes[k]) if self.passes else ()
         if self.unseen:
             yield Text(f"\nNo plan is known from here on: {self.unseen}.")
+
+    @property
+    def makers(self) -> list[list[tuple[str, str]]]:
+        """For each plan (step as text, the pass that made it), by step; of `explain(passes=True)`."""
+        return [makers_of_steps(records) for records in self.passes]
 
     def sources(self) -> dict[str, str]:
         """Heading -> generated code, of each distinct kernel of the plans; equal kernels come once."""
