@@ -7,8 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from te_fuser.distributed.group import Group, OfRanks
-from te_fuser.distributed.spread import WHOLE, Spread, Told, rows
+from te_fuser.distributed.group import OfRanks
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import whole_number, yes_or_no
 
@@ -23,7 +22,7 @@ class Cut(OfRanks, FusableOperation):
     """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
 
     Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place what
-    `each_rank()` gives: the op of a rank's share, and the collectives around it.
+    `local_ops()` gives: the op of a rank's share, and the collectives around it.
 
     Attributes:
         parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;
@@ -102,39 +101,12 @@ class Cut(OfRanks, FusableOperation):
             setattr(self, name, getattr(other, name))
         return self
 
-    def shared_by(self) -> Group | None:
-        group = self._group
-        return group if group.size > 1 and (self.parallel_mode or self.sequence_parallel) else None
-
-    @property
-    def between(self) -> Spread:
-        """What each rank has of a value that is not cut by features."""
-        return rows(self.sequence_dim) if self.sequence_parallel else WHOLE
-
-    def takes_spread(self) -> Spread:
-        return self.between
-
-    def check_spread(self, x: Spread) -> None:
-        """Refuse an input of which ranks have something else than it takes.
-
-        Raises:
-            ValueError: saying both.
-        """
-        wanted = self.takes_spread()
-        if x != wanted:
-            said = [f"{name}={getattr(self, name)!r}" for name in SHARING if name != "group" and getattr(self, name)]
-            raise ValueError(
-                f"{type(self).__name__} with {', '.join(said)} takes what is {wanted} in the ranks of "
-                f"{self.group.title}, and x is {x}: make both alike"
-            )
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        if self.sequence_parallel and self.parallel_mode is None and self.group == told.group:
-            self.check_spread(x)
-        return super().spread(x, told)
+    def local_ops(self) -> tuple[FusableOperation, ...]:
+        """The ops that each rank runs in its place: one of its kind for a rank's share, and collectives around it."""
+        return (self,)
 
     def infer(self, x: Spec) -> Any:
-        ops = self.each_rank()
+        ops = self.local_ops()
         if ops == (self,):
             return super().infer(x)
         for op in ops:
@@ -142,7 +114,7 @@ class Cut(OfRanks, FusableOperation):
         return x
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
-        ops: Sequence[FusableOperation] = self.each_rank()
+        ops: Sequence[FusableOperation] = self.local_ops()
         if ops == (self,):
             return super().reference(call, x)
         for op in ops:

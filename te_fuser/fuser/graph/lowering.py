@@ -11,9 +11,8 @@ from dataclasses import replace
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.distributed import distributed
-from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.fuser.graph.spread import spread
+from te_fuser.fuser.graph.sharding import add_collectives, add_placements
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
@@ -29,7 +28,7 @@ def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[Listed
     return [item for item in listed if works(item)]
 
 
-PASSES: tuple[Pass, ...] = (without_idle, distributed, spread, autocast, each_rank)
+PASSES: tuple[Pass, ...] = (without_idle, distributed, add_placements, autocast, add_collectives)
 
 
 def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
