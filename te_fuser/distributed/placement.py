@@ -70,7 +70,7 @@ class Partial(Placement):
 
 
 @dataclass(frozen=True)
-class Entered:
+class Entry:
     """What each rank has where a part of a list begins.
 
     Attributes:
@@ -84,7 +84,7 @@ class Entered:
     named: Mapping[str, Placement] = field(default_factory=dict)
 
 
-Entering = Mapping[Group, Entered]
+Entering = Mapping[Group, Entry]
 
 
 class _Call(threading.local):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.parameters import empty, fill
@@ -46,10 +46,6 @@ class Bias(Cut, RowOp):
     def reset_parameters(self) -> None:
         """Start at 0."""
         fill(self.bias, 0.0)
-
-    def local_ops(self) -> tuple[FusableOperation, ...]:
-        own = self.parallel_mode == COLUMN and self.is_cut
-        return (self.part(features=self.share(self.features, "features")),) if own else (self,)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         cut = self.parallel_mode == COLUMN

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
-
-import torch
+from typing import ClassVar, TypeVar
 
 from te_fuser.distributed.group import OfRanks
-from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.checks import whole_number, yes_or_no
 
 COLUMN, ROW = "column", "row"
@@ -21,8 +18,8 @@ Sharing = TypeVar("Sharing", bound="Cut")
 class Cut(OfRanks, FusableOperation):
     """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
 
-    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place what
-    `local_ops()` gives: the op of a rank's share, and the collectives around it.
+    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place
+    the op of a rank's share, and collectives around it: see `te_fuser.sharding`.
 
     Attributes:
         parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;
@@ -91,35 +88,11 @@ class Cut(OfRanks, FusableOperation):
             )
         return size // ranks
 
-    def part(self: Op, **sizes: int) -> Op:
-        """The op as one rank has it: with other sizes, over the same parameters, and known to no group."""
-        return self.with_attributes(_parallel_mode=None, **sizes)
-
     def shared_as(self: Sharing, other: Cut) -> Sharing:
         """This op, shared by the same ranks in the same way as another one."""
         for name in SHARING:
             setattr(self, name, getattr(other, name))
         return self
-
-    def local_ops(self) -> tuple[FusableOperation, ...]:
-        """The ops that each rank runs in its place: one of its kind for a rank's share, and collectives around it."""
-        return (self,)
-
-    def infer(self, x: Spec) -> Any:
-        ops = self.local_ops()
-        if ops == (self,):
-            return super().infer(x)
-        for op in ops:
-            x = op.specs(x)["output"]
-        return x
-
-    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
-        ops: Sequence[FusableOperation] = self.local_ops()
-        if ops == (self,):
-            return super().reference(call, x)
-        for op in ops:
-            x = op.reference(call, x)
-        return x
 
     def extra_repr(self) -> str:
         own = super().extra_repr()

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
-from te_fuser.ops.base import FusableOperation, Gradient, Spec
+from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
-from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, ReduceScatter
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
 from te_fuser.ops.parameters import alike, empty, randomized
@@ -132,21 +131,7 @@ class MatMul(Cut, UnfusedOperation):
         inner = self.share(self.in_features, "in_features") if mode == ROW else self.in_features
         return inner, self.share(self.out_features, "out_features") if mode == COLUMN else self.out_features
 
-    def local_ops(self) -> tuple[FusableOperation, ...]:
-        """AllGather, MatMul; MatMul, ReduceScatter; or AllReduceGradient, MatMul; MatMul, AllReduce."""
-        if not self.is_cut:
-            return (self,)
-        inner, outer = self.own_features
-        own, group, rows = self.part(in_features=inner, out_features=outer), self.group, self.sequence_dim
-        if self._gathered:
-            return (own,)
-        if self.parallel_mode == COLUMN:
-            return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
-        return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
-
     def infer(self, x: Spec) -> Spec:
-        if self.is_cut:
-            return super().infer(x)  # type: ignore[no-any-return]
         check_floating(x)
         check_features(self, x, self.in_features)
         return x.with_features(self.out_features)

@@ -1,8 +1,8 @@
 """Sharding rules of ops on heads: where ranks cut features, each has whole heads.
 
-Where ranks cut sequences, attention exchanges heads for positions: each rank has its part of the sequence with all heads,
-sends to each other rank the heads that this is to run, and has then the whole sequence with its part of the heads; the
-output goes back the same way.
+Where ranks cut sequences, attention exchanges heads for positions: each rank has its part of the sequence with all
+heads, sends to each other rank the heads that this is to run, and has then the whole sequence with its part of the
+heads; the output goes back the same way.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence
 Transformer models" (2023).
@@ -193,8 +193,7 @@ def _check_exchange(op: SharedAttention) -> None:
             "te_fuser.parallel.parallelize(model, context=group), of an op set balanced=False, or give samples of "
             "one length"
         )
-    asked = {"a bias": op.scores.bias, "ALiBi": op.scores.alibi is True}
-    for what, is_asked in asked.items():
+    for what, is_asked in {"a bias": op.scores.bias, "ALiBi": op.scores.alibi is True}.items():
         if is_asked:
             raise ValueError(
                 f"{who}: {what} is of all heads, and each rank of a context runs some of these: leave one out"

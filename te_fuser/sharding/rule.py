@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Placement, Replicated
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.op_table import OpTable
+from te_fuser.ops.op_table import Kind, OpTable
+from te_fuser.ops.words import described
 
 Op = TypeVar("Op", bound=FusableOperation)
 
@@ -94,7 +95,17 @@ class ShardingRule(Generic[Op]):
 
 
 RULES: OpTable[ShardingRule[Any]] = OpTable("sharding", ShardingRule())
-sharding_rule = RULES.row
+
+
+def sharding_rule(rule: ShardingRule[Any]) -> Callable[[Kind], Kind]:
+    """Decorator that gives a class of ops a rule, which its subclasses have too.
+
+    Raises:
+        TypeError: for anything but a rule.
+    """
+    if not isinstance(rule, ShardingRule):
+        raise TypeError(f"sharding_rule takes a ShardingRule, as @sharding_rule(Rows()), got {described(rule)}")
+    return RULES.row(rule)
 
 
 def rule_of(op: FusableOperation) -> ShardingRule[Any]:
@@ -110,15 +121,9 @@ class JointOp(NamedTuple):
     takes: Placement | None
 
 
-def joint_ops(ops: Iterable[FusableOperation]) -> list[JointOp]:
+def joint_ops(ops: Collection[FusableOperation]) -> list[JointOp]:
     """Those of some ops that several ranks run together, in their order."""
-    found: list[JointOp] = []
-    rules: dict[type, ShardingRule[Any] | None] = {}
-    for op in ops:
-        kind = type(op)
-        if kind not in rules:
-            rule = RULES.of(kind)
-            rules[kind] = None if type(rule).group is ShardingRule.group else rule
-        if (own := rules[kind]) is not None and (group := own.group(op)).size > 1:
-            found.append(JointOp(op, group, own.takes(op)))
-    return found
+    rules = {kind: RULES.of(kind) for kind in {*map(type, ops)}}
+    own = {kind: rule for kind, rule in rules.items() if type(rule).group is not ShardingRule.group}
+    joint = [(op, own[type(op)]) for op in ops if type(op) in own]
+    return [JointOp(op, group, rule.takes(op)) for op, rule in joint if (group := rule.group(op)).size > 1]

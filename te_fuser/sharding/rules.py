@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
-from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.expr import Axes
 from te_fuser.formula.rows import parameter_axes
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
-from te_fuser.ops.collectives import Collective
+from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, Collective, ReduceScatter
 from te_fuser.ops.cut import COLUMN, ROW, SHARING, Cut
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
@@ -32,18 +32,15 @@ class RowRule(ShardingRule[Any]):
                     f"{who} takes two values that ranks of {ranks} have alike: x is {x}, "
                     f"{given[name].name.rsplit('/', 1)[-1]!r} is {other}"
                 )
-        if x == Shard(-1) and self._makes(op, context, lambda y: y.depth > 0):
+        made = op.on_symbols(shapes=context.shapes).values() if x in (Shard(-1), Partial()) else ()
+        if x == Shard(-1) and any(y.depth > 0 for y in made):
             raise ValueError(
                 f"{who} goes over all features of a row, and x is {x}: each rank of {ranks} would see its own alone; "
                 "put it before the features are cut, or behind their sum"
             )
-        if x == Partial() and self._makes(op, context, lambda y: y.op != "input"):
+        if x == Partial() and any(y.op != "input" for y in made):
             raise ValueError(f"{who} takes a sum, and x is {x}: put ReduceScatter or AllReduce before it")
         return x
-
-    def _makes(self, op: Any, context: ShardingContext, found: Callable[[Expr], bool]) -> bool:
-        """True where something holds of an output of the formula, whatever the number of features is."""
-        return any(map(found, op.on_symbols(shapes=context.shapes).values()))
 
     def partial_gradients(self, op: Any, x: Placement, context: ShardingContext) -> tuple[str, ...]:
         """A parameter with a number for each feature is cut as the features are."""
@@ -87,14 +84,16 @@ class CutRule(RowRule):
                 f"{context.group.title}, and x is {x}: make both alike"
             )
 
-    def local_ops(self, op: Any) -> tuple[FusableOperation, ...]:
-        return op.local_ops()  # type: ignore[no-any-return]
-
 
 class BiasRule(CutRule):
     """By column it adds to a rank's features; by row it comes behind the sum."""
 
     cut_input = COLUMN
+
+    def local_ops(self, op: Bias) -> tuple[FusableOperation, ...]:
+        if not (op.parallel_mode == COLUMN and op.is_cut):
+            return (op,)
+        return (op.with_attributes(_parallel_mode=None, features=op.share(op.features, "features")),)
 
     def cuts(self, op: Bias) -> Mapping[str, tuple[int, Group]]:
         return {"bias": (0, op.group)} if op.parallel_mode == COLUMN and op.is_cut else {}
@@ -120,6 +119,19 @@ class MatMulRule(CutRule):
 
     def local(self, op: MatMul, x: Placement, context: ShardingContext) -> FusableOperation:
         return op.with_attributes(_gathered=True) if self._takes_gathered(op, x, context) else op
+
+    def local_ops(self, op: MatMul) -> tuple[FusableOperation, ...]:
+        """AllGather, MatMul; MatMul, ReduceScatter; or AllReduceGradient, MatMul; MatMul, AllReduce."""
+        if not op.is_cut:
+            return (op,)
+        inner, outer = op.own_features
+        own = op.with_attributes(_parallel_mode=None, in_features=inner, out_features=outer)
+        group, rows = op.group, op.sequence_dim
+        if op._gathered:
+            return (own,)
+        if op.parallel_mode == COLUMN:
+            return (AllGather(group, rows) if op.sequence_parallel else AllReduceGradient(group)), own
+        return own, (ReduceScatter(group, rows) if op.sequence_parallel else AllReduce(group))
 
     def cuts(self, op: MatMul) -> Mapping[str, tuple[int, Group]]:
         return {"weight": (0 if op.parallel_mode == COLUMN else 1, op.group)} if op.is_cut else {}

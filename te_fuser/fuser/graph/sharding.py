@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.distributed.placement import Entered, Placement, Replicated, Shard
+from te_fuser.distributed.placement import Entering, Entry, Placement, Replicated, Shard
 from te_fuser.distributed.share import Share
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import LoweredOp
@@ -28,39 +28,35 @@ def add_placements(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[List
     Raises:
         ValueError: naming an op that cannot take what it gets.
     """
-    if not shared(listed):
+    entries = _entries(listed)
+    if not entries:
         return listed
     shapes = {key: p.spec.shape for key, p in call.parameters.items()}
     needing = frozenset(name for name, (_, needs) in call.named.items() if needs and call.grad)
-    return _walked(listed, shapes, needing)
-
-
-def shared(listed: Sequence[ListedOp]) -> list[Group]:
-    """The groups whose ranks share ops of the list, each once."""
-    return list(dict.fromkeys([*(listed[0].entering if listed else {}), *_taken(listed)]))
-
-
-def _taken(listed: Sequence[ListedOp]) -> dict[Group, Placement]:
-    """By the ranks that share ops of the list, what the first of these takes."""
-    found: dict[Group, Placement] = {}
-    for one in joint_ops([item.lowered.op for item in listed]):
-        if one.takes is not None:
-            found.setdefault(one.group, one.takes)
-    return found
+    return _walked(listed, entries, shapes, needing)
 
 
 def with_placements(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
     """Ops with their sums and what enters them, of a list without a call."""
-    bindings = [b for item in listed for b in item.lowered.bindings.values()] if shared(listed) else []
-    return _walked(listed, {b.key: b.shape() for b in bindings}, frozenset())
+    entries = _entries(listed)
+    bindings = [b for item in listed for b in item.lowered.bindings.values()] if entries else []
+    return _walked(listed, entries, {b.key: b.shape() for b in bindings}, frozenset())
+
+
+def _entries(listed: Sequence[ListedOp]) -> Entering:
+    """By ranks that share ops of the list, what enters it: what is known, else what the first of these ops takes."""
+    found = {**listed[0].entering} if listed else {}
+    for one in joint_ops([item.lowered.op for item in listed]):
+        if one.takes is not None:
+            found.setdefault(one.group, Entry(one.takes, one.takes))
+    return found
 
 
 def _walked(
-    listed: Sequence[ListedOp], shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
+    listed: Sequence[ListedOp], entries: Entering, shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
 ) -> Sequence[ListedOp]:
-    walks = [_Walk(listed, group, shapes, needing) for group in shared(listed)]
-    for walk in sorted(walks, key=lambda walk: not walk.start.outer):
-        listed = walk.found(listed)
+    for group, entry in sorted(entries.items(), key=lambda one: not one[1].start.outer):
+        listed = _Walk(listed, group, shapes, needing).found(entry)
     return listed
 
 
@@ -76,34 +72,26 @@ class _Walk:
     ) -> None:
         self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
         self._place = 0
-        known = listed[0].entering.get(group)
-        if known is None:
-            start = _taken(listed)[group]
-            known = Entered(start, start)
-        self._entered, self.start = known, known.start
 
-    def found(self, listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
-        """The list as it is by now, with sums, and of each op what enters it.
-
-        Of its input ranks have what is known to enter, else what the first op takes that they share.
+    def found(self, entry: Entry) -> Sequence[ListedOp]:
+        """The list with sums, and of each op what enters it, where this enters the first.
 
         Raises:
             ValueError: naming the op that does not take what it gets.
         """
-        self._listed = listed
         try:
-            return list(self._from(self._entered))
+            return list(self._from(entry))
         except ValueError as error:
             op, path = self._listed[self._place].lowered.op, self._listed[self._place].path
             raise ValueError(f"op {self._place} ({op.kind.__name__} {path!r}): {error}") from error
 
-    def _from(self, entered: Entered) -> Iterable[ListedOp]:
-        x, start, bound = entered.x, entered.start, entered.named
+    def _from(self, entry: Entry) -> Iterable[ListedOp]:
+        x, start, bound = entry.x, entry.start, entry.named
         for place, item in enumerate(self._listed):
             self._place = place
             op, low = item.lowered.op, item.lowered
             rule = rule_of(op)
-            item = replace(item, entering={**item.entering, self._group: Entered(x, start, bound)})
+            item = replace(item, entering={**item.entering, self._group: Entry(x, start, bound)})
             named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
             context = ShardingContext(self._group, start, named, shapes)
@@ -114,6 +102,8 @@ class _Walk:
             if own is not op:
                 item = replace(item, lowered=replace(low, op=own))
             drawn, x = rule.draws_for(op, x, context), rule.gives(op, x, context)
+            if not isinstance(x, Placement):
+                raise ValueError(f"{type(rule).__name__}.gives() gave {x!r}: give a Placement of te_fuser.parallel")
             bound = {**bound, **dict.fromkeys(item.names_out, x)} if item.names_out else bound
             share = None if not op.draws() or isinstance(drawn, Replicated) else _share(drawn, self._group, item.share)
             if summed or share is not None:
