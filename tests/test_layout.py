@@ -226,7 +226,7 @@ ASPECTS = {
         "overlap",
         "random_cuts",
         "ranks",
-        "spread",
+        "sharding_rules",
         "two_meshes",
         "works_with",
     },
