@@ -17,6 +17,7 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization.graphs import GraphedRegion
+from te_fuser.sharding.rule import joint_ops
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
@@ -73,7 +74,8 @@ class _Captured:
         self._modes = [m.training for m in self._modules]
         ops = [(name, m) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
         self._ops = [(name, m.facts()) for name, m in ops]
-        first = {group: name for name, m in reversed(ops) if (group := m.runs_with()) is not None}
+        names = {m: name for name, m in ops}
+        first = {one.group: names[one.op] for one in reversed(joint_ops(names))}
         self.groups = tuple(first)
         self._groups = [(name, group, group.process_group()) for group, name in first.items()]
         self._children = [child for m in self._modules for child in m._modules.values()]

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.distributed.group import has_ranks
-from te_fuser.distributed.spread import Entering
+from te_fuser.distributed.placement import Entering
 from te_fuser.facts import Facts
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.graph.spread import with_spreads
+from te_fuser.fuser.graph.sharding import with_placements
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
@@ -169,7 +169,7 @@ def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
     for is_border, run in itertools.groupby(flattener.items(), lambda item: isinstance(item, Border)):
         if not is_border:
             listed = [replace(item, entering=entering) for item in run if isinstance(item, ListedOp)]
-            known |= {_place(item): item.entering for item in with_spreads(listed)}
+            known |= {_place(item): item.entering for item in with_placements(listed)}
         entering = {}  # a module gives what nobody knows
     return known
 

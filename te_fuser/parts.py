@@ -9,7 +9,7 @@ from typing import Any, Union
 
 import torch
 
-from te_fuser.distributed.spread import Entering, entering
+from te_fuser.distributed.placement import Entering, entering
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from te_fuser.distributed.spread import CALL, Entering, entering_now
+from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of

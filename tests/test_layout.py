@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"facts", "distributed", "params", "ops", "fuser", "quantization"},
+    "capture": {"facts", "distributed", "params", "ops", "fuser", "quantization", "sharding"},
     "checkpointing": {"facts", "distributed", "params", "ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
@@ -36,6 +36,7 @@ KNOWS = {
     "distributed": {"dtypes", "formula", "config"},
     "params": {"dtypes", "formula", "facts", "distributed", "_native"},
     "ops": {"dtypes", "formula", "record", "facts", "distributed", "params", "_native"},
+    "sharding": {"distributed", "formula", "ops"},
     "codegen": {"dtypes", "formula", "config", "record", "_native"},
     "kernels": {"facts", "distributed", "params", "dtypes", "formula", "ops", "codegen", "config", "_native"},
     "fusions": {"facts", "distributed", "params", "dtypes", "formula", "ops", "codegen", "kernels"},
@@ -46,6 +47,7 @@ KNOWS = {
         "dtypes",
         "formula",
         "ops",
+        "sharding",
         "codegen",
         "kernels",
         "fusions",
@@ -68,6 +70,7 @@ KNOWS = {
         "dtypes",
         "formula",
         "ops",
+        "sharding",
         "codegen",
         "fusions",
         "fuser",
@@ -105,6 +108,7 @@ KNOWS = {
         "parts",
         "presets",
         "sequential",
+        "sharding",
     },
     "presets": {
         "facts",
@@ -224,7 +228,7 @@ ASPECTS = {
         "overlap",
         "random_cuts",
         "ranks",
-        "spread",
+        "sharding_rules",
         "two_meshes",
         "works_with",
     },

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.utils.parametrize
 
-from te_fuser.distributed.group import Group
-from te_fuser.distributed.spread import WHOLE, Spread, Told
 from te_fuser.facts import Facts
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
@@ -208,7 +206,6 @@ class FusableOperation(HoldsScales, TakesArguments):
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[str] = ""  # "input", or a named input: it moves nothing, its output is a view of that
-    ranks: ClassVar[int] = 1  # how many processes run it together
     bound_parts: ClassVar[tuple[Any, ...]] = ()  # the ops that it stands for, each a `Bound` to it
     hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
     idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
@@ -283,54 +280,6 @@ class FusableOperation(HoldsScales, TakesArguments):
         """The elementary ops this one stands for."""
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
 
-    def each_rank(self) -> tuple[FusableOperation, ...]:
-        """What each of the ranks that share this op runs in its place: one of its kind, and collectives around it.
-
-        These may read its named inputs, and hand each other values by other names, which nobody else hears of.
-        """
-        return (self,)
-
-    def shared_by(self) -> Group | None:
-        """The ranks that share it by what it says of itself, from which the spreads of a list's values follow."""
-        return None
-
-    def runs_with(self) -> Group | None:
-        """The ranks that run it together, each in the same place among what they run so; None: this process alone."""
-        return self.shared_by()
-
-    def takes_spread(self) -> Spread:
-        """What these have of the input that it takes."""
-        return WHOLE
-
-    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        """The op that each rank runs on an input that they have so; by default the same.
-
-        Raises:
-            ValueError: when they cannot.
-        """
-        return self
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """What each rank has of the outputs, where it has this of the input; all ranks the same of what is whole.
-
-        Raises:
-            ValueError: when it cannot take that; the message says what to do.
-        """
-        if any(given != WHOLE for given in (x, *told.named.values())):
-            raise ValueError(
-                f"{type(self).__name__} does not say what it makes of an input that is {x} in the ranks of "
-                f"{told.group.title}: define its spread(x, told), or put it where values are whole"
-            )
-        return WHOLE
-
-    def draws_for(self, x: Spread, told: Told) -> Spread:
-        """What each rank has of what it draws for, where it has this of the input; by default the same."""
-        return x
-
-    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
-        """Those of its parameters of whose gradient each rank has a term: whole ones, read beside what is not."""
-        return () if x == WHOLE else tuple(told.shapes)
-
     def parameter_names(self) -> tuple[str, ...]:
         """The parameters that are there, those included that torch.nn.utils.parametrize computes."""
         own = [name for name, p in self._parameters.items() if p is not None]
@@ -392,10 +341,6 @@ class FusableOperation(HoldsScales, TakesArguments):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
-        return {}
-
-    def cuts(self) -> Mapping[str, tuple[int, Group]]:
-        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
         return {}
 
     def draws(self) -> bool:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed.group import Group
-from te_fuser.distributed.spread import FEATURES, Spread, Told
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.parameters import empty, fill
@@ -49,24 +47,9 @@ class Bias(Cut, RowOp):
         """Start at 0."""
         fill(self.bias, 0.0)
 
-    def each_rank(self) -> tuple[FusableOperation, ...]:
-        own = self.parallel_mode == COLUMN and self.is_cut
-        return (self.part(features=self.share(self.features, "features")),) if own else (self,)
-
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         cut = self.parallel_mode == COLUMN
         return {"bias": (self.share(self.features, "features"),)} if cut else {}
-
-    def takes_spread(self) -> Spread:
-        return FEATURES if self.parallel_mode == COLUMN else self.between
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        if self.is_cut and self.group == told.group:
-            self.check_spread(x)
-        return super().spread(x, told)
-
-    def cuts(self) -> Mapping[str, tuple[int, Group]]:
-        return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

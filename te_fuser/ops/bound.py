@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed.group import Group
 from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.construction import constructed
@@ -176,9 +175,6 @@ class Bound(FusableOperation):
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return self.op.flops(x, parameters)
-
-    def runs_with(self) -> Group | None:
-        return self.op.runs_with()
 
     def draws(self) -> bool:
         return self.op.draws()

@@ -9,16 +9,10 @@ import torch
 
 from te_fuser.distributed.exchange import Exchange, UnderWay, exchanged
 from te_fuser.distributed.group import Group, OfRanks
-from te_fuser.distributed.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told, rows
 from te_fuser.dtypes import FLOAT8
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating, count, whole_number, yes_or_no
 from te_fuser.ops.unfused_operation import UnfusedOperation
-
-
-def _along(dim: int) -> Spread:
-    """What is cut along a dimension."""
-    return FEATURES if dim == -1 else rows(dim)
 
 
 class Carried(NamedTuple):
@@ -71,28 +65,6 @@ class Collective(OfRanks, UnfusedOperation):
     def back(self) -> Exchange | None:
         """The same of dy; None: dx = dy."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
-
-    def runs_with(self) -> Group | None:
-        return self.group if self.group.size > 1 else None
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """What is joined was cut so, what is added up were terms; those of another group change nothing."""
-        forth = self.forth
-        if self.group != told.group or self.group.size == 1:
-            return x
-        takes = WHOLE if forth is None else PARTIAL if forth.join is None else _along(forth.join)
-        if x != takes:
-            raise ValueError(
-                f"{type(self).__name__} takes what is {takes} in the ranks of {self.group.title}, and x is {x}: put it "
-                "elsewhere, or leave it to the products, which by their parallel_mode have what they need"
-            )
-        if forth is not None and forth.cut is not None:
-            return _along(forth.cut)
-        return WHOLE if self.back is None else GATHERED
-
-    @property
-    def ranks(self) -> int:  # type: ignore[override]
-        return self.group.size
 
     @property
     def views(self) -> str:  # type: ignore[override]

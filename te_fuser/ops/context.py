@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.spread import Spread, context_rows
 from te_fuser.ops.checks import yes_or_no
 
 Spans = tuple[tuple[int, int], ...]
@@ -40,10 +39,6 @@ class Context:
 
     group: Group = Group()
     balanced: bool = False
-
-    def rows(self, dim: int) -> Spread:
-        """What each rank has of what is cut so, along a dimension."""
-        return context_rows(dim, self.balanced)
 
     def spans(self, positions: int) -> Spans:
         """Where this rank's `positions` positions stand in the whole: (first, how many) of each block."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-import torch
-
-from te_fuser.distributed.group import Group, OfRanks
-from te_fuser.distributed.spread import WHOLE, Spread, Told, rows
-from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.distributed.group import OfRanks
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.checks import whole_number, yes_or_no
 
 COLUMN, ROW = "column", "row"
@@ -22,8 +18,8 @@ Sharing = TypeVar("Sharing", bound="Cut")
 class Cut(OfRanks, FusableOperation):
     """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
 
-    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place what
-    `each_rank()` gives: the op of a rank's share, and the collectives around it.
+    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place
+    the op of a rank's share, and collectives around it: see `te_fuser.sharding`.
 
     Attributes:
         parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;
@@ -92,62 +88,11 @@ class Cut(OfRanks, FusableOperation):
             )
         return size // ranks
 
-    def part(self: Op, **sizes: int) -> Op:
-        """The op as one rank has it: with other sizes, over the same parameters, and known to no group."""
-        return self.with_attributes(_parallel_mode=None, **sizes)
-
     def shared_as(self: Sharing, other: Cut) -> Sharing:
         """This op, shared by the same ranks in the same way as another one."""
         for name in SHARING:
             setattr(self, name, getattr(other, name))
         return self
-
-    def shared_by(self) -> Group | None:
-        group = self._group
-        return group if group.size > 1 and (self.parallel_mode or self.sequence_parallel) else None
-
-    @property
-    def between(self) -> Spread:
-        """What each rank has of a value that is not cut by features."""
-        return rows(self.sequence_dim) if self.sequence_parallel else WHOLE
-
-    def takes_spread(self) -> Spread:
-        return self.between
-
-    def check_spread(self, x: Spread) -> None:
-        """Refuse an input of which ranks have something else than it takes.
-
-        Raises:
-            ValueError: saying both.
-        """
-        wanted = self.takes_spread()
-        if x != wanted:
-            said = [f"{name}={getattr(self, name)!r}" for name in SHARING if name != "group" and getattr(self, name)]
-            raise ValueError(
-                f"{type(self).__name__} with {', '.join(said)} takes what is {wanted} in the ranks of "
-                f"{self.group.title}, and x is {x}: make both alike"
-            )
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        if self.sequence_parallel and self.parallel_mode is None and self.group == told.group:
-            self.check_spread(x)
-        return super().spread(x, told)
-
-    def infer(self, x: Spec) -> Any:
-        ops = self.each_rank()
-        if ops == (self,):
-            return super().infer(x)
-        for op in ops:
-            x = op.specs(x)["output"]
-        return x
-
-    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
-        ops: Sequence[FusableOperation] = self.each_rank()
-        if ops == (self,):
-            return super().reference(call, x)
-        for op in ops:
-            x = op.reference(call, x)
-        return x
 
     def extra_repr(self) -> str:
         own = super().extra_repr()

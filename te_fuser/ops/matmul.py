@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
-from te_fuser.distributed.group import Group
-from te_fuser.distributed.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told
-from te_fuser.ops.base import FusableOperation, Gradient, Spec
+from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
-from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, ReduceScatter
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
 from te_fuser.ops.parameters import alike, empty, randomized
@@ -134,54 +131,13 @@ class MatMul(Cut, UnfusedOperation):
         inner = self.share(self.in_features, "in_features") if mode == ROW else self.in_features
         return inner, self.share(self.out_features, "out_features") if mode == COLUMN else self.out_features
 
-    def each_rank(self) -> tuple[FusableOperation, ...]:
-        """AllGather, MatMul; MatMul, ReduceScatter; or AllReduceGradient, MatMul; MatMul, AllReduce."""
-        if not self.is_cut:
-            return (self,)
-        inner, outer = self.own_features
-        own, group, rows = self.part(in_features=inner, out_features=outer), self.group, self.sequence_dim
-        if self._gathered:
-            return (own,)
-        if self.parallel_mode == COLUMN:
-            return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
-        return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
-
-    def takes_spread(self) -> Spread:
-        return FEATURES if self.parallel_mode == ROW else self.between
-
-    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        return self.with_attributes(_gathered=True) if self._takes_gathered(x, told) else self
-
-    def _takes_gathered(self, x: Spread, told: Told) -> bool:
-        return x == GATHERED and self.is_cut and self.parallel_mode == COLUMN and self.group == told.group
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
-        if self.is_cut and self.group == told.group:
-            if not self._takes_gathered(x, told):
-                self.check_spread(x)
-            return FEATURES if self.parallel_mode == COLUMN else self.between
-        if x == FEATURES:
-            return PARTIAL
-        if x == WHOLE or x.by_rows:
-            return x
-        raise ValueError(f"MatMul takes whole rows, and x is {x}: set its parallel_mode, or put AllReduce before it")
-
-    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
-        return () if self.is_cut and self.group == told.group or x == FEATURES else super().summed(x, told)
-
     def infer(self, x: Spec) -> Spec:
-        if self.is_cut:
-            return super().infer(x)  # type: ignore[no-any-return]
         check_floating(x)
         check_features(self, x, self.in_features)
         return x.with_features(self.out_features)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"weight": self.own_features[::-1]}
-
-    def cuts(self) -> Mapping[str, tuple[int, Group]]:
-        return {"weight": (0 if self.parallel_mode == COLUMN else 1, self.group)} if self.is_cut else {}
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         inner, outer = self.own_features

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.distributed.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
 from te_fuser.ops.tensor_function import TorchFunction
@@ -49,12 +48,6 @@ class Reshape(UnfusedOperation):
         except ValueError as error:
             raise ValueError(f"{type(self).__name__} cannot take an input of shape {list(x.shape)}: {error}") from error
         return Spec(shape, x.dtype, x.device)
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As x, where what is cut is none of the dimensions that become others."""
-        if x in (WHOLE, GATHERED) or x.by_rows and x.dim in self.kept():
-            return x
-        return super().spread(x, told)
 
     def kept(self) -> range:
         """The dimensions that stay, counted from the front."""
@@ -105,11 +98,6 @@ class Flatten(Reshape):
     def kept(self) -> range:
         return range(max(self.start_dim, 0))
 
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """Of blocks of features that are cut, features that are cut; else as x."""
-        blocks = x.dim == self.start_dim < 0 and self.end_dim == -1
-        return FEATURES if blocks else super().spread(x, told)
-
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> Flatten:
         return cls(**{"start_dim": 0, "end_dim": -2, **changed})
@@ -143,11 +131,6 @@ class Unflatten(Reshape):
 
     def kept(self) -> range:
         return range(sys.maxsize if self.dim == -1 else max(self.dim, 0))
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """Of features that are cut, blocks that are cut; else as x."""
-        blocks = x == FEATURES and self.dim == -1 and self.unflattened_size[0] == -1
-        return rows(-len(self.unflattened_size)) if blocks else super().spread(x, told)
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> Unflatten:

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed.spread import Spread, Told
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
-from te_fuser.ops.context import Context
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
 
@@ -103,20 +101,6 @@ class RotaryByAngles(OfPositions):
     @property
     def sequence_dim(self) -> int:
         return LAYOUTS[self._order][0]
-
-    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        if not (x.outer and x.dim == self.sequence_dim):
-            return super().of_rank(x, told)
-        if self.starts is not None:
-            raise ValueError(
-                f"{type(self).__name__} turns by starts={self.starts!r}, and the ranks of {told.group.title} cut the "
-                "sequence: leave one out"
-            )
-        return self.with_attributes(_context=Context(told.group, x.balanced))
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As x: rows turn by where they stand in the whole."""
-        return x if x.outer and self.shared_by() is None else super().spread(x, told)
 
     def infer(self, x: Spec) -> Spec:
         """As x."""

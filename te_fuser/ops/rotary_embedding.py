@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed.spread import Spread, Told
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
 from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import finite_number, whole_number
-from te_fuser.ops.context import Context, Spans, blocks_of
+from te_fuser.ops.context import Spans, blocks_of
 from te_fuser.ops.parameters import alike
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
@@ -187,15 +186,6 @@ class RotaryEmbedding(OfPositions):
     @property
     def sequence_dim(self) -> int:
         return LAYOUTS[self.layout][0]
-
-    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
-        if x.outer and x.dim == self.sequence_dim:
-            return self.with_attributes(_context=Context(told.group, x.balanced))
-        return super().of_rank(x, told)
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As x: rows turn by where they stand in the whole."""
-        return x if x.outer and self.shared_by() is None else super().spread(x, told)
 
     def spans(self, positions: int) -> Spans:
         """The positions of so many rows: (first, how many) of each block."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.distributed.spread import FEATURES, PARTIAL, Spread, Told
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.expr import Axes
@@ -99,14 +98,32 @@ class RowOp(FusableOperation):
 
     def _width(self, features: int) -> int:
         """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
-        given = self.named_inputs()
-        arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
+        y = self.on_symbols(features).get("output")
+        return features if y is None or not y.axes & Axes.FEATURE else y.width
+
+    def on_symbols(
+        self, features: int | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, expr.Expr]:
+        """What the formula makes of symbols, by output; nothing, where it cannot be read (planning says why).
+
+        Args:
+            features: how many x has; None: as many as the longest of the parameters.
+            shapes: of parameters, where the op itself does not hold them.
+        """
+        given, shapes = self.named_inputs(), shapes or {}
+        if features is None:
+            features = max([n for shape in shapes.values() if (n := math.prod(shape)) > 1], default=_SOME)
+        arguments = [
+            expr.leaf(name, parameter_axes(shapes[name]), math.prod(shapes[name]))
+            if name in shapes
+            else self._symbol(name, given.get(name), features)
+            for name in self.arguments()
+        ]
         try:
-            made = self.compute(expr.leaf("x", Axes.FULL, features), *arguments)
-            y = expr.lift(self.given_by(made, "compute()")["output"])
+            made = self.given_by(self.compute(expr.leaf("x", Axes.FULL, features), *arguments), "compute()")
+            return {name: expr.lift(y) for name, y in made.items()}
         except (ValueError, TypeError, AttributeError):
-            return features
-        return y.width if y.axes & Axes.FEATURE else features
+            return {}
 
     def _symbol(self, name: str, given: NamedInput | None, features: int) -> expr.Expr | None:
         """An argument of compute as a symbol, as far as the op alone knows it."""
@@ -114,47 +131,6 @@ class RowOp(FusableOperation):
         if isinstance(tensor, torch.Tensor):
             return expr.leaf(name, parameter_axes(tensor.shape), tensor.numel())
         return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As the input's, where the formula extends over no more than a rank has."""
-        given = self.named_inputs()
-        for name, other in told.named.items():
-            if given[name].axes == Axes.FULL and other != x:
-                raise ValueError(
-                    f"{type(self).__name__} takes two values that ranks of {told.group.title} have alike: x is {x}, "
-                    f"{given[name].name.rsplit('/', 1)[-1]!r} is {other}"
-                )
-        if x == FEATURES and self._made(told, lambda y: y.depth > 0):
-            raise ValueError(
-                f"{type(self).__name__} goes over all features of a row, and x is {x}: each rank of "
-                f"{told.group.title} would see its own alone; put it before the features are cut, or behind their sum"
-            )
-        if x == PARTIAL and self._made(told, lambda y: y.op != "input"):
-            raise ValueError(
-                f"{type(self).__name__} takes a sum, and x is {x}: put ReduceScatter or AllReduce before it"
-            )
-        return x
-
-    def _made(self, told: Told, found: Callable[[expr.Expr], bool]) -> bool:
-        """Whether something holds of what the formula makes of whatever features."""
-        sizes = {name: math.prod(shape) for name, shape in told.shapes.items()}
-        width, given = max([n for n in sizes.values() if n > 1], default=_SOME), self.named_inputs()
-        arguments = [
-            expr.leaf(name, parameter_axes(told.shapes[name]), sizes[name])
-            if name in sizes
-            else self._symbol(name, given.get(name), width)
-            for name in self.arguments()
-        ]
-        try:
-            made = self.given_by(self.compute(expr.leaf("x", Axes.FULL, width), *arguments), "compute()")
-        except (ValueError, TypeError, AttributeError):
-            return False  # planning says why
-        return any(found(expr.lift(y)) for y in made.values())
-
-    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
-        """A parameter with a number for each feature is cut as the features are."""
-        names = super().summed(x, told)
-        return tuple([n for n in names if x != FEATURES or parameter_axes(told.shapes[n]) == Axes.NONE])
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output.

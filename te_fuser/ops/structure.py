@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.distributed.spread import Spread, Told
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
@@ -108,10 +107,6 @@ class Take(UnfusedOperation):
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec:
         """What is taken, as it is."""
         return inputs["value"]
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """That of what is taken; of what the call gives as of the list's input."""
-        return told.named.get("value", told.start)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         return (Gradient(("value",), (), "value_gradient"),)

@@ -16,6 +16,7 @@ from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import DotProductAttention
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention
+from te_fuser.sharding.rule import rule_of
 
 
 def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
@@ -38,7 +39,7 @@ def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: b
     for module in [*model.modules()]:
         if not (isinstance(module, Bound) and isinstance(module.owner, Preset)):
             continue
-        for name, (dim, _) in module.op.cuts().items():
+        for name, (dim, _) in rule_of(module.op).cuts(module.op).items():
             for owner, of in owners(module, name):
                 distribute(owner, of, mesh, dim, parts.get(owner, {}).get(of, 1))
 

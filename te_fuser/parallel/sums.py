@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.flatten import flatten
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.graph.spread import with_spreads
+from te_fuser.fuser.graph.sharding import with_placements
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.params.gradient_sums import LEFT
@@ -47,7 +47,7 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
 def _summed(model: torch.nn.Module) -> Iterator[Binding]:
     """The parameters whose gradients lists would add up."""
     for listed in _lists(model):
-        for item in with_spreads(listed):
+        for item in with_placements(listed):
             yield from (b for name in item.summed if not isinstance(b := item.lowered.bindings[name], GivenBinding))
 
 

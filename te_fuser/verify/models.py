@@ -27,6 +27,7 @@ from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.row_op import RowOp
 from te_fuser.parts import Group, walk_parts
 from te_fuser.sequential import Sequential
+from te_fuser.sharding.rule import rule_of
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.promises import memory_of, run_watched
 
@@ -404,7 +405,8 @@ def example_call(
             drawn = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng, device=rng.device)
             inputs[name] = drawn.to(device, dtype)
             differentiable |= {name} if given.gradient else set()
-        spec = op.specs(spec)["output"]
+        for one in (op,) if op.named_inputs() else rule_of(op).local_ops(op):  # which may exchange these, by names
+            spec = one.specs(spec)["output"]
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.

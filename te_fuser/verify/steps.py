@@ -32,6 +32,7 @@ from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
 from te_fuser.params.main_grad import caught
+from te_fuser.sharding.rule import joint_ops
 from te_fuser.verify.promises import Promises
 from te_fuser.verify.report import VerificationError
 
@@ -147,7 +148,7 @@ class _CheckedRunner:
         self.inputs = [(name, ref, slots[ref]) for name, ref in step.inputs]
         self.outputs = [(ref, slots[ref]) for ref in step.writes()]
         self.into_main_grad = self._into_main_grad()
-        self.together = any(node.op.ranks > 1 for node in self.nodes)
+        self.together = any(one.takes is None for one in joint_ops([node.op for node in self.nodes]))
         self.label = self.promises.label
 
     def __call__(self, slots: Slots) -> None:

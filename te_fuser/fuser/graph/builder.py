@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.graph import Graph, Node, Value
 from te_fuser.fuser.graph.listed import outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.names import Names
-from te_fuser.fuser.graph.spread import gradient_sums
+from te_fuser.fuser.graph.sharding import gradient_sums
 from te_fuser.ops.row_op import RowOp
 from te_fuser.params.binding import standing_in
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from te_fuser.sharding.rule import rule_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,7 +38,7 @@ def _check(place: int, item: ListedOp, name: str, lies: Lies) -> None:
             f"{here}: accumulate_into_main_grad takes plain parameters, and {name} is a DTensor: leave it out, and "
             "autograd gives its gradient"
         )
-    cut = op.cuts().get(name)
+    cut = rule_of(op).cuts(op).get(name)
     if lies.is_whole() if cut is None else lies.is_cut(*cut):
         return
     takes = "whole in each rank" if cut is None else f"cut along dimension {cut[0]} by the ranks of {cut[1].title}"

@@ -19,8 +19,8 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
+    from te_fuser.distributed.placement import Entering
     from te_fuser.distributed.share import Share
-    from te_fuser.distributed.spread import Entering
     from te_fuser.ops.sizes import Questions
     from te_fuser.params.binding import Binding, Key, StandIns
 

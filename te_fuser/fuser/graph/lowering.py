@@ -13,10 +13,9 @@ from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.distributed import distributed
-from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import record_start, run_passes
-from te_fuser.fuser.graph.spread import spread
+from te_fuser.fuser.graph.sharding import add_collectives, add_placements
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
@@ -35,9 +34,9 @@ def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[Listed
 PASSES: Mapping[str, Pass] = {
     "drop no-ops": without_idle,
     "check DTensors": distributed,
-    "shard": spread,
+    "place on ranks": add_placements,
     "autocast": autocast,
-    "parts of ranks": each_rank,
+    "add collectives": add_collectives,
 }
 
 

@@ -23,6 +23,7 @@ from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels import peers
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.sharding.rule import rule_of
 
 if TYPE_CHECKING:
     from te_fuser.distributed.exchange import Exchange
@@ -66,8 +67,8 @@ def why_not(options: Options, graph: Graph, group: Group) -> str | None:
 
 def go_by_copies(problem: Problem, node: Node) -> bool:
     """True where an op of ranks exchanges by copies."""
-    group = node.op.runs_with()
-    return group is not None and why_not(problem.options, problem.graph, group) is None
+    group = rule_of(node.op).group(node.op)
+    return group.size > 1 and why_not(problem.options, problem.graph, group) is None
 
 
 def _pairs(steps: Sequence[Step]) -> list[_Pair]:
@@ -77,8 +78,9 @@ def _pairs(steps: Sequence[Step]) -> list[_Pair]:
         ref, task = started(step), step.task
         if ref is None or not isinstance(task, OpTask) or not isinstance(task.node.op, UnfusedOperation):
             continue
-        exchange, group = task.node.op.exchange(task.gradient is not None), task.node.op.runs_with()
-        if exchange is not None and group is not None and ref in waits:
+        op = task.node.op
+        exchange, group = op.exchange(task.gradient is not None), rule_of(op).group(op)
+        if exchange is not None and group.size > 1 and ref in waits:
             found.append(_Pair(k, waits[ref], exchange, group))
     return found
 

@@ -15,6 +15,7 @@ from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.sharding.rule import rule_of
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
@@ -204,12 +205,11 @@ class Prices:
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
         """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
         assert isinstance(node.op, UnfusedOperation)
-        group = node.op.runs_with()
-        sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs)) if group else 0.0
+        sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
         if node.op.views and not sent:
             return Cost(launches=0)
         c = self.of_launch(inputs, outputs, flops_of(self.graph, [node]) * work)
-        if group and sent:
+        if sent and (group := rule_of(node.op).group(node.op)).size > 1:
             c = replace(c, sent=sent, ranks=group.size, beside=1.0, hidden=self._hidden(outputs))
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
         if not extra:

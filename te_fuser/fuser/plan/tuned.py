@@ -16,6 +16,7 @@ import torch
 
 from te_fuser.codegen.entry_file import EntryFile, Stores
 from te_fuser.ops.sizes import on_grid
+from te_fuser.sharding.rule import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -39,10 +40,12 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
     graph = graph.rounded()
     rows = math.prod(map(on_grid, graph.values[0].spec.shape[:-1]))
     described: list[Any] = [_FORMAT, memory, kernels, rows.bit_length()]
+    joint = joint_ops([node.op for node in graph.nodes])
+    exchanging = {one.op: [one.group.size] for one in joint if one.takes is None}
     for node in graph.nodes:
         spec = graph.values[node.output].spec
         parameters = [(graph.parameter_specs[p].shape, graph.parameter_needs[p]) for p in node.parameters.values()]
-        among = [node.op.ranks] if node.op.ranks > 1 else []
+        among = exchanging.get(node.op, [])
         described.append((node.op.kind.__name__, spec.features, str(spec.dtype), node.draws, parameters, *among))
         described.append([graph.values[v].index for v in (node.input, *node.named_in.values())])
     described.append([v.needs_grad for v in graph.values])

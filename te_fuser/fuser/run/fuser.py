@@ -15,7 +15,7 @@ from te_fuser.config import config
 from te_fuser.distributed import telling
 from te_fuser.distributed.dtensor import is_dtensor, waited
 from te_fuser.distributed.group import has_ranks
-from te_fuser.distributed.spread import Entering, entering_now
+from te_fuser.distributed.placement import Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.builder import GraphBuilder

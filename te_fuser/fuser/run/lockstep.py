@@ -19,6 +19,7 @@ from te_fuser.distributed import stuck, telling
 from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
 from te_fuser.params.gradient_sums import is_left
+from te_fuser.sharding.rule import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
     """The groups of ranks that run ops of a list together."""
-    found = (group for item in listed for group in (*item.entering, item.lowered.op.runs_with()))
-    return tuple(dict.fromkeys(group for group in found if group is not None and group.size > 1))
+    joint = joint_ops([item.lowered.op for item in listed])
+    return tuple(dict.fromkeys([*[group for item in listed for group in item.entering], *[one.group for one in joint]]))
 
 
 def begin(groups: Sequence[Group], call: Call) -> None:

@@ -21,6 +21,7 @@ from te_fuser.kernels import scale_of_amax
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.params.joined import kept_in_parts, whole_again
 from te_fuser.params.main_grad import is_absent
+from te_fuser.sharding.rule import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
@@ -350,8 +351,8 @@ def _zeroed(segment: SegmentPlan, zeroed: Container[Ref]) -> tuple[int, ...]:
 
 def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
     """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
-    together = (g for g in (n.op.runs_with() for n in graph.nodes) if g is not None and g.size > 1)
-    made = replace(made, groups=tuple(dict.fromkeys(together)))
+    joint = joint_ops([n.op for n in graph.nodes])
+    made = replace(made, groups=tuple(dict.fromkeys([one.group for one in joint])))
     if graph.sums:
         made = replace(made, sums=_sums(graph, segment))
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.distributed.spread import PARTIAL, Spread, Told
 from te_fuser.ops.attention.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfHeads
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
@@ -80,10 +79,6 @@ class HeadNorm(OfHeads):
         """As x."""
         check_features(self, x, (self.heads + 2 * (self.kv_heads or 0)) * self.head_dim)
         return x
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As x: each head is normed by itself."""
-        return super().spread(x, told) if x == PARTIAL else x
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(self._names(), (self.head_dim,))

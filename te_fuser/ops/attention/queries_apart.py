@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from te_fuser.distributed.spread import PARTIAL, Spread, Told
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.attention.of_heads import OfHeads
 from te_fuser.ops.base import OpCall, Spec
@@ -46,10 +45,6 @@ class QueriesApart(OfHeads):
         check_features(self, x, self._heads().features)
         sizes = {"output": self.heads * self.head_dim, "key_value": 2 * self.kv_heads * self.head_dim}
         return {name: replace(x, shape=(*x.shape[:-1], size)) for name, size in sizes.items()}
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        """As x: rows stay by themselves."""
-        return super().spread(x, told) if x == PARTIAL else x
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = self._by_group(x, self.heads + 2 * self.kv_heads).split(self._counts, -2)

@@ -1,13 +1,15 @@
-"""What each rank has of every value of a list, as a pass: what cannot be is refused, and sums of gradients follow."""
+"""Ops that ranks share, as two passes: what each rank has of every value, and what each rank runs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.distributed.placement import Entering, Entry, Placement, Replicated, Shard
 from te_fuser.distributed.share import Share
-from te_fuser.distributed.spread import FEATURES, GATHERED, WHOLE, Entered, Spread, Told
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.base import LoweredOp
+from te_fuser.sharding.rule import ShardingContext, joint_ops, rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from te_fuser.params.binding import Key
 
 
-def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+def add_placements(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list, each op with those of its parameters whose gradients are to be added up over ranks that share the list.
 
     What draws gets what a rank has of its input.
@@ -26,32 +28,35 @@ def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     Raises:
         ValueError: naming an op that cannot take what it gets.
     """
-    if not shared(listed):
+    entries = _entries(listed)
+    if not entries:
         return listed
     shapes = {key: p.spec.shape for key, p in call.parameters.items()}
     needing = frozenset(name for name, (_, needs) in call.named.items() if needs and call.grad)
-    return _walked(listed, shapes, needing)
+    return _walked(listed, entries, shapes, needing)
 
 
-def shared(listed: Sequence[ListedOp]) -> list[Group]:
-    """The groups whose ranks share ops of the list, each once."""
-    entering = listed[0].entering if listed else {}
-    groups = dict.fromkeys([*entering, *[item.lowered.op.shared_by() for item in listed]])
-    return [group for group in groups if group is not None]
-
-
-def with_spreads(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
+def with_placements(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
     """Ops with their sums and what enters them, of a list without a call."""
-    bindings = [b for item in listed for b in item.lowered.bindings.values()] if shared(listed) else []
-    return _walked(listed, {b.key: b.shape() for b in bindings}, frozenset())
+    entries = _entries(listed)
+    bindings = [b for item in listed for b in item.lowered.bindings.values()] if entries else []
+    return _walked(listed, entries, {b.key: b.shape() for b in bindings}, frozenset())
+
+
+def _entries(listed: Sequence[ListedOp]) -> Entering:
+    """By ranks that share ops of the list, what enters it: what is known, else what the first of these ops takes."""
+    found = {**listed[0].entering} if listed else {}
+    for one in joint_ops([item.lowered.op for item in listed]):
+        if one.takes is not None:
+            found.setdefault(one.group, Entry(one.takes, one.takes))
+    return found
 
 
 def _walked(
-    listed: Sequence[ListedOp], shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
+    listed: Sequence[ListedOp], entries: Entering, shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
 ) -> Sequence[ListedOp]:
-    walks = [_Walk(listed, group, shapes, needing) for group in shared(listed)]
-    for walk in sorted(walks, key=lambda walk: not walk.start.outer):
-        listed = walk.found(listed)
+    for group, entry in sorted(entries.items(), key=lambda one: not one[1].start.outer):
+        listed = _Walk(listed, group, shapes, needing).found(entry)
     return listed
 
 
@@ -67,56 +72,52 @@ class _Walk:
     ) -> None:
         self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
         self._place = 0
-        known = listed[0].entering.get(group)
-        if known is None:
-            start = next(op for item in listed if (op := item.lowered.op).shared_by() == group).takes_spread()
-            known = Entered(start, start)
-        self._entered, self.start = known, known.start
 
-    def found(self, listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
-        """The list as it is by now, with sums, and of each op what enters it.
-
-        Of its input ranks have what is known to enter, else what the first op takes that they share.
+    def found(self, entry: Entry) -> Sequence[ListedOp]:
+        """The list with sums, and of each op what enters it, where this enters the first.
 
         Raises:
             ValueError: naming the op that does not take what it gets.
         """
-        self._listed = listed
         try:
-            return list(self._from(self._entered))
+            return list(self._from(entry))
         except ValueError as error:
             op, path = self._listed[self._place].lowered.op, self._listed[self._place].path
             raise ValueError(f"op {self._place} ({op.kind.__name__} {path!r}): {error}") from error
 
-    def _from(self, entered: Entered) -> Iterable[ListedOp]:
-        x, start, bound = entered.x, entered.start, entered.named
+    def _from(self, entry: Entry) -> Iterable[ListedOp]:
+        x, start, bound = entry.x, entry.start, entry.named
         for place, item in enumerate(self._listed):
             self._place = place
             op, low = item.lowered.op, item.lowered
-            item = replace(item, entering={**item.entering, self._group: Entered(x, start, bound)})
+            rule = rule_of(op)
+            item = replace(item, entering={**item.entering, self._group: Entry(x, start, bound)})
             named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
-            told = Told(self._group, start, named, shapes)
+            context = ShardingContext(self._group, start, named, shapes)
             self._check_gradients(item, x)
             # Of sequences that are cut for the whole model an engine adds up all gradients, as of samples.
-            summed = {} if start.outer else dict.fromkeys(op.summed(x, told), self._group)
-            own = op.of_rank(x, told)
+            summed = {} if start.outer else dict.fromkeys(rule.partial_gradients(op, x, context), self._group)
+            own = rule.local(op, x, context)
             if own is not op:
                 item = replace(item, lowered=replace(low, op=own))
-            drawn, x = op.draws_for(x, told), op.spread(x, told)
+            drawn, x = rule.draws_for(op, x, context), rule.gives(op, x, context)
+            if not isinstance(x, Placement):
+                raise ValueError(f"{type(rule).__name__}.gives() gave {x!r}: give a Placement of te_fuser.parallel")
             bound = {**bound, **dict.fromkeys(item.names_out, x)} if item.names_out else bound
-            share = None if not op.draws() or drawn in (WHOLE, GATHERED) else _share(drawn, self._group, item.share)
+            share = None if not op.draws() or isinstance(drawn, Replicated) else _share(drawn, self._group, item.share)
             if summed or share is not None:
                 item = replace(item, summed={**item.summed, **summed}, share=share or item.share)
             yield item
 
-    def _check_gradients(self, item: ListedOp, x: Spread) -> None:
+    def _check_gradients(self, item: ListedOp, x: Placement) -> None:
         """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
         for argument, name in item.names_in.items() if self._needing else ():
             axes = _axes(item.lowered.op, argument)
             if name not in self._needing or axes is None:
                 continue
-            missing = Axes.FEATURE if x == FEATURES else Axes.OUTER if x.by_rows or x == GATHERED else None
+            by_rows = x.by_rows or x == Replicated(gathered=True)
+            missing = Axes.FEATURE if x == Shard(-1) else Axes.OUTER if by_rows else None
             if missing is not None and not axes & missing:
                 raise ValueError(
                     f"{name.rsplit('/', 1)[-1]!r} needs a gradient, of which each rank has a term alone, as x is {x}: "
@@ -124,14 +125,14 @@ class _Walk:
                 )
 
 
-def _share(x: Spread, group: Group, other: Share | None) -> Share:
+def _share(x: Placement, group: Group, other: Share | None) -> Share:
     """What a rank has of an op's input, for what the op draws; `other`: by groups that cut sequences before.
 
     Raises:
         ValueError: where rows are cut along two dimensions.
     """
     known = other or Share()
-    if x.dim is None:
+    if not (isinstance(x, Shard) and x.by_rows):
         return replace(known, columns=(group, *known.columns))
     if known.rows and known.dim != x.dim:
         raise ValueError(
@@ -142,6 +143,41 @@ def _share(x: Spread, group: Group, other: Share | None) -> Share:
 
 def _axes(op: FusableOperation, argument: str) -> Axes | None:
     return op.named_inputs()[argument].axes
+
+
+def add_collectives(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list as each rank runs it.
+
+    Raises:
+        ValueError: when an op cannot be cut into equal parts.
+    """
+    if not [item for item in listed if item.entering]:
+        return listed
+    return [new for place, item in enumerate(listed) for new in _on_rank(place, item)]
+
+
+def _on_rank(place: int, item: ListedOp) -> Iterable[ListedOp]:
+    op = item.lowered.op
+    try:
+        ops = rule_of(op).local_ops(op)
+    except ValueError as error:
+        raise ValueError(f"op {place} ({op.kind.__name__} {item.path!r}): {error}") from error
+    if ops == (op,):
+        yield item
+        return
+    read = {given.name: item.names_in[argument] for argument, given in op.named_inputs().items()}
+    for one in ops:
+        names_in = {
+            argument: read.get(given.name, f"{item.path}//{given.name}")
+            for argument, given in one.named_inputs().items()
+        }
+        if one.kind is op.kind:
+            yield replace(item, lowered=replace(item.lowered, op=one), names_in=names_in)
+            continue
+        one.train(op.training)
+        names_out = tuple([f"{item.path}//{name}" for name in one.named_outputs()])
+        lowered, path = LoweredOp(one, {}), f"{item.path}.{one.kind.role}"
+        yield replace(item, lowered=lowered, path=path, names_in=names_in, names_out=names_out, casts={}, summed={})
 
 
 def gradient_sums(listed: Sequence[ListedOp], numbers: Mapping[Key, int]) -> dict[int, Group]:

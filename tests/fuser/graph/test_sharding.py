@@ -164,7 +164,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an op that does not say what it makes": (
         lambda: planned(column(), Opaque(), row()),
-        "Opaque does not say what it makes of an input that is cut by features in the ranks of tp: define its spread",
+        "Opaque does not say what it makes of an input that is cut by features in the ranks of tp: give it a rule by "
+        "@te_fuser.parallel.sharding_rule(...), or put it where values are whole",
     ),
     "slopes of all heads": (
         lambda: planned(column(outer=3 * F), heads(scores=ops.AttentionScores(alibi=True)), row(F)),

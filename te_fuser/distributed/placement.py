@@ -1,0 +1,111 @@
+"""Placement: what each rank of a group has of a value, and what is known of that where a part of a list begins."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_fuser.distributed.group import Group
+
+
+class Placement:
+    """What each rank of a group has of a value; of its gradient the same where nothing else is said."""
+
+    outer: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        """True where each rank has its part of the rows."""
+        return False
+
+
+@dataclass(frozen=True)
+class Replicated(Placement):
+    """All ranks have the same.
+
+    Attributes:
+        gathered: whether each goes on with it in its own way, so that the gradient is `Partial`.
+    """
+
+    gathered: bool = False
+
+    def __str__(self) -> str:
+        return "whole, and gone on with in each rank's own way" if self.gathered else "whole"
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """Each rank has its part along a dimension.
+
+    Attributes:
+        dim: that of the features is -1; any other is one of the rows.
+        outer: whether it is cut for the whole list, before other ranks cut what is left of it.
+        balanced: see `Context`.
+    """
+
+    dim: int
+    outer: bool = False
+    balanced: bool = False
+
+    @property
+    def by_rows(self) -> bool:
+        return self.dim != -1
+
+    def __str__(self) -> str:
+        if self.outer:
+            blocks = "in two blocks for each rank" if self.balanced else "in a block for each rank"
+            return f"cut by sequences along dimension {self.dim}, {blocks}"
+        return f"cut by rows along dimension {self.dim}" if self.by_rows else "cut by features"
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """Each rank has a term of a sum over the ranks; the gradient is whole."""
+
+    def __str__(self) -> str:
+        return "a term of a sum over the ranks"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What each rank has where a part of a list begins.
+
+    Attributes:
+        x: of what enters it.
+        start: of the input of the whole list.
+        named: by name, of what ops before it have named.
+    """
+
+    x: Placement
+    start: Placement
+    named: Mapping[str, Placement] = field(default_factory=dict)
+
+
+Entering = Mapping[Group, Entry]
+
+
+class _Call(threading.local):
+    module: Any = None
+    entering: Entering = {}
+
+
+CALL = _Call()  # the module that a list calls, and what enters it there
+
+
+@contextlib.contextmanager
+def entering(module: Any, known: Entering) -> Iterator[None]:
+    """In here a call of this module, an op or a list, is told what enters it; others in there are not."""
+    before = CALL.module, CALL.entering
+    CALL.module, CALL.entering = module, known
+    try:
+        yield
+    finally:
+        CALL.module, CALL.entering = before
+
+
+def entering_now(module: Any) -> Entering:
+    """What enters a module in the list that calls it; nothing is known where none does."""
+    return CALL.entering if CALL.module is module else {}
