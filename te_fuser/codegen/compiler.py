@@ -168,11 +168,6 @@ def _publish(library: Path, names: Sequence[Path]) -> None:
 # ------------------------------------------------------------------------------------------------ compiling
 
 
-def _unit(kernels: Sequence[CppKernel]) -> str:
-    """One translation unit; its line numbers count within each kernel, under the kernel's symbol."""
-    return "\n".join(['#include "te_cpu.h"', *(f'#line 1 "{k.symbol}"\n{k.source}' for k in kernels)])
-
-
 def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[Path]) -> None:
     """Compile the kernels together, into one file with all these names.
 
@@ -182,7 +177,9 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
     folder = names[0].parent
     with tempfile.TemporaryDirectory(prefix="unit-", dir=folder) as work:
         source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
-        source.write_text(_unit(kernels))
+        # One translation unit; its line numbers count within each kernel, under the kernel's symbol.
+        texts = [f'#line 1 "{k.symbol}"\n{k.source}' for k in kernels]
+        source.write_text("\n".join(['#include "te_cpu.h"', *texts]))
         command = [compiler.path, *compiler.flags, "-I", str(INCLUDE), str(source), "-o", str(library)]
         # A session of its own: Ctrl-C is for the caller, who may want to save something, not for the compiler. What it
         # writes on its way goes where the rest does, so that one folder needs room.
@@ -245,11 +242,13 @@ def load(
     if compiler is None:
         raise NoCompiler(why_no_compiler())
     with _lock:
-        keyed = [(_key(kernel, compiler), kernel) for kernel in map(_generate, descriptions)]
-        wanted = {key: kernel for key, kernel in keyed if key not in _loaded}
+        kernels = [_generate(d) for d in descriptions]
+        texts = [f"{kernel.source}\n{compiler.identity}".encode() for kernel in kernels]
+        keys = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
+        wanted = {key: kernel for key, kernel in zip(keys, kernels, strict=True) if key not in _loaded}
         if wanted:
             _load(wanted, compiler, cache_dir or default_cache_dir())
-        return [_loaded[key] for key, _ in keyed]
+        return [_loaded[key] for key in keys]
 
 
 def source_of(description: KernelDescription) -> str:
@@ -262,10 +261,6 @@ def _generate(description: KernelDescription) -> CppKernel:
     if found is None:
         found = _generated[description.key] = cpp.generate(description)
     return found
-
-
-def _key(kernel: CppKernel, compiler: Compiler) -> str:
-    return hashlib.blake2b(f"{kernel.source}\n{compiler.identity}".encode(), digest_size=16).hexdigest()
 
 
 def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:

@@ -351,7 +351,12 @@ def describe(
     widths = [t.width for t in given if t.axes & Axes.FEATURE]
     unit = math.gcd(*[e.unit for _, e in written], *widths) or 1
     narrowed: _Narrowed = {}
-    cut = [_unrounded(_cut(e, t, unit, narrowed), t.dtype) for t, e in written]
+    cut = []
+    for t, e in written:
+        pieces = t.width // unit
+        whole = [part(e, k, pieces) for k in range(pieces)] if t.axes & Axes.FEATURE else [e]
+        parts = [_narrow_reductions(p, unit, narrowed) for p in whole]
+        cut.append(tuple([p.args[0] if p.op == t.dtype else p for p in parts]))  # storing rounds to it anyway
     nodes = topological([p for parts in cut for p in parts])
     found = {n.width for n in nodes if n.has_features}
     if len(found) > 1:
@@ -372,19 +377,7 @@ def describe(
     return made
 
 
-def _unrounded(parts: tuple[Expr, ...], dtype: str) -> tuple[Expr, ...]:
-    """What is stored, without the rounding that storing it in this dtype does anyway."""
-    return tuple([p.args[0] if p.op == dtype else p for p in parts])
-
-
 _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reduction -> it, and what stands for it
-
-
-def _cut(e: Expr, target: Target, unit: int, narrowed: _Narrowed) -> tuple[Expr, ...]:
-    if not target.axes & Axes.FEATURE:
-        return (_narrow_reductions(e, unit, narrowed),)
-    pieces = target.width // unit
-    return tuple(_narrow_reductions(part(e, k, pieces), unit, narrowed) for k in range(pieces))
 
 
 def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:

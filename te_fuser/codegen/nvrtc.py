@@ -74,7 +74,9 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
         CompilerMissing: when NVRTC cannot be loaded.
         CompileError: when NVRTC reports an error.
     """
-    name = name or _first_kernel(source)
+    if not name:
+        kernel = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
+        name = kernel[1] if kernel else "kernel"
     folder, file = cache or cache_folder(), f"{key(source, arch)}.cubin"
     found = _read(current(folder) / file)
     if found is None:
@@ -200,11 +202,6 @@ def _explained(message: str, source: str, arch: str, name: str) -> str:
     file, number, lines = where[1], int(where[2]), source.splitlines()
     line = f"\n    {lines[number - 1].strip()}" if file == f"{name}.cu" and number <= len(lines) else ""
     return f"{head}: {file} line {number}: {where[3].strip()}{line}\n\n{message.strip()}"
-
-
-def _first_kernel(source: str) -> str:
-    found = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
-    return found[1] if found else "kernel"
 
 
 _NUMBERS = {
