@@ -154,7 +154,9 @@ class Block(ops.Together):
             return self.was.forward(self, *args, **keywords)  # type: ignore[no-any-return]  # raises
         x = arguments.pop(names[0])
         call = Call(arguments, self.cache)
-        if _is_traced(x) or any(GLOBAL_HOOKS) or self._is_beyond_lists(call):
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        traced = traced or type(x) not in (torch.Tensor, nn.Parameter)
+        if traced or any(GLOBAL_HOOKS) or self._is_beyond_lists(call):
             return self.was.forward(self, x, **arguments)  # type: ignore[no-any-return]
         return self.run(x, call)
 
@@ -176,10 +178,19 @@ class Block(ops.Together):
             return self._list(now, "behind")(attended, residual=x)  # type: ignore[no-any-return]
         if how == _FUNCTION:
             packed = self._list(now, "front")(x, **call.tables)
-            return self._list(now, "back")(_by_function(packed, call, now), residual=x)  # type: ignore[no-any-return]
+            query, key, value = _heads(packed, now)
+            if call.past is not None:  # attention to what is in the cache too
+                key, value = call.past.update(key, value, now.attention.layer_idx)
+            options = {**now.options, **call.others}
+            attended, _ = now.function(now.attention, query, key, value, call.mask, **options)
+            attended = attended.reshape(*packed.shape[:2], -1)
+            return self._list(now, "back")(attended, residual=x)  # type: ignore[no-any-return]
         whole, given = self._list(now, "whole", how), call.tables
-        if how in ("given", "added"):
-            given["mask"] = _hidden(call.mask) if how == "given" else _added(call.mask)
+        if how == "given":
+            given["mask"] = _once(call.mask, torch.logical_not)  # True = hidden
+        elif how == "added":  # to scores in float32, where float16's lowest number would hide no key wholly
+            is_half = call.mask.dtype == torch.float16
+            given["mask"] = _once(call.mask, _lowest_in_float32) if is_half else call.mask
         if call.past is None:
             return whole(x, **given)  # type: ignore[no-any-return]
         y, packed = whole(x, outputs=("packed",), **given)
@@ -206,8 +217,9 @@ class Block(ops.Together):
 
     def knows_function(self) -> bool:
         """Whether the op computes what the model's attention function does."""
-        function = self._function()
-        return function is (self._eager() if self.is_eager() else sdpa_attention_forward) and not _is_anothers(function)
+        function, own = self._function(), self._eager() if self.is_eager() else sdpa_attention_forward
+        package = (getattr(function, "__module__", None) or "").partition(".")[0]
+        return function is own and package == "transformers"  # no other was put in its place there
 
     def _eager(self) -> Any:
         return sys.modules[self.was.__module__].eager_attention_forward  # type: ignore[attr-defined]
@@ -338,13 +350,6 @@ class Block(ops.Together):
         return "run by te_fuser"
 
 
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether it is not values that the call is about."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    return type(x) not in (torch.Tensor, nn.Parameter)
-
-
 def _sees_itself(x: torch.Tensor, call: Call, now: _Now) -> bool:
     """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
     past, number = call.past, now.attention.layer_idx
@@ -371,24 +376,10 @@ def _hides(x: torch.Tensor, call: Call, now: _Now) -> str:
     return "added" if mask.is_floating_point() else _FUNCTION
 
 
-def _by_function(packed: torch.Tensor, call: Call, now: _Now) -> torch.Tensor:
-    """Attention of the model's own function, to what is in the cache too."""
-    query, key, value = _heads(packed, now)
-    if call.past is not None:
-        key, value = call.past.update(key, value, now.attention.layer_idx)
-    y, _ = now.function(now.attention, query, key, value, call.mask, **{**now.options, **call.others})
-    return y.reshape(*packed.shape[:2], -1)  # type: ignore[no-any-return]
-
-
 def _heads(packed: torch.Tensor, now: _Now) -> Iterable[torch.Tensor]:
     """Queries, keys and values, [B, heads, S, size of a head] each, all views."""
     heads = packed.view(*packed.shape[:2], sum(now.heads), now.head_dim).transpose(1, 2)
     return torch.split_with_sizes(heads, now.heads, 1)
-
-
-def _is_anothers(function: Any) -> bool:
-    """Whether a function of transformers was put in another's place."""
-    return (getattr(function, "__module__", None) or "").partition(".")[0] != "transformers"
 
 
 def _is_recorded(x: torch.Tensor) -> bool:
@@ -405,16 +396,6 @@ def _is_recorded(x: torch.Tensor) -> bool:
     else:
         x.__dict__.pop("_te_fuser_recorded", None)
     return asked
-
-
-def _hidden(seen: torch.Tensor) -> torch.Tensor:
-    """What is hidden, of what is seen."""
-    return _once(seen, torch.logical_not)
-
-
-def _added(mask: torch.Tensor) -> torch.Tensor:
-    """What is added to scores, which are in float32 here: there float16's lowest number hides no key wholly."""
-    return _once(mask, _lowest_in_float32) if mask.dtype == torch.float16 else mask
 
 
 def _lowest_in_float32(mask: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from te_fuser.convert.activations import activation_for
 from te_fuser.convert.block import Block
 from te_fuser.convert.call import Call
 from te_fuser.convert.parts import Parts, Theirs
-from te_fuser.ops.base import FusableOperation
 
 
 class GPT2Block(Block, theirs.GPT2Block):
@@ -76,11 +75,7 @@ class GPT2Block(Block, theirs.GPT2Block):
 
 
 def _norm(parts: Parts, path: str) -> list[nn.Module]:
-    return parts.norm(path, nn.LayerNorm, _layer_norm)
-
-
-def _layer_norm(norm: Any) -> FusableOperation:
-    return ops.LayerNorm(norm.weight.shape[0], norm.eps, device="meta")
+    return parts.norm(path, nn.LayerNorm, lambda m: ops.LayerNorm(m.weight.shape[0], m.eps, device="meta"))
 
 
 def _conv(parts: Parts, path: str) -> list[nn.Module]:
