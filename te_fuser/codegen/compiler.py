@@ -7,6 +7,7 @@ file ends with a checksum of itself, which is tested before the file is loaded: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -73,7 +74,10 @@ def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None
     """
     asked = _asked(name)
     for candidate in (asked,) if asked else ("c++", "g++", "clang++"):
-        command, *words = _words(candidate)
+        command, words = candidate, list[str]()
+        if not shutil.which(candidate):  # no path, which may have spaces, but the words of a command
+            with contextlib.suppress(ValueError):  # a quote that does not end
+                command, *words = shlex.split(candidate)
         path = shutil.which(command)
         version = _version((path, *words)) if path else None
         if path and version:
@@ -96,16 +100,6 @@ def why_no_compiler(name: str | None = None) -> str:
 
 def _asked(name: str | None) -> str:
     return name or os.environ.get("CXX", "").strip()
-
-
-def _words(command: str) -> list[str]:
-    """A path as it is, which may have spaces; else the words of a command."""
-    if shutil.which(command):
-        return [command]
-    try:
-        return shlex.split(command)
-    except ValueError:  # a quote that does not end
-        return [command]
 
 
 @functools.cache
@@ -141,16 +135,6 @@ def default_cache_dir() -> Path:
 
 def _checksum(content: bytes) -> bytes:
     return _MARK + hashlib.blake2b(content, digest_size=24).digest()
-
-
-def _is_whole(library: Path) -> bool:
-    """Whether the file is there, and ends with the checksum of the rest of it."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    size = len(_checksum(b""))
-    return len(content) > size and content[-size:] == _checksum(content[:-size])
 
 
 def _publish(library: Path, names: Sequence[Path]) -> None:
@@ -302,10 +286,11 @@ def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
     """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
-    library = _library(folder, key)
-    if not _is_whole(library):
-        return False
+    library, size = _library(folder, key), len(_checksum(b""))
     try:
+        content = library.read_bytes()
+        if len(content) <= size or content[-size:] != _checksum(content[:-size]):  # of the rest of it
+            return False
         run = CpuKernel(
             str(library),
             kernel.symbol,
@@ -315,7 +300,7 @@ def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
             kernel.scratch_floats,
             kernel.row_elements,
         )
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return False
     _loaded[key] = LoadedKernel(kernel.description, kernel.source, library, run)
     return True

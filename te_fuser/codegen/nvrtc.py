@@ -146,15 +146,19 @@ def _headers_digest() -> str:
     return digest.hexdigest()
 
 
+def nvidia_folders() -> list[Path]:
+    """The folders of NVIDIA's wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+
+
 @functools.cache
 def cuda_include_folders() -> tuple[Path, ...]:
     """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none.
 
     Generated kernels include none of them; one that is written by hand may.
     """
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    candidates = [p / inner / "include" for p in wheels for inner in ("cu13", "cuda_runtime")]
+    candidates = [p / inner / "include" for p in nvidia_folders() for inner in ("cu13", "cuda_runtime")]
     candidates += [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     return tuple(p for p in candidates if (p / "cuda.h").is_file())[:1]
 

@@ -87,7 +87,15 @@ def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]
     if not description.reductions:
         return list(dict.fromkeys(_columns(description, vector, limits)))
     found = sorted(_rows(description, vector, limits), key=functools.partial(merit, description), reverse=True)
-    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, limits)])
+    found = list(dict.fromkeys(found))
+    if not description.sums:  # any row can be read again for each pass
+        lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
+        chunks = -(-description.width // (lanes * vector))
+        slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
+        draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
+        blocks = max(1, min(2, resident(description, draft, limits)))
+        found.append(dataclasses.replace(draft, blocks_per_multiprocessor=blocks))
+    return found
 
 
 def variants(description: KernelDescription, limits: Limits, most: int) -> list[tuple[Schedule, ...]]:
@@ -305,10 +313,16 @@ def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterat
         scattered = lanes < min(vectors, _WARP)  # neighbours of a warp should read neighbours in memory
         if scattered or (lanes > 1 and lanes >= 2 * vectors):
             continue
-        for slots in (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,):
-            for draft in _drafts(description, vector, lanes, slots, chunks):
-                if chunks <= _MOST_CHUNKS[draft.kind]:
-                    yield from _filled(description, draft, limits)
+        several = (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,)
+        drafts = [d for slots in several for d in _drafts(description, vector, lanes, slots, chunks)]
+        for draft in drafts:
+            if chunks > _MOST_CHUNKS[draft.kind]:
+                continue
+            # As many blocks as fit; with column sums, fewer as well.
+            most = min(resident(description, draft, limits), 1024 // draft.threads if description.sums else 32)
+            least = min(most, max(1, 256 // draft.threads)) if description.sums else most
+            for blocks in range(max(1, least), most + 1):
+                yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
 
 
 def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int, chunks: int) -> Iterator[Schedule]:
@@ -336,23 +350,6 @@ def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int,
 def _has_samples(description: KernelDescription) -> bool:
     """Whether something is one for each sample."""
     return any(n.axes & Axes.BATCH and not n.axes & Axes.OUTER for n in description.nodes)
-
-
-def _filled(description: KernelDescription, draft: Schedule, limits: Limits) -> Iterator[Schedule]:
-    """The draft with as many blocks as fit; with column sums, fewer as well."""
-    most = min(resident(description, draft, limits), 1024 // draft.threads if description.sums else 32)
-    least = min(most, max(1, 256 // draft.threads)) if description.sums else most
-    for blocks in range(max(1, least), most + 1):
-        yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
-
-
-def _reread(description: KernelDescription, vector: int, limits: Limits) -> Schedule:
-    """The row read again for each pass, which any row can be."""
-    lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
-    chunks = -(-description.width // (lanes * vector))
-    slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
-    draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
-    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, resident(description, draft, limits))))
 
 
 # ------------------------------------------------------------------------------------------------ how good it is
