@@ -345,7 +345,8 @@ class Turned:
     """
 
     def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:
-        self._pass, self._order, self._eps = p, _ORDERS[layout], _bits(eps)
+        self._pass, self._order = p, _ORDERS[layout]
+        (self._eps,) = struct.unpack("<i", struct.pack("<f", eps))  # in float32, as the whole number of its bits
         self._known: dict[Hashable, Form] = {}
 
     def __call__(
@@ -434,11 +435,6 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, .
     sequences = 0 if given.offsets is None else len(given.offsets) - 1
     by_row = given.starts is not None or given.offsets is not None or any(t.shape[1] > 1 for t in tables)
     return (*strides, min(t.shape[0] for t in tables), sequences, int(by_row))
-
-
-def _bits(number: float) -> int:
-    """A positive number in float32, as the whole number of its bits."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 # ------------------------------------------------------------------------------------------------- making it

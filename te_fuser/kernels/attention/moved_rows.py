@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.written import TextKernel, over_rows
-from te_fuser.kernels.strided import as_one, reach
+from te_fuser.kernels.strided import as_one, reach, readable
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -120,7 +120,9 @@ class ByKernel:
     @staticmethod
     def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """As `ByTorch.together`; what lies behind the zeros is anything."""
-        x = _readable(x)
+        x = readable(x, _ACCESS // x.element_size())
+        if x.data_ptr() % _ACCESS:
+            x = x.clone(memory_format=torch.contiguous_format)
         rows = x.new_empty(tokens.places.numel(), x.shape[-1])
         _move(as_one(x, reach(x)), rows, rows, tokens, x[:, :, None], False)
         return rows
@@ -130,14 +132,6 @@ class ByKernel:
         """As `ByTorch.back`, where pieces lie in steps of 16 bytes."""
         rows = rows.contiguous()
         _move(rows, as_one(x, reach(x)), rows, tokens, x, True)
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy whose rows the kernel can read."""
-    *steps, last = x.stride()
-    vector = _ACCESS // x.element_size()
-    fits = last == 1 and not any(step % vector or step // vector >= 2**31 for step in steps)
-    return x if fits and x.data_ptr() % _ACCESS == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _move(
