@@ -188,9 +188,11 @@ class Block(ops.Together):
         whole, given = self._list(now, "whole", how), call.tables
         if how == "given":
             given["mask"] = _once(call.mask, torch.logical_not)  # True = hidden
-        elif how == "added":  # to scores in float32, where float16's lowest number would hide no key wholly
-            is_half = call.mask.dtype == torch.float16
-            given["mask"] = _once(call.mask, _lowest_in_float32) if is_half else call.mask
+        elif how == "added":
+            given["mask"] = call.mask
+            if call.mask.dtype == torch.float16:  # its lowest number would hide no key wholly among float32 scores
+                lowest = torch.finfo(torch.float16).min, torch.finfo(torch.float32).min
+                given["mask"] = _once(call.mask, lambda t: t.float().masked_fill(t == lowest[0], lowest[1]))
         if call.past is None:
             return whole(x, **given)  # type: ignore[no-any-return]
         y, packed = whole(x, outputs=("packed",), **given)
@@ -396,11 +398,6 @@ def _is_recorded(x: torch.Tensor) -> bool:
     else:
         x.__dict__.pop("_te_fuser_recorded", None)
     return asked
-
-
-def _lowest_in_float32(mask: torch.Tensor) -> torch.Tensor:
-    hidden = mask == torch.finfo(mask.dtype).min
-    return mask.float().masked_fill(hidden, torch.finfo(torch.float32).min)
 
 
 def _once(mask: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
