@@ -214,10 +214,6 @@ def _when(m: Match) -> bool | str:
     return m.why_no_cuda() or rotary_embedding.why_not_scaled(m) or _why_not(m) or True
 
 
-def _cost(m: Match) -> Cost:
-    return Cost(m.x.nbytes, m.x.nbytes)
-
-
 def _cost_reading(m: Match) -> Cost:
     return Cost(2 * m.x.nbytes, m.x.nbytes)
 
@@ -243,7 +239,7 @@ def _details(ops: int) -> Details:
 @fusion(
     forward=[Repeat(OneOf(HeadNorm, RotaryByAngles))],
     when=_when,
-    cost=_cost,
+    cost=lambda m: Cost(m.x.nbytes, m.x.nbytes),
     details=Details(compiles=_compiles, choose=_choose),
 )
 def turned_heads_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
