@@ -180,7 +180,9 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
     known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
-            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
+            names = sorted(inspect.signature(preset).parameters)
+            near = meant(name, names) or f"; it takes {', '.join(names)}"
+            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{near}")
         if not _asks_nothing(arguments, name, keywords):
             what = "user buffers, which" if name.startswith("ub_") else "what"
             raise NotImplementedError(
@@ -236,11 +238,6 @@ def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any
     switch, several = arguments.overlap_switch, keywords.get("tp_size", 1) != 1 or keywords.get("tp_group") is not None
     overlaps = several and keywords.get("sequence_parallel") and (switch is None or keywords.get(switch))
     return name.startswith("ub_") and not overlaps
-
-
-def _nearest(preset: type, name: str) -> str:
-    names = sorted(inspect.signature(preset).parameters)
-    return meant(name, names) or f"; it takes {', '.join(names)}"
 
 
 def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.Signature:

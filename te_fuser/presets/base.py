@@ -89,11 +89,9 @@ class Asked(NamedTuple):
 
     def run(self) -> Any:
         """The call's result."""
-        return self.by(_again if self.again else Sequential.forward)
-
-
-def _again(listed: Sequential, x: torch.Tensor, **call: Any) -> Any:
-    return checkpoint(functools.partial(Sequential.forward, listed), x, **call)
+        if not self.again:
+            return self.by(Sequential.forward)
+        return self.by(lambda listed, x, **call: checkpoint(functools.partial(Sequential.forward, listed), x, **call))
 
 
 def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
@@ -254,7 +252,10 @@ class Preset(Together, Variants):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}_extra_state" in state_dict:
             del state_dict[f"{prefix}_extra_state"]  # of a copy, which each module of a load gets
-            _note_extra_state(rest[-1])
+            if _last_load[0] is not rest[-1]:  # once in a load, which has one list of errors for all modules
+                _last_load[0] = rest[-1]
+                words = "a checkpoint's _extra_state is skipped: these modules keep nothing there"
+                warnings.warn(words, stacklevel=3)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # --------------------------------------------------------------------------------------- lists
@@ -472,13 +473,6 @@ def _group(given: Any) -> ops.Group:
 
 _BESIDE = ("return_bias", "return_layernorm_output")
 _last_load: list[Any] = [None]
-
-
-def _note_extra_state(errors: list[str]) -> None:
-    """Say once in a load, which has one list of errors for all modules, that what is no parameter is skipped."""
-    if _last_load[0] is not errors:
-        _last_load[0] = errors
-        warnings.warn("a checkpoint's _extra_state is skipped: these modules keep nothing there", stacklevel=4)
 
 
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:

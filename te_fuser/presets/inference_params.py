@@ -108,8 +108,9 @@ class InferenceParams:
         steps = _whole_numbers(step_dict)
         if len(steps) > self.max_batch_size:
             new = [name for name in steps if name not in self.sequences]
+            some = ", ".join(map(repr, new[:4])) + ", .." * (len(new) > 4)
             raise ValueError(
-                f"pre_step: {len(steps)} sequences, of which {len(new)} are new ({_some(new)}), and max_batch_size="
+                f"pre_step: {len(steps)} sequences, of which {len(new)} are new ({some}), and max_batch_size="
                 f"{self.max_batch_size}: leave out those that have ended, begin fewer, or enlarge it"
             )
         lengths = OrderedDict((name, self.sequences.get(name, 0) + count) for name, count in steps.items())
@@ -246,12 +247,6 @@ def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
         if found[name] < 0:
             raise ValueError(f"pre_step: sequence {name!r} continues by {found[name]} tokens: give 0 or more")
     return found
-
-
-def _some(names: list[Hashable]) -> str:
-    """The first of them."""
-    shown = ", ".join(map(repr, names[:4]))
-    return shown + ", .." * (len(names) > 4)
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
