@@ -107,16 +107,15 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
     if not exact.numel():
         return Distance()
     pieces = [t.detach().reshape(-1).split(_AT_ONCE) for t in (found, exact)]
-    apart = [_apart(a.double(), b.double()) for a, b in zip(*pieces, strict=True)]
-    largest, squares = (torch.stack(column) for column in zip(*apart, strict=True))
-    return Distance(largest.max().item(), (squares.sum() / exact.numel()).sqrt().item())
-
-
-def _apart(found: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest distance of an element, and the sum of all their squares."""
-    same = (found == exact) | (found.isnan() & exact.isnan())
-    apart = torch.where(same, 0.0, (found - exact).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return apart.max(), apart.square().sum()
+    largest, squares = [], []
+    for a, b in zip(*pieces, strict=True):
+        a, b = a.double(), b.double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        apart = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest.append(apart.max())
+        squares.append(apart.square().sum())
+    square = torch.stack(squares).sum() / exact.numel()
+    return Distance(torch.stack(largest).max().item(), square.sqrt().item())
 
 
 def judge(
@@ -145,7 +144,8 @@ def judge(
     other = exact if turned is None else turned(doubled(data))
     plain = {name: distance(other[name], t) for name, t in exact.items()}
     rows: list[Row] = []
-    for number, sample in enumerate(_samples(data, coarsest)):
+    for number in range(_NEIGHBOURS + 1):
+        sample = neighbour(data, number - 1, coarsest) if number else data
         shown, erred = _plain(sample, evaluate)
         if number == 1:
             scattered = _sizes(evaluate(doubled(_scattered(data)), True))
@@ -201,12 +201,6 @@ def _settled(rows: list[Row], neighbours: int) -> bool:
     """Whether more neighbours than these would change nothing."""
     hopeless = _HOPELESS if neighbours >= _FEW else float("inf")
     return all(row.passed or row.share > hopeless for row in rows)
-
-
-def _samples(data: Tensors, coarsest: float) -> Iterator[Tensors]:
-    yield data
-    for number in range(_NEIGHBOURS):
-        yield neighbour(data, number, coarsest)
 
 
 def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distance]]:
@@ -278,13 +272,13 @@ def doubled(data: Tensors) -> dict[str, torch.Tensor]:
 def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
     """The same data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
     rng = torch.Generator().manual_seed(number)
-    return {name: _moved(t, rng, coarsest) if t.is_floating_point() else t for name, t in data.items()}
-
-
-def _moved(t: torch.Tensor, rng: torch.Generator, coarsest: float) -> torch.Tensor:
-    steps = torch.randint(-1, 2, t.shape, generator=rng, device=rng.device).to(t.device)
-    eps = max(torch.finfo(t.dtype).eps, coarsest)
-    return (t.double() * (1.0 + steps * eps)).to(t.dtype)
+    moved = dict(data)
+    for name, t in data.items():
+        if t.is_floating_point():
+            steps = torch.randint(-1, 2, t.shape, generator=rng, device=rng.device).to(t.device)
+            eps = max(torch.finfo(t.dtype).eps, coarsest)
+            moved[name] = (t.double() * (1.0 + steps * eps)).to(t.dtype)
+    return moved
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
