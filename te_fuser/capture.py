@@ -230,13 +230,11 @@ def _by_name(given: Any) -> dict[str, torch.Tensor]:
     samples = {"x": x, **named}
     tensors = all(isinstance(t, torch.Tensor) for t in samples.values())
     if not tensors or len(rest) > 1 or (rest and rest[0] is not named):
-        raise TypeError(f"cuda_graph takes x, (x,) or (x, {{name: tensor}}) as sample inputs, got {_kinds(given)}")
+        kinds = type(given).__name__
+        if isinstance(given, tuple):
+            kinds = f"({', '.join(type(part).__name__ for part in given)})"
+        raise TypeError(f"cuda_graph takes x, (x,) or (x, {{name: tensor}}) as sample inputs, got {kinds}")
     return samples
-
-
-def _kinds(given: Any) -> str:
-    parts = [type(part).__name__ for part in given] if isinstance(given, tuple) else None
-    return type(given).__name__ if parts is None else f"({', '.join(parts)})"
 
 
 def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> None:

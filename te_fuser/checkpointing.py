@@ -52,9 +52,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = args[3:], {**kwargs, **named}
     for name in ("use_reentrant", "preserve_rng_state"):
         kwargs.pop(name, None)
-    group = _sharing(kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None))
-    if group.size > 1 and torch.is_grad_enabled():
-        function, args = _keeping_a_part(function, args, group)
+    share, tp_group = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)
+    if share and torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = Group.of("checkpoint", torch.distributed.group.WORLD if tp_group is None else tp_group)
+        if group.size > 1 and torch.is_grad_enabled():
+            function, args = _keeping_a_part(function, args, group)
     tracker = kwargs.pop("get_rng_state_tracker", None) or kwargs.pop("get_cuda_rng_tracker", None)
     states = {} if tracker is None else dict(tracker().get_states())
 
@@ -69,13 +71,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _both(one: Any, other: Any) -> Iterator[None]:
     with one, other:
         yield
-
-
-def _sharing(share: Any, tp_group: Any) -> Group:
-    """The ranks that share what is kept."""
-    if not share or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return Group()
-    return Group.of("checkpoint", torch.distributed.group.WORLD if tp_group is None else tp_group)
 
 
 def _keeping_a_part(
@@ -94,41 +89,31 @@ def _keeping_a_part(
             "checkpoint: distribute_saved_activations=True takes what all ranks have alike, and by sequence_parallel "
             "each has its own part already: leave it out"
         )
-    _compare(x, group)
-    shape, needs_grad, given = x.shape, x.requires_grad, [x]
-
-    def run(part: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
-        if given:
-            return function(given.pop(), *others, **kwargs)
-        whole = _gathered(part, group, shape)[: shape.numel()].view(shape)
-        return function(whole.requires_grad_(needs_grad), *others, **kwargs)
-
-    return run, (_part(x, group), *others)
-
-
-def _compare(x: torch.Tensor, group: Group) -> None:
-    """Ask whether all ranks keep parts of such an x, once for each shape and dtype: backward would gather others."""
+    # All ranks are asked for parts of such an x, once for each shape and dtype: backward would gather others.
     known, line = _compared.setdefault(group.process_group(), set()), f"x {list(x.shape)} {x.dtype}"
     if line not in known:
         telling.compare([group], [("x", f"checkpoint with distribute_saved_activations of {line}")])
         stuck.watch([group])
         known.add(line)
-
-
-def _gathered(part: torch.Tensor, group: Group, shape: torch.Size) -> torch.Tensor:
-    try:
-        with telling.alone([group]):
-            return Exchange(join=0).run(part, group)
-    except RuntimeError as error:
-        stuck.explain(error, [group], f"the backward pass of a checkpoint, which gathers x {list(shape)}")
-        raise
-
-
-def _part(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of the elements, in memory of its own; parts are equal, the last ones filled up with zeros."""
+    shape, needs_grad, given = x.shape, x.requires_grad, [x]
+    # This rank's part in memory of its own; parts are equal, the last ones filled up with zeros.
     size = -(-x.numel() // group.size)
     own = x.detach().reshape(-1)[group.rank * size : (group.rank + 1) * size]
-    return torch.nn.functional.pad(own, (0, size - own.numel())) if own.numel() < size else own.clone()
+    own = torch.nn.functional.pad(own, (0, size - own.numel())) if own.numel() < size else own.clone()
+
+    def run(part: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        if given:
+            return function(given.pop(), *others, **kwargs)
+        try:
+            with telling.alone([group]):
+                gathered = Exchange(join=0).run(part, group)
+        except RuntimeError as error:
+            stuck.explain(error, [group], f"the backward pass of a checkpoint, which gathers x {list(shape)}")
+            raise
+        whole = gathered[: shape.numel()].view(shape)
+        return function(whole.requires_grad_(needs_grad), *others, **kwargs)
+
+    return run, (own, *others)
 
 
 @contextlib.contextmanager

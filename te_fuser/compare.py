@@ -56,7 +56,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorRow:
     """What one tensor erred by in one case, as a share of the tensor's scale.
 
     Attributes:
@@ -107,16 +107,15 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
     if not exact.numel():
         return Distance()
     pieces = [t.detach().reshape(-1).split(_AT_ONCE) for t in (found, exact)]
-    apart = [_apart(a.double(), b.double()) for a, b in zip(*pieces, strict=True)]
-    largest, squares = (torch.stack(column) for column in zip(*apart, strict=True))
-    return Distance(largest.max().item(), (squares.sum() / exact.numel()).sqrt().item())
-
-
-def _apart(found: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest distance of an element, and the sum of all their squares."""
-    same = (found == exact) | (found.isnan() & exact.isnan())
-    apart = torch.where(same, 0.0, (found - exact).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return apart.max(), apart.square().sum()
+    largest, squares = [], []
+    for a, b in zip(*pieces, strict=True):
+        a, b = a.double(), b.double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        apart = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        largest.append(apart.max())
+        squares.append(apart.square().sum())
+    square = torch.stack(squares).sum() / exact.numel()
+    return Distance(torch.stack(largest).max().item(), square.sqrt().item())
 
 
 def judge(
@@ -128,7 +127,7 @@ def judge(
     coarsest: float = 0.0,
     turned: Callable[[Tensors], Tensors] | None = None,
     settled: Callable[[bool], bool] = bool,
-) -> list[Row]:
+) -> list[ErrorRow]:
     """One row for each result of a fused run on `data`.
 
     Args:
@@ -144,8 +143,9 @@ def judge(
     scales = _sizes(exact)
     other = exact if turned is None else turned(doubled(data))
     plain = {name: distance(other[name], t) for name, t in exact.items()}
-    rows: list[Row] = []
-    for number, sample in enumerate(_samples(data, coarsest)):
+    rows: list[ErrorRow] = []
+    for number in range(_NEIGHBOURS + 1):
+        sample = neighbour(data, number - 1, coarsest) if number else data
         shown, erred = _plain(sample, evaluate)
         if number == 1:
             scattered = _sizes(evaluate(doubled(_scattered(data)), True))
@@ -168,7 +168,7 @@ def judge_alike(
     neighbouring: Callable[[int], Tensors],
     whose: str,
     settled: Callable[[bool], bool] = bool,
-) -> list[Row]:
+) -> list[ErrorRow]:
     """One row for each result that is to be as good as another one's, in the same dtypes and of the same data.
 
     As `judge`; what plain PyTorch errs by there is here what the other one's results move by on neighbouring data, and
@@ -181,7 +181,7 @@ def judge_alike(
     """
     scales = _sizes(wanted)
     moved: dict[str, Distance] = dict.fromkeys(wanted, Distance())
-    rows: list[Row] = []
+    rows: list[ErrorRow] = []
     for number in range(_NEIGHBOURS + 1):
         if number:
             near = neighbouring(number - 1)
@@ -197,16 +197,10 @@ def judge_alike(
     return rows
 
 
-def _settled(rows: list[Row], neighbours: int) -> bool:
+def _settled(rows: list[ErrorRow], neighbours: int) -> bool:
     """Whether more neighbours than these would change nothing."""
     hopeless = _HOPELESS if neighbours >= _FEW else float("inf")
     return all(row.passed or row.share > hopeless for row in rows)
-
-
-def _samples(data: Tensors, coarsest: float) -> Iterator[Tensors]:
-    yield data
-    for number in range(_NEIGHBOURS):
-        yield neighbour(data, number, coarsest)
 
 
 def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distance]]:
@@ -246,14 +240,14 @@ def _row(
     room: Distance,
     scale: Distance,
     whose: str = "plain PyTorch",
-) -> Row:
+) -> ErrorRow:
     if (found.shape, found.dtype) != (shown.shape, shown.dtype):
-        return Row(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
+        return ErrorRow(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
     ulp = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
     ulp *= _EXACT_ULPS if found.dtype == torch.float64 else 1.0
     error, allowed = distance(found, exact), room + scale * ulp
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
-    return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
+    return ErrorRow(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
 
 
 def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
@@ -278,13 +272,13 @@ def doubled(data: Tensors) -> dict[str, torch.Tensor]:
 def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
     """The same data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
     rng = torch.Generator().manual_seed(number)
-    return {name: _moved(t, rng, coarsest) if t.is_floating_point() else t for name, t in data.items()}
-
-
-def _moved(t: torch.Tensor, rng: torch.Generator, coarsest: float) -> torch.Tensor:
-    steps = torch.randint(-1, 2, t.shape, generator=rng, device=rng.device).to(t.device)
-    eps = max(torch.finfo(t.dtype).eps, coarsest)
-    return (t.double() * (1.0 + steps * eps)).to(t.dtype)
+    moved = dict(data)
+    for name, t in data.items():
+        if t.is_floating_point():
+            steps = torch.randint(-1, 2, t.shape, generator=rng, device=rng.device).to(t.device)
+            eps = max(torch.finfo(t.dtype).eps, coarsest)
+            moved[name] = (t.double() * (1.0 + steps * eps)).to(t.dtype)
+    return moved
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,14 +23,14 @@ from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
 from te_fuser.ops.words import TakesArguments, no_module
 from te_fuser.params.given import Given
-from te_fuser.parts import Border, Group, Part, names_read
+from te_fuser.parts import Border, FusedRegion, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
 _NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
-class Options(dict[str, Any]):
+class ListOptions(dict[str, Any]):
     """Options of a list by name, which who knows the list holds.
 
     No plain dict: of these torch.export leaves copies in the list.
@@ -69,8 +69,8 @@ class OpList(torch.nn.Sequential, TakesArguments):
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
     _structure: Any  # what the list came to
-    _given: Options
-    _around: Options  # the options of the list around, for one that runs by its own __call__ in there
+    _given: ListOptions
+    _around: ListOptions  # the options of the list around, for one that runs by its own __call__ in there
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add a module as torch.nn.Module does, of what can be called.
@@ -227,7 +227,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> Group:
+def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> FusedRegion:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -241,7 +241,7 @@ def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Ente
         gives |= dict.fromkeys(item.names_out)
     listed = tuple([replace(item, entering=known[_place(item)]) if known else item for item in run.listed])
     fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
-    return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
+    return FusedRegion(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
 
 class _Flattener:
@@ -308,17 +308,25 @@ class _Flattener:
         if isinstance(module, FusableOperation):
             reads = {g.name: _resolve(g.name, scopes) for low in module.lower() for g in low.op.named_inputs().values()}
             bound = {n: self._bind(module, n, scope, scopes) for n in module.named_outputs()}
-            apart = {n for low in module.lower() for n in _apart(low.op)}
+            apart = set[str]()  # those that are not an op's output by another name
+            for low in module.lower():
+                forms = type(low.op).named_output is not FusableOperation.named_output
+                apart.update(low.op.named_outputs() if forms else low.op.values)
             outputs = {name: n for n, name in bound.items() if n in apart}
             gives = tuple(name for name in bound.values() if name not in outputs)
         elif isinstance(module, OpList):
             module._around.update(planning.options)  # the dict stays: its list looks into it at each call
             inside = _Flattener()
             inside.run(module)
-            free = {n for item in inside.items() for n in _names_read(item) if "/" not in n}
-            reads = {n: _resolve(n, scopes) for n in sorted(free)}
-            reads |= {n: f"{here}.{n}" for item in inside.items() for n in _names_of_call(item)}
-            outputs = {_inside(here, n): exported(n) for item in inside.items() for n in _names_exported(item)}
+            free, of_call = set[str](), list[str]()
+            for item in inside.items():
+                read, called, given_out = _names_of(item)
+                free |= {n for n in read if "/" not in n}
+                of_call += called
+                for n in given_out:
+                    to, _, plain = n.rpartition("/")
+                    outputs[f"{here}.{to}/{plain}" if to else f"{here}/{plain}"] = exported(n)
+            reads = {n: _resolve(n, scopes) for n in sorted(free)} | {n: f"{here}.{n}" for n in of_call}
             for name, own in inside.shared.items():
                 scopes[-1][name] = given = f"{here}/{name}"
                 outputs[given] = exported(own)
@@ -363,17 +371,13 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
     return name
 
 
-def _names_read(item: ListedOp | Border) -> Iterable[str]:
+def _names_of(item: ListedOp | Border) -> tuple[Iterable[str], Iterable[str], Iterable[str]]:
+    """The names of its inputs, of what calls give in place of parameters, and of what it exports."""
     if isinstance(item, ListedOp):
-        return item.names_in.values()
-    return [name for name in item.reads.values() if "." not in name]
-
-
-def _names_of_call(item: ListedOp | Border) -> Iterable[str]:
-    """What calls name that ops read in place of parameters."""
-    if isinstance(item, ListedOp):
-        return [_of_call(item, own) for _, own in _held(item)]
-    return [name for name in item.reads.values() if "." in name]
+        called = [_of_call(item, own) for _, own in _held(item)]
+        return item.names_in.values(), called, item.names_out if item.lowered.op.exports else ()
+    names = item.reads.values()
+    return [n for n in names if "." not in n], [n for n in names if "." in n], item.outputs
 
 
 def _of_call(item: ListedOp, own: str) -> str:
@@ -385,24 +389,6 @@ def _held(item: ListedOp) -> Iterable[tuple[Given, str]]:
         if isinstance(owner := binding.owner, Given):
             for name in getattr(binding, "names", (binding.name,)):
                 yield owner, name
-
-
-def _apart(op: FusableOperation) -> Iterable[str]:
-    """The named outputs of an op that are not its output by another name."""
-    forms = type(op).named_output is not FusableOperation.named_output
-    return op.named_outputs() if forms else op.values
-
-
-def _names_exported(item: ListedOp | Border) -> Iterable[str]:
-    if isinstance(item, Border):
-        return item.outputs
-    return item.names_out if item.lowered.op.exports else ()
-
-
-def _inside(here: str, name: str) -> str:
-    """The qualified name that a list at `here` has for what the list there calls `name`."""
-    scope, _, plain = name.rpartition("/")
-    return f"{here}.{scope}/{plain}" if scope else f"{here}/{plain}"
 
 
 def exported(name: str) -> str:

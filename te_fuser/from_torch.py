@@ -56,7 +56,7 @@ def from_torch(
         raise TypeError(f"from_torch takes a torch.nn.Module, got {described(module)}")
     if not (x is None or isinstance(x, torch.Tensor)):
         raise no_tensor("from_torch(module, x)", x)
-    conversion = _Conversion(one_of("mask", mask, MASKS))
+    conversion = _Converter(one_of("mask", mask, MASKS))
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if mask != "none" and attention is None:
         raise ValueError(f"from_torch: there is no attention in this {type(module).__name__} to take mask={mask!r}")
@@ -111,7 +111,7 @@ def why_none(module: nn.Module) -> str:
     """Why no ops could stand for a module, nor for any part of it; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
-    conversion = _Conversion("none")
+    conversion = _Converter("none")
     try:
         made = conversion.convert(module, "")
     except _Cannot as no:
@@ -150,7 +150,7 @@ class _Cannot(Exception):
 
 
 @dataclass
-class _Conversion:
+class _Converter:
     """One call of from_torch.
 
     Attributes:
@@ -266,9 +266,9 @@ def _linear(m: nn.Linear) -> Any:
     return _share(m, ops.Linear(columns, rows, bias=m.bias is not None, device="meta"))
 
 
-def _layer_norm(m: nn.LayerNorm) -> Any:
-    affine, bias = m.weight is not None, m.bias is not None
-    return _share(m, ops.LayerNorm(m.normalized_shape, m.eps, elementwise_affine=affine, bias=bias, device="meta"))
+def _affine(m: nn.LayerNorm | nn.RMSNorm) -> dict[str, Any]:
+    """The keywords of a norm that tell how it scales; weights come from the module."""
+    return {"elementwise_affine": m.weight is not None, "device": "meta"}
 
 
 def _rms_norm(m: nn.RMSNorm) -> Any:
@@ -277,7 +277,7 @@ def _rms_norm(m: nn.RMSNorm) -> Any:
         if m.weight is None:
             raise _Cannot("its eps follows the dtype of x: give it one")
         eps = torch.finfo(torch.float64 if m.weight.dtype == torch.float64 else torch.float32).eps
-    return _share(m, ops.RMSNorm(m.normalized_shape, eps, elementwise_affine=m.weight is not None, device="meta"))
+    return _share(m, ops.RMSNorm(m.normalized_shape, eps, **_affine(m)))
 
 
 def _over_features(m: nn.Module, op: FusableOperation) -> FusableOperation:
@@ -293,7 +293,7 @@ def _unflatten(m: nn.Unflatten) -> Any:
     return ops.Unflatten(m.dim, m.unflattened_size)  # type: ignore[arg-type]
 
 
-def _attention(conversion: _Conversion, m: nn.MultiheadAttention, path: str) -> Any:
+def _attention(conversion: _Converter, m: nn.MultiheadAttention, path: str) -> Any:
     if not m._qkv_same_embed_dim:
         raise _Cannot(f"its keys and values come from other tensors, of kdim={m.kdim} and vdim={m.vdim} features")
     if m.bias_k is not None or m.add_zero_attn:
@@ -312,7 +312,7 @@ _FUNCTIONS: dict[Any, Callable[[], FusableOperation]] = {
 }
 
 
-def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path: str) -> Any:
+def _encoder_layer(conversion: _Converter, m: nn.TransformerEncoderLayer, path: str) -> Any:
     activation = m.activation
     if not isinstance(activation, nn.Module):
         if activation not in _FUNCTIONS:
@@ -330,19 +330,19 @@ def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path:
     return conversion.parts(listed, path)
 
 
-def _encoder(conversion: _Conversion, m: nn.TransformerEncoder, path: str) -> Any:
+def _encoder(conversion: _Converter, m: nn.TransformerEncoder, path: str) -> Any:
     layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers")}
     return conversion.parts(layers if m.norm is None else {**layers, "norm": m.norm}, path)
 
 
-def _decoder(conversion: _Conversion, m: nn.Module, path: str) -> Any:
+def _decoder(conversion: _Converter, m: nn.Module, path: str) -> Any:
     raise _Cannot("it attends to keys and values of another tensor, an input that a list of ops has to name")
 
 
 # Class -> the op.
 _SINGLE: dict[type[nn.Module], Callable[[Any], Any]] = {
     nn.Linear: _linear,
-    nn.LayerNorm: _layer_norm,
+    nn.LayerNorm: lambda m: _share(m, ops.LayerNorm(m.normalized_shape, m.eps, **_affine(m), bias=m.bias is not None)),
     nn.RMSNorm: _rms_norm,
     nn.GELU: lambda m: ops.GELU(m.approximate),
     nn.ReLU: lambda m: ops.ReLU(),
@@ -358,7 +358,7 @@ _SINGLE: dict[type[nn.Module], Callable[[Any], Any]] = {
     nn.Unflatten: _unflatten,
 }
 # Class -> the list, of what has other modules or several products in it.
-_BLOCKS: dict[type[nn.Module], Callable[[_Conversion, Any, str], Any]] = {
+_BLOCKS: dict[type[nn.Module], Callable[[_Converter, Any, str], Any]] = {
     nn.Sequential: lambda conversion, m, path: conversion.parts(m._modules, path),
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,
@@ -399,7 +399,13 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
     if inputs[0].is_meta:
         raise ValueError("from_torch cannot check with an x on the meta device: give one with values, or check=False")
     device = inputs[0].device
-    hidden = None if mask == "none" else _random_mask(inputs[0].shape[int(batch_first)], *MASKS[mask], device)
+    hidden = None
+    if mask != "none":  # [positions, positions], True = hidden; every position sees itself
+        (causal, given), positions = MASKS[mask], inputs[0].shape[int(batch_first)]
+        hidden = _normal(positions, positions, seed=2) > (0.3 if given else torch.inf)
+        if causal:
+            hidden |= torch.ones_like(hidden).triu(1)
+        hidden = hidden.fill_diagonal_(False).to(device)
     named = {"attention_mask": hidden} if hidden is not None and MASKS[mask][1] else {}
     with in_eval_mode(module, made), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         x, wanted = _by_module(module, inputs, hidden, "random numbers" if x is None else "x")
@@ -490,11 +496,3 @@ def _random_inputs(module: nn.Module) -> list[torch.Tensor]:
     row = (8,) if not sizes else (sizes[0],) if isinstance(sizes[0], int) else sizes[0]
     leads = ((4, 4),) if any(isinstance(m, nn.MultiheadAttention) for m in module.modules()) else ((4, 4), (4,))
     return [_normal(*lead, *row, seed=0).to(like) for lead in leads]
-
-
-def _random_mask(positions: int, causal: bool, given: bool, device: torch.device) -> torch.Tensor:
-    """[positions, positions], True = hidden; every position sees itself."""
-    hidden = _normal(positions, positions, seed=2) > (0.3 if given else torch.inf)
-    if causal:
-        hidden |= torch.ones_like(hidden).triu(1)
-    return hidden.fill_diagonal_(False).to(device)

@@ -72,7 +72,10 @@ class Look:
                 return function(*arguments)
             finally:
                 torch.set_autocast_cache_enabled(caches)
-                _forget_cached()
+                # Within `parametrize.cached()` a stand-in would be taken for what was computed.
+                cache = torch.nn.utils.parametrize._cache
+                for key in [key for key, t in cache.items() if isinstance(t, FakeTensor)]:
+                    del cache[key]
 
     def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
         """What stands for a tensor of a module that is computed."""
@@ -103,13 +106,6 @@ class _CopiesWithoutValues(TorchFunctionMode):
 
 def _as_it_is(t: torch.Tensor) -> torch.Tensor:
     return t
-
-
-def _forget_cached() -> None:
-    """Within `torch.nn.utils.parametrize.cached()` a stand-in would be taken for what was computed."""
-    cache = torch.nn.utils.parametrize._cache
-    for key in [key for key, t in cache.items() if isinstance(t, FakeTensor)]:
-        del cache[key]
 
 
 _current: ContextVar[Look | None] = ContextVar("look", default=None)

@@ -47,7 +47,10 @@ class Border:
         gave = self.last.gave(self.module, (x, *given.values()), asked) if has_users_hooks(self.module) else None
         if gave is None:
             return self._named(self._made(self.module, x, given, asked), asked, values)
-        return self._named([_random(*form) for form in gave], asked, values)
+        made = []
+        for shape, dtype, device, needs_grad in gave:
+            made.append(torch.randn(tuple(shape), device=device).to(dtype).requires_grad_(needs_grad))
+        return self._named(made, asked, values)
 
     def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
         """What stands for the module's result, where x and `values` are stand-ins: nothing of the module runs.
@@ -89,7 +92,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedRegion:
     """Consecutive ops that are planned together, and the names that cross its ends."""
 
     fuser: Fuser
@@ -121,13 +124,8 @@ class Group:
             return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
 
 
-def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-    numbers = torch.randn(tuple(shape), device=device).to(dtype)
-    return numbers.requires_grad_(needs_grad)
-
-
-Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time
-GroupRun = Callable[[Group, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
+Part = Union[Border, FusedRegion]  # noqa: UP007 - a type alias at run time
+GroupRun = Callable[[FusedRegion, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
 
 
 def walk_parts(
@@ -154,7 +152,11 @@ def walk_parts(
     """
     values = {name: t for name, t in inputs.items() if t is not None}
     if len(parts) > 1 or getattr(parts[0], "held", None):
-        _check_read(parts, values)
+        read = {name for part in parts for name in names_read(part)}
+        unknown = sorted(set(values) - read)
+        if unknown:
+            takes = ", ".join(sorted(n for n in read if "/" not in n)) or "none"
+            raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
     for part in parts:
         if isinstance(part, Border):
             x = run_border(part, x, values, wanted)
@@ -167,14 +169,6 @@ def walk_parts(
     return (x, *(values[n] for n in wanted)) if wanted else x
 
 
-def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> None:
-    read = {name for part in parts for name in names_read(part)}
-    unknown = sorted(set(values) - read)
-    if unknown:
-        takes = ", ".join(sorted(n for n in read if "/" not in n)) or "none"
-        raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
-
-
 def names_read(part: Part) -> Iterable[str]:
     """The names that a part reads."""
-    return part.reads if isinstance(part, Group) else part.reads.values()
+    return part.reads if isinstance(part, FusedRegion) else part.reads.values()

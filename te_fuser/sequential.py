@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
-from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
+from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.passes import PassRecord, record_passes
@@ -30,7 +30,7 @@ from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.params.main_grad import spared
-from te_fuser.parts import Border, Group, GroupRun, Part, walk_parts
+from te_fuser.parts import Border, FusedRegion, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.fuser import Fuser
@@ -73,7 +73,7 @@ class Sequential(OpList):
         verify: bool | None = None,
     ) -> None:
         super().__init__(*ops)
-        self._given, self._around = Options(), Options()
+        self._given, self._around = ListOptions(), ListOptions()
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
         if not isinstance(self.verify, bool):
@@ -83,7 +83,7 @@ class Sequential(OpList):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
-        return {**self.__dict__, "_given": Options(self._given), "_around": Options(), "_structure": None}
+        return {**self.__dict__, "_given": ListOptions(self._given), "_around": ListOptions(), "_structure": None}
 
     # ------------------------------------------------------------------------------ list semantics
 
@@ -199,7 +199,7 @@ class Sequential(OpList):
         """
         found = Sequential.plans(self, x, outputs=outputs, device=device, **inputs)  # a preset's takes its calls
         if len(found) != 1:
-            by_options = any(part.notes for part in self._prepared() if isinstance(part, Group))
+            by_options = any(part.notes for part in self._prepared() if isinstance(part, FusedRegion))
             what = "plain modules and lists with other options" if by_options else "plain modules"
             raise ValueError(f"{what} split this list into {len(found)} plans; use plans(x)")
         return found[0]
@@ -234,17 +234,17 @@ class Sequential(OpList):
         roofline = device if device is None or isinstance(device, Device) else device_named(device)
         parts, wanted, values, found = self._prepared(), self._wanted(outputs), named_tensors(inputs), list[Plan]()
 
-        def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             with contextlib.nullcontext(list[PassRecord]()) if passes is None else record_passes() as records:
                 found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
             if passes is not None:
                 passes.append(records)
             return results_like(found[-1].graph, wanted, x.device) if len(parts) > 1 else None
 
-        if type(parts[0]) is Group:
+        if type(parts[0]) is FusedRegion:
             check_input(x, planning=roofline is not None)
         try:
-            if len(parts) == 1 and isinstance(parts[0], Group):
+            if len(parts) == 1 and isinstance(parts[0], FusedRegion):
                 parts[0].run(run, x, values, wanted)
             else:
                 with looking() as look, pythons_draws_undone():
@@ -264,7 +264,7 @@ class Sequential(OpList):
         of two; `te_fuser.config.plans_kept` says how many there may be of each group of ops. Modules that run by
         themselves have their own.
         """
-        return [kept for part in self._prepared() if isinstance(part, Group) for kept in part.fuser.plans_kept()]
+        return [kept for part in self._prepared() if isinstance(part, FusedRegion) for kept in part.fuser.plans_kept()]
 
     def explain(
         self,
@@ -317,7 +317,7 @@ class Sequential(OpList):
 
         found = []
 
-        def run(group: Group, *call: Any) -> Any:
+        def run(group: FusedRegion, *call: Any) -> Any:
             plan, times, made = measured_run(group.fuser, *call)
             found.append((_with_notes(plan, group), times))
             return made
@@ -361,7 +361,7 @@ class Sequential(OpList):
         effort = Effort(rounds, seconds, margin)
         reports = []
 
-        def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             report, made = tune(group.fuser, x, given, wanted, effort)
             reports.append(report)
             return made
@@ -372,7 +372,9 @@ class Sequential(OpList):
     def _try(self, run: GroupRun, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> None:
         """Walk through the parts with `run`, which only measures, and leave the model as it was."""
 
-        def checked(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def checked(
+            group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]
+        ) -> Any:
             check_input(x)
             with spared(self.parameters()):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
@@ -385,7 +387,7 @@ class Sequential(OpList):
 
         It is a run: plain modules between ops are called as in forward, their hooks included.
         """
-        if type(self._prepared()[0]) is Group:
+        if type(self._prepared()[0]) is FusedRegion:
             check_tensor(x)
         for name, t in inputs.items():
             if t is not None:
@@ -439,11 +441,13 @@ def _structure_of(model: Sequential) -> _Structure:
     entering = entering_now(model)
     parts = flatten(model, facts, entering)
     first = parts[0]
-    plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held or entering)
+    plain = len(parts) == 1 and isinstance(first, FusedRegion) and not (first.verify or first.held or entering)
     return _Structure(facts, parts, first.fuser if plain else None, [((), ())], entering)  # type: ignore[union-attr]
 
 
-def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+def _run_group(
+    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> Any:
     if not group.verify or stands_in(x):
         return group.fuser.run(x, inputs, outputs)
     from te_fuser.verify import run_verified
@@ -451,7 +455,9 @@ def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     return run_verified(group.fuser, x, inputs, outputs)
 
 
-def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+def _reference(
+    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> Any:
     values = dict(inputs)
     keys = around(x.dtype)
     with only_reading() if keys else contextlib.nullcontext():
@@ -463,7 +469,7 @@ def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     return (y, *(values[n] for n in outputs)) if outputs else y
 
 
-def _with_notes(plan: Plan, group: Group) -> Plan:
+def _with_notes(plan: Plan, group: FusedRegion) -> Plan:
     return replace(plan, notes=(*plan.notes, *group.notes)) if group.notes else plan
 
 
@@ -496,7 +502,7 @@ def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
     found: list[tuple[int, str, list[str]]] = []
     plans = 0
     for part in parts:
-        if isinstance(part, Group):
+        if isinstance(part, FusedRegion):
             plans += 1
             continue
         module, why = part.module, runs_itself(part.module)

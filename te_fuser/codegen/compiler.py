@@ -7,6 +7,7 @@ file ends with a checksum of itself, which is tested before the file is loaded: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -73,7 +74,10 @@ def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None
     """
     asked = _asked(name)
     for candidate in (asked,) if asked else ("c++", "g++", "clang++"):
-        command, *words = _words(candidate)
+        command, words = candidate, list[str]()
+        if not shutil.which(candidate):  # no path, which may have spaces, but the words of a command
+            with contextlib.suppress(ValueError):  # a quote that does not end
+                command, *words = shlex.split(candidate)
         path = shutil.which(command)
         version = _version((path, *words)) if path else None
         if path and version:
@@ -96,16 +100,6 @@ def why_no_compiler(name: str | None = None) -> str:
 
 def _asked(name: str | None) -> str:
     return name or os.environ.get("CXX", "").strip()
-
-
-def _words(command: str) -> list[str]:
-    """A path as it is, which may have spaces; else the words of a command."""
-    if shutil.which(command):
-        return [command]
-    try:
-        return shlex.split(command)
-    except ValueError:  # a quote that does not end
-        return [command]
 
 
 @functools.cache
@@ -143,16 +137,6 @@ def _checksum(content: bytes) -> bytes:
     return _MARK + hashlib.blake2b(content, digest_size=24).digest()
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether the file is there, and ends with the checksum of the rest of it."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    size = len(_checksum(b""))
-    return len(content) > size and content[-size:] == _checksum(content[:-size])
-
-
 def _publish(library: Path, names: Sequence[Path]) -> None:
     """Make the finished file known under each name at once: a reader sees the old file or the whole new one."""
     for name in names:
@@ -168,11 +152,6 @@ def _publish(library: Path, names: Sequence[Path]) -> None:
 # ------------------------------------------------------------------------------------------------ compiling
 
 
-def _unit(kernels: Sequence[CppKernel]) -> str:
-    """One translation unit; its line numbers count within each kernel, under the kernel's symbol."""
-    return "\n".join(['#include "te_cpu.h"', *(f'#line 1 "{k.symbol}"\n{k.source}' for k in kernels)])
-
-
 def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[Path]) -> None:
     """Compile the kernels together, into one file with all these names.
 
@@ -182,7 +161,9 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
     folder = names[0].parent
     with tempfile.TemporaryDirectory(prefix="unit-", dir=folder) as work:
         source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
-        source.write_text(_unit(kernels))
+        # One translation unit; its line numbers count within each kernel, under the kernel's symbol.
+        texts = [f'#line 1 "{k.symbol}"\n{k.source}' for k in kernels]
+        source.write_text("\n".join(['#include "te_cpu.h"', *texts]))
         command = [compiler.path, *compiler.flags, "-I", str(INCLUDE), str(source), "-o", str(library)]
         # A session of its own: Ctrl-C is for the caller, who may want to save something, not for the compiler. What it
         # writes on its way goes where the rest does, so that one folder needs room.
@@ -245,11 +226,13 @@ def load(
     if compiler is None:
         raise NoCompiler(why_no_compiler())
     with _lock:
-        keyed = [(_key(kernel, compiler), kernel) for kernel in map(_generate, descriptions)]
-        wanted = {key: kernel for key, kernel in keyed if key not in _loaded}
+        kernels = [_generate(d) for d in descriptions]
+        texts = [f"{kernel.source}\n{compiler.identity}".encode() for kernel in kernels]
+        keys = [hashlib.blake2b(text, digest_size=16).hexdigest() for text in texts]
+        wanted = {key: kernel for key, kernel in zip(keys, kernels, strict=True) if key not in _loaded}
         if wanted:
             _load(wanted, compiler, cache_dir or default_cache_dir())
-        return [_loaded[key] for key, _ in keyed]
+        return [_loaded[key] for key in keys]
 
 
 def source_of(description: KernelDescription) -> str:
@@ -262,10 +245,6 @@ def _generate(description: KernelDescription) -> CppKernel:
     if found is None:
         found = _generated[description.key] = cpp.generate(description)
     return found
-
-
-def _key(kernel: CppKernel, compiler: Compiler) -> str:
-    return hashlib.blake2b(f"{kernel.source}\n{compiler.identity}".encode(), digest_size=16).hexdigest()
 
 
 def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
@@ -307,10 +286,11 @@ def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
     """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
-    library = _library(folder, key)
-    if not _is_whole(library):
-        return False
+    library, size = _library(folder, key), len(_checksum(b""))
     try:
+        content = library.read_bytes()
+        if len(content) <= size or content[-size:] != _checksum(content[:-size]):  # of the rest of it
+            return False
         run = CpuKernel(
             str(library),
             kernel.symbol,
@@ -320,7 +300,7 @@ def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
             kernel.scratch_floats,
             kernel.row_elements,
         )
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return False
     _loaded[key] = LoadedKernel(kernel.description, kernel.source, library, run)
     return True

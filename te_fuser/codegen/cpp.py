@@ -46,11 +46,13 @@ def generate(description: KernelDescription) -> CppKernel:
         raise ValueError(f"kernel {description.name}: blocks of 8 bits are made by kernels of a GPU alone")
     symbol = symbol_of(description)
     kernel = Kernel(symbol, description)
+    raised = ("float32",) * len(description.maxima)
+    seed = ("int64",) if description.streams else ()
     return CppKernel(
         description=description,
         symbol=symbol,
         source=kernel.write(),
-        dtypes=_dtypes(description),
+        dtypes=(*(t.dtype for t in description.loads), *raised, *seed, *(t.dtype for t in description.outputs)),
         partial_floats=kernel.partial_floats,
         partial_floats_per_sample=kernel.partial_floats_per_sample,
         scratch_floats=kernel.scratch_floats,
@@ -61,10 +63,3 @@ def generate(description: KernelDescription) -> CppKernel:
 def symbol_of(description: KernelDescription) -> str:
     """The name in the library: role and digest."""
     return f"{identifier(description.name)}_{description.key}"
-
-
-def _dtypes(description: KernelDescription) -> tuple[str, ...]:
-    """Of the kernel's tensors, in their order."""
-    raised = ("float32",) * len(description.maxima)
-    seed = ("int64",) if description.streams else ()
-    return (*(t.dtype for t in description.loads), *raised, *seed, *(t.dtype for t in description.outputs))

@@ -116,22 +116,17 @@ def _below(roots: Iterable[Expr], stop: Callable[[Expr], bool]) -> list[Expr]:
     return [e for e in order if has_features(e)]
 
 
-def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> list[Expr]:
-    """The row reductions that no loop needs: only numbers of a row depend on them, so the last loop can do them."""
-    early = {id(n) for n in topological(feature_roots)}
-    candidates = [r for stage in d.reductions for r in stage if id(r) not in early]
-    needed = {id(n) for r in candidates for n in topological(r.args)}
-    return [r for r in candidates if id(r) not in needed]
-
-
 def _loops(d: KernelDescription, cost: Callable[[Expr], int]) -> list[Loop]:
     feature_roots = [p for item in d.outputs if item.axes & Axes.FEATURE for p in item.parts]
     feature_roots += [p for m in d.maxima for p in m.parts]
-    late = _late_reductions(d, feature_roots)
-    late_ids = {id(r) for r in late}
+    # No loop needs the late reductions: only numbers of a row depend on them, so the last loop can do them.
+    read = {id(n) for n in topological(feature_roots)}
+    unread = [r for stage in d.reductions for r in stage if id(r) not in read]
+    needed = {id(n) for r in unread for n in topological(r.args)}
+    late = [r for r in unread if id(r) not in needed]
     loops = []
     for stage in d.reductions:
-        early = tuple(r for r in stage if id(r) not in late_ids)
+        early = tuple(r for r in stage if id(r) in read | needed)
         if early:
             loops.append(Loop(early, tuple(r.args[0] for r in early), [], last=False))
     if late or feature_roots:
@@ -150,15 +145,12 @@ def _choose_buffers(loops: Sequence[Loop], cost: Callable[[Expr], int]) -> None:
         for e in _below(loop.roots, lambda e: id(e) in buffered):
             if id(e) in buffered:
                 continue
-            if id(e) in known and _is_dear(e, buffered, cost) and _is_frontier(e, loop, known, buffered):
+            below = _below([e], lambda n: id(n) in buffered) if id(e) in known else []
+            dear = sum(1 if id(n) in buffered else cost(n) for n in below) > _BUFFER_ABOVE
+            if dear and _is_frontier(e, loop, known, buffered):
                 buffered.add(id(e))
                 first_in[id(e)].buffered.append(e)
             first_in.setdefault(id(e), loop)
-
-
-def _is_dear(e: Expr, buffered: set[int], cost: Callable[[Expr], int]) -> bool:
-    nodes = _below([e], lambda n: id(n) in buffered)
-    return sum(1 if id(n) in buffered else cost(n) for n in nodes) > _BUFFER_ABOVE
 
 
 def _is_frontier(e: Expr, loop: Loop, known: set[int], buffered: set[int]) -> bool:

@@ -57,7 +57,12 @@ class CudaKernelText:
         }
         self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
         self.so_far = {m.name: self.names.fresh(f"{m.name}_so_far") for m in description.maxima}
-        self.bounds = _bounds(description)
+        # A kernel that only looks for a maximum may look at what is cheaper than the magnitudes, and no smaller.
+        looks = not description.outputs and len(description.maxima) == 1
+        found = [bound_of(p) for p in description.maxima[0].parts] if looks else []
+        self.bounds = [b for b in found if b is not None]
+        if len(self.bounds) < len(found):
+            self.bounds = []
         self.met, self.bound = self.names.fresh("met"), self.names.fresh("bound")
         users: dict[int, list[Expr]] = {}
         for node in description.nodes:
@@ -443,14 +448,6 @@ class CudaKernelText:
         if self.backwards:
             return f"rows - 1 - ({index})"
         return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
-
-
-def _bounds(d: KernelDescription) -> tuple[Expr, ...]:
-    """What is cheaper than the magnitudes of a kernel that only looks for their maximum, and no smaller; or nothing."""
-    if d.outputs or len(d.maxima) != 1:
-        return ()
-    found = [bound_of(p) for p in d.maxima[0].parts]
-    return tuple([b for b in found if b is not None]) if not any(b is None for b in found) else ()
 
 
 _CONSTANTS = "constants;"

@@ -41,7 +41,11 @@ def compile_kernel(
     found = [_with_room(description, arch, (), cache)]
     if _bytes(found[0]) <= _BEARABLE:
         return found[0]
-    for others in _others(description, arch, found[0][0].schedules):
+    # Schedules of other forms, the best first: in one kernel, then with the column sums in their own.
+    rewritten, limits, tried = rewrite(description), limits_of(arch), found[0][0].schedules
+    whole = [(s,) for s in schedule_model.candidates(rewritten, limits)]
+    apart = schedule_model.apart(rewritten, limits)
+    for others in (*_other_forms(whole, tried), *_other_forms(apart, tried)):
         found.append(_with_room(description, arch, others, cache))
         if _bytes(found[-1]) <= _BEARABLE:
             return found[-1]
@@ -53,11 +57,12 @@ def _with_room(description: KernelDescription, arch: str, schedules: Sequence[Sc
     found = [_compiled(description, arch, schedules, cache)]
     while len(found) < _ATTEMPTS:
         kernel, _ = found[-1]
-        roomier = tuple(
-            _roomier(s) if spilled > _HARMLESS else s
-            for s, spilled in zip(kernel.schedules, _spilled(*found[-1]), strict=True)
-        )
-        if roomier == kernel.schedules:
+        roomier = []
+        for s, spilled in zip(kernel.schedules, _spilled(*found[-1]), strict=True):
+            blocks = s.blocks_per_multiprocessor
+            fewer = max(1, min(blocks - 1, round(0.8 * blocks))) if spilled > _HARMLESS else blocks
+            roomier.append(dataclasses.replace(s, blocks_per_multiprocessor=fewer))
+        if roomier == list(kernel.schedules):
             break
         found.append(_compiled(description, arch, roomier, cache))
     return min(found, key=lambda made: max(0, _bytes(made) - _HARMLESS))
@@ -68,26 +73,14 @@ def _compiled(description: KernelDescription, arch: str, schedules: Sequence[Sch
     return kernel, nvrtc.compile_source(kernel.source, arch, name=description.name, cache=cache)
 
 
-def _others(description: KernelDescription, arch: str, tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
-    """Schedules of other forms than `tried`, the best first: in one kernel, then with the column sums in their own."""
-    rewritten, limits = rewrite(description), limits_of(arch)
-    whole = _by_form([(s,) for s in schedule_model.candidates(rewritten, limits)], tried)
-    apart = _by_form(schedule_model.apart(rewritten, limits), tried)
-    return [*_first_and_last(whole), *_first_and_last(apart)]
-
-
-def _by_form(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
-    """The first of each form, but for that of `tried`."""
+def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
+    """The first of each form but that of `tried`: of these a few of the best, and the last, which holds least."""
     found: dict[tuple[Schedule, ...], tuple[Schedule, ...]] = {}
     for schedules in listed:
         found.setdefault(_form(schedules), schedules)
     found.pop(_form(tried), None)
-    return list(found.values())
-
-
-def _first_and_last(listed: list[tuple[Schedule, ...]]) -> list[tuple[Schedule, ...]]:
-    """A few of the best, and the last, which holds least."""
-    return [*listed[:_OTHERS], *listed[_OTHERS:][-1:]]
+    firsts = list(found.values())
+    return [*firsts[:_OTHERS], *firsts[_OTHERS:][-1:]]
 
 
 def _form(schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
@@ -103,8 +96,3 @@ def _spilled(kernel: CudaKernel, code: Compiled) -> list[int]:
     """Bytes that a thread of each schedule's launch spills; an older NVRTC gives no report, which counts as none."""
     by_symbol = {r.symbol: r.spilled_bytes for r in code.resources}
     return [by_symbol.get(launch.symbol, 0) for launch, _ in zip(kernel.launches, kernel.schedules, strict=False)]
-
-
-def _roomier(s: Schedule) -> Schedule:
-    blocks = s.blocks_per_multiprocessor
-    return dataclasses.replace(s, blocks_per_multiprocessor=max(1, min(blocks - 1, round(0.8 * blocks))))

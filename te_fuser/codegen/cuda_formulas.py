@@ -6,7 +6,6 @@ Every step is a table of rules on nodes. Rules that only move factors are kept w
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,8 +46,14 @@ def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> Kernel
     done: dict[int, Expr] = {}
     for node in description.nodes:
         args = tuple(done[id(a)] for a in node.args)
-        same = all(x is y for x, y in zip(args, node.args, strict=True))
-        new = node if same else _again(node, args)
+        new = node
+        if any(x is not y for x, y in zip(args, node.args, strict=True)):
+            if not node.reduces:
+                new = expr.rebuild(node.op, args, node.attrs)
+            elif args[0].axes & Axes.FEATURE:  # it stays what it is, because schedules know it by its stage
+                new = expr.make(node.op, args, node.attrs, node.axes, node.width)
+            else:
+                new = args[0]
         done[id(node)] = next((found for rule in rules if (found := rule(new)) is not None), new)
 
     def renewed(items: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -56,13 +61,6 @@ def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> Kernel
 
     d = description
     return dataclasses.replace(d, stores=renewed(d.stores), sums=renewed(d.sums), maxima=renewed(d.maxima))
-
-
-def _again(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The node over other arguments; reductions stay what they are, because schedules know them by their stages."""
-    if node.reduces:
-        return expr.make(node.op, args, node.attrs, node.axes, node.width) if args[0].axes & Axes.FEATURE else args[0]
-    return expr.rebuild(node.op, args, node.attrs)
 
 
 # ------------------------------------------------------------------------------------------- functions
@@ -143,27 +141,26 @@ def _cheaper(description: KernelDescription) -> KernelDescription:
     cost = instructions(description)
     tried: set[str] = set()
     while True:
-        node = next((n for n in description.nodes if n.digest not in tried and _is_sum(n)), None)
+        untried = [n for n in description.nodes if n.axes & Axes.FEATURE and n.digest not in tried]
+        node = next((n for n in untried if n.op in ("add", "sub") or _is_multiple(n)), None)
         if node is None:
             return description
         tried.add(node.digest)
         uses = Counter(id(a) for n in description.nodes for a in n.args)
         once = {i for i, count in uses.items() if count == 1}
-        for form in (_factored(node, once), _scaled_inside(node, once)):
-            if form is None or form is node:
-                continue
-            other = _everywhere(description, (functools.partial(_swapped, node, form),))
-            if instructions(other) < cost:
-                description, cost = other, instructions(other)
-                break
+        if _is_multiple(node):
+            form = _scaled_inside(node, once)
+        else:
+            form = _joined(_merged(_terms(node, expr.ONE, {*once, id(node)})))
+        if form is None or form is node:
+            continue
 
+        def swapped(e: Expr, old: Expr = node, new: Expr = form) -> Expr | None:
+            return new if e is old else None
 
-def _swapped(old: Expr, new: Expr, e: Expr) -> Expr | None:
-    return new if e is old else None
-
-
-def _is_sum(e: Expr) -> bool:
-    return bool(e.axes & Axes.FEATURE) and (e.op in ("add", "sub") or (e.op == "mul" and e.args[0].op == "const"))
+        other = _everywhere(description, (swapped,))
+        if instructions(other) < cost:
+            description, cost = other, instructions(other)
 
 
 @dataclass(frozen=True)
@@ -179,15 +176,8 @@ class Term:
         return Term(self.scale, (*self.factors[:at], *self.factors[at + 1 :]))
 
 
-def _factored(e: Expr, once: set[int]) -> Expr | None:
-    """A sum with equal products added up and common factors pulled out; `once` are the nodes that one other uses."""
-    return _joined(_merged(_terms(e, expr.ONE, {*once, id(e)}))) if e.op in ("add", "sub") else None
-
-
 def _scaled_inside(e: Expr, once: set[int]) -> Expr | None:
-    """c f (1 + k g) = f (c + c k g): a constant that the sum takes in for nothing."""
-    if not _is_multiple(e):
-        return None
+    """c f (1 + k g) = f (c + c k g): a constant that the sum takes in for nothing; `once` are used once."""
     factors = list(_factors(e.args[1]))
     for at, f in enumerate(factors):
         if f.op in ("add", "sub") and id(f) in once:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen import nvrtc, schedule_model
-from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
+from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import (
@@ -147,8 +147,12 @@ def _load(
     with _lock:
         missing = [(d, s) for d, s in wanted if (d.key, arch, s, index) not in _ready]
         by_hand = [k for k in dict.fromkeys(written) if (k, index) not in _written]
-        if missing or by_hand:
-            _refuse_capture([*(d for d, _ in missing), *by_hand], index)
+        if (missing or by_hand) and _is_capturing(index):
+            names = ", ".join(sorted({*(d.name for d, _ in missing), *(k.name for k in by_hand)}))
+            raise RuntimeError(
+                f"this call needs kernels that are not there yet ({names}), and its stream is being captured into a "
+                "CUDA graph: run the model once with inputs like these before the capture"
+            )
         made_by_hand = _make_all(missing, by_hand, arch, cache_dir)
         for d, s in missing:
             _made[d.key, arch, s].run.load(index)
@@ -157,16 +161,6 @@ def _load(
             kernel.load(index)
             _written.add((k, index))
         return [_made[d.key, arch, s] for d, s in wanted]
-
-
-def _refuse_capture(missing: Iterable[KernelDescription | WrittenKernel], index: int) -> None:
-    if not _is_capturing(index):
-        return
-    names = ", ".join(sorted({d.name for d in missing}))
-    raise RuntimeError(
-        f"this call needs kernels that are not there yet ({names}), and its stream is being captured into a CUDA "
-        "graph: run the model once with inputs like these before the capture"
-    )
 
 
 def _is_capturing(index: int) -> bool:
@@ -182,19 +176,16 @@ def _make_all(
 ) -> list[Loadable]:
     """Make what this process has not, of both kinds at the same time, and give those written by hand."""
     new = [(d, s) for d, s in wanted if (d.key, arch, s) not in _made]
-    jobs: list[Callable[[], Any]] = [functools.partial(_make, d, s, arch, cache_dir) for d, s in new]
+
+    def make(description: KernelDescription, schedules: tuple[Schedule, ...]) -> GpuKernel:
+        text, code = compile_kernel(description, arch, schedules=schedules, cache=cache_dir)
+        return GpuKernel(description, text, code.resources, native_kernel(description, text, code.cubin))
+
+    jobs: list[Callable[[], Any]] = [functools.partial(make, d, s) for d, s in new]
     jobs += [functools.partial(k.compile, arch, cache_dir) for k in written]
     made = _in_parallel(jobs, arch)
     _made.update({(d.key, arch, s): kernel for (d, s), kernel in zip(new, made, strict=False)})
     return made[len(new) :]
-
-
-def _make(
-    description: KernelDescription, schedules: tuple[Schedule, ...], arch: str, cache_dir: Path | None
-) -> GpuKernel:
-    """Generate and compile one kernel."""
-    text, code = compile_kernel(description, arch, schedules=schedules, cache=cache_dir)
-    return GpuKernel(description, text, code.resources, native_kernel(description, text, code.cubin))
 
 
 def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
@@ -222,14 +213,17 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
     read: list[Load | Maximum | None] = [*description.loads, *description.maxima]
     read += [None] if description.streams else []
     tensors = (*read, *description.outputs)
-    places = _places(description, text)
+    places, launches = _places(description, text), []
+    for launch in text.launches:
+        arguments = tuple(places[p.kind, p.name] for p in launch.parameters)
+        launches.append((launch.symbol, launch.threads, launch.shared_bytes, launch.grid, arguments))
     return _native.CudaKernel(
         description.name,
         cubin,
         tuple(_RAISED_DTYPE if isinstance(t, Maximum) else t.dtype if t else _SEED_DTYPE for t in tensors),
         tuple(_alignment(t, text) for t in tensors),
         len(read),
-        tuple(_launch(launch, places) for launch in text.launches),
+        tuple(launches),
         tuple(p.width for p in text.partials),
         len(text.row_values),
         description.integers,
@@ -259,11 +253,6 @@ def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str,
     found |= {("stream", name): ("integer", k) for k, name in enumerate(d.streams)}
     found |= {("place", name): ("integer", k) for k, name in enumerate(PLACES, len(d.streams))}
     return found | {(name, name): (name, 0) for name in _NUMBERS}
-
-
-def _launch(launch: CudaLaunch, places: Mapping[tuple[str, str], Place]) -> _native.CudaLaunch:
-    arguments = tuple(places[p.kind, p.name] for p in launch.parameters)
-    return launch.symbol, launch.threads, launch.shared_bytes, launch.grid, arguments
 
 
 def _alignment(tensor: Load | Maximum | Store | Sum | None, text: CudaKernel) -> int:

@@ -80,9 +80,13 @@ class Formulas:
                 continue
             body = self._operation(node, known) if node.args else leaf(node)
             if node.args and uses[id(node)] == 1 and len(body) <= _LONGEST:
-                known[id(node)] = f"({body})" if _is_open(node) else body
+                is_open = node.op in _INFIX or node.op in ("where", "masked")  # inside another it needs parentheses
+                known[id(node)] = f"({body})" if is_open else body
             else:
-                known[id(node)] = self.names.fresh(_role(node))
+                role = "t"
+                if node.op in ("input", "keep"):  # a tensor by its name, its elements with _i
+                    role = f"{part_role(node)}_i" if node.axes & Axes.FEATURE else f"{node.attrs[0]}_value"
+                known[id(node)] = self.names.fresh(role)
                 text(f"const {'bool' if is_boolean(node) else 'float'} {known[id(node)]} = {body};")
 
     def _operation(self, node: Expr, known: Mapping[int, str]) -> str:
@@ -105,11 +109,6 @@ def number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:
     return f"({known[id(node)]} ? {one} : 0.0f)" if is_boolean(node) else known[id(node)]
 
 
-def _is_open(node: Expr) -> bool:
-    """Whether the text of a node needs parentheses inside another expression."""
-    return node.op in _INFIX or node.op in ("where", "masked")
-
-
 def bare(text: str) -> str:
     """Without the parentheses around the whole, if there are any."""
     depth = 0
@@ -118,13 +117,6 @@ def bare(text: str) -> str:
         if depth == 0:
             return text[1:-1] if at > 0 and at == len(text) - 1 and text[0] == "(" else text
     return text
-
-
-def _role(e: Expr) -> str:
-    """What a node is called: a tensor by its name, its elements with _i; anything else is just a term."""
-    if e.op not in ("input", "keep"):
-        return "t"
-    return f"{part_role(e)}_i" if e.axes & Axes.FEATURE else f"{e.attrs[0]}_value"
 
 
 def part_role(e: Expr) -> str:

@@ -39,7 +39,7 @@ class Load:
     dtype: str  # a name of the table of dtypes
 
 
-PLACES = ("row_rank", "column_rank", "row_block")  # where a rank's part lies, see `te_fuser.formula.random.Placed`
+PLACES = ("row_rank", "column_rank", "row_block")  # of a rank's part, see `formula.random.RankPlacement`
 Layout = Literal["rows", "transposed", "blocks", "transposed_blocks"]
 TOKENS = 16  # a multiple of so many is a row of what is stored transposed
 BLOCK = 128  # numbers that have a scale of their own, where it is stored by blocks
@@ -116,7 +116,7 @@ class Maximum:
 
 
 @dataclass(frozen=True)
-class Counts:
+class KernelCounts:
     """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
 
     loads: int
@@ -218,9 +218,9 @@ class KernelDescription:
         text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
-    def counts(self) -> Counts:
+    def counts(self) -> KernelCounts:
         """The figures by which a derived backward is compared with a hand-written one."""
-        return Counts(
+        return KernelCounts(
             loads=sum(load.axes == Axes.FULL for load in self.loads),
             stores=sum(store.axes == Axes.FULL for store in self.stores),
             row_sums=sum(len(stage) for stage in self.reductions),
@@ -351,7 +351,12 @@ def describe(
     widths = [t.width for t in given if t.axes & Axes.FEATURE]
     unit = math.gcd(*[e.unit for _, e in written], *widths) or 1
     narrowed: _Narrowed = {}
-    cut = [_unrounded(_cut(e, t, unit, narrowed), t.dtype) for t, e in written]
+    cut = []
+    for t, e in written:
+        pieces = t.width // unit
+        whole = [part(e, k, pieces) for k in range(pieces)] if t.axes & Axes.FEATURE else [e]
+        parts = [_narrow_reductions(p, unit, narrowed) for p in whole]
+        cut.append(tuple([p.args[0] if p.op == t.dtype else p for p in parts]))  # storing rounds to it anyway
     nodes = topological([p for parts in cut for p in parts])
     found = {n.width for n in nodes if n.has_features}
     if len(found) > 1:
@@ -372,19 +377,7 @@ def describe(
     return made
 
 
-def _unrounded(parts: tuple[Expr, ...], dtype: str) -> tuple[Expr, ...]:
-    """What is stored, without the rounding that storing it in this dtype does anyway."""
-    return tuple([p.args[0] if p.op == dtype else p for p in parts])
-
-
 _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reduction -> it, and what stands for it
-
-
-def _cut(e: Expr, target: Target, unit: int, narrowed: _Narrowed) -> tuple[Expr, ...]:
-    if not target.axes & Axes.FEATURE:
-        return (_narrow_reductions(e, unit, narrowed),)
-    pieces = target.width // unit
-    return tuple(_narrow_reductions(part(e, k, pieces), unit, narrowed) for k in range(pieces))
 
 
 def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:

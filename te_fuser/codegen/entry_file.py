@@ -32,7 +32,10 @@ class EntryFile:
     def entries(self) -> Entries:
         """All entries, read again when the file has changed; not to be written to."""
         with self._lock:
-            stamp = _stamp_of(self.path)
+            stamp = (0, 0)  # of no file
+            with contextlib.suppress(OSError):
+                found = self.path.stat()
+                stamp = (found.st_mtime_ns, found.st_ino)
             if stamp != self._stamp:
                 self._entries, self._stamp = self._read(), stamp
             return self._entries
@@ -78,15 +81,6 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(lock)  # which lets the next one in
 
 
-def _stamp_of(path: Path) -> tuple[int, int]:
-    """What changes when the file is written; the same as long as there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return (found.st_mtime_ns, found.st_ino)
-
-
 def tuned_folder(folder: Path | None = None) -> Path:
     """Where measured choices lie: `tuned` in the folder, or if none is given in the cache folder as it is set now."""
     if folder or config.cache_dir:
@@ -111,12 +105,9 @@ class Stores(Generic[Store]):
 
     def of(self, device: str, folder: Path | None = None) -> Store:
         """The store of a device, by its name; in the cache folder as it is set now if no other is given."""
-        path = tuned_folder(folder) / f"{_file_name(device)}{self._suffix}"
+        name = "".join(c if c.isalnum() else "-" for c in device.lower())
+        path = tuned_folder(folder) / f"{name}{self._suffix}"
         with self._lock:
             if path not in self._made:
                 self._made[path] = self._make(path)
             return self._made[path]
-
-
-def _file_name(device: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in device.lower())

@@ -74,7 +74,9 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
         CompilerMissing: when NVRTC cannot be loaded.
         CompileError: when NVRTC reports an error.
     """
-    name = name or _first_kernel(source)
+    if not name:
+        kernel = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
+        name = kernel[1] if kernel else "kernel"
     folder, file = cache or cache_folder(), f"{key(source, arch)}.cubin"
     found = _read(current(folder) / file)
     if found is None:
@@ -144,15 +146,19 @@ def _headers_digest() -> str:
     return digest.hexdigest()
 
 
+def nvidia_folders() -> list[Path]:
+    """The folders of NVIDIA's wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+
+
 @functools.cache
 def cuda_include_folders() -> tuple[Path, ...]:
     """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none.
 
     Generated kernels include none of them; one that is written by hand may.
     """
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    candidates = [p / inner / "include" for p in wheels for inner in ("cu13", "cuda_runtime")]
+    candidates = [p / inner / "include" for p in nvidia_folders() for inner in ("cu13", "cuda_runtime")]
     candidates += [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     return tuple(p for p in candidates if (p / "cuda.h").is_file())[:1]
 
@@ -200,11 +206,6 @@ def _explained(message: str, source: str, arch: str, name: str) -> str:
     file, number, lines = where[1], int(where[2]), source.splitlines()
     line = f"\n    {lines[number - 1].strip()}" if file == f"{name}.cu" and number <= len(lines) else ""
     return f"{head}: {file} line {number}: {where[3].strip()}{line}\n\n{message.strip()}"
-
-
-def _first_kernel(source: str) -> str:
-    found = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
-    return found[1] if found else "kernel"
 
 
 _NUMBERS = {

@@ -39,18 +39,14 @@ class Progress:
             self._ended = True
             if self._said:
                 how, seconds = "failed" if kind else "done", time.monotonic() - self._started
-                print(f"{self._what}: {how} after {seconds:.1f} s{_why(error)}", file=sys.stderr, flush=True)
+                ended = f"{self._what}: {how} after {seconds:.1f} s"
+                if error is not None:
+                    words = str(error).strip().partition("\n")[0]
+                    ended += f": {type(error).__name__}" + f": {words}" * bool(words)
+                print(ended, file=sys.stderr, flush=True)
 
     def _say(self) -> None:
         with self._turn:
             if not self._ended:
                 print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
                 self._said = True
-
-
-def _why(error: BaseException | None) -> str:
-    """The kind of an error and the first line of its words, to end a sentence."""
-    if error is None:
-        return ""
-    words = str(error).strip().partition("\n")[0]
-    return f": {type(error).__name__}" + f": {words}" * bool(words)

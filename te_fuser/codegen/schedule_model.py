@@ -87,7 +87,15 @@ def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]
     if not description.reductions:
         return list(dict.fromkeys(_columns(description, vector, limits)))
     found = sorted(_rows(description, vector, limits), key=functools.partial(merit, description), reverse=True)
-    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, limits)])
+    found = list(dict.fromkeys(found))
+    if not description.sums:  # any row can be read again for each pass
+        lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
+        chunks = -(-description.width // (lanes * vector))
+        slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
+        draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
+        blocks = max(1, min(2, resident(description, draft, limits)))
+        found.append(dataclasses.replace(draft, blocks_per_multiprocessor=blocks))
+    return found
 
 
 def variants(description: KernelDescription, limits: Limits, most: int) -> list[tuple[Schedule, ...]]:
@@ -198,8 +206,7 @@ def _vector(description: KernelDescription) -> int:
     full = [t for t in description.tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]
     least = {id(t): 2 for t in description.stores} if description.reductions else {}
     sizes = [max(least.get(id(t), 1), item_size(t.dtype)) for t in full] or [4]
-    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    vector = 8 if draws else 16 // min(sizes)
+    vector = 8 if _draws(description) else 16 // min(sizes)
     while description.width % vector:
         vector //= 2
     return vector
@@ -236,9 +243,16 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
 
 def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]:
     """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
-    vector = _tile_vector(description)
+    # Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws.
+    narrowest = _narrowest(description)
+    most = 8 if _draws(description) or (description.in_blocks and narrowest == 1) else 16 // narrowest
+    vector = math.gcd(most, description.width)
     while vector:
-        ways = itertools.product((0, 1), _rows_ahead(description, vector), _tile_lanes(description, vector))
+        ahead = [_TILE_AHEAD]  # rows of a tile that a thread does at once
+        if description.in_blocks:  # where none is put together by fours, 64 bytes were best
+            row = vector * _travelling_bytes(description)
+            ahead = sorted(_BLOCK_AHEAD, key=lambda n: (n * row < _BLOCK_BYTES, abs(n * row - _BLOCK_BYTES)))  # noqa: B023
+        ways = itertools.product((0, 1), ahead, _tile_lanes(description, vector))
         found = [s for way in ways for s in _tiles_of(description, vector, *way, limits)]
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
@@ -263,14 +277,6 @@ def _tiles_of(
     return found[::-1] if few else found
 
 
-def _rows_ahead(description: KernelDescription, vector: int) -> list[int]:
-    """Rows of a tile that a thread does at once; where none is put together by fours, 64 bytes were best."""
-    if not description.in_blocks:
-        return [_TILE_AHEAD]
-    row = vector * _travelling_bytes(description)
-    return sorted(_BLOCK_AHEAD, key=lambda rows: (rows * row < _BLOCK_BYTES, abs(rows * row - _BLOCK_BYTES)))
-
-
 def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
     """Threads side by side: a line of 128 bytes of what is read, or two; those of a block."""
     if description.in_blocks:
@@ -289,12 +295,9 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
     return blocks / (-(-blocks // room) * room)
 
 
-def _tile_vector(description: KernelDescription) -> int:
-    """Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws."""
-    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    if draws or (description.in_blocks and _narrowest(description) == 1):
-        return math.gcd(8, description.width)
-    return math.gcd(16 // _narrowest(description), description.width)
+def _draws(description: KernelDescription) -> bool:
+    """Whether each element has a random draw."""
+    return any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
 
 
 def _narrowest(description: KernelDescription) -> int:
@@ -310,10 +313,16 @@ def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterat
         scattered = lanes < min(vectors, _WARP)  # neighbours of a warp should read neighbours in memory
         if scattered or (lanes > 1 and lanes >= 2 * vectors):
             continue
-        for slots in (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,):
-            for draft in _drafts(description, vector, lanes, slots, chunks):
-                if chunks <= _MOST_CHUNKS[draft.kind]:
-                    yield from _filled(description, draft, limits)
+        several = (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,)
+        drafts = [d for slots in several for d in _drafts(description, vector, lanes, slots, chunks)]
+        for draft in drafts:
+            if chunks > _MOST_CHUNKS[draft.kind]:
+                continue
+            # As many blocks as fit; with column sums, fewer as well.
+            most = min(resident(description, draft, limits), 1024 // draft.threads if description.sums else 32)
+            least = min(most, max(1, 256 // draft.threads)) if description.sums else most
+            for blocks in range(max(1, least), most + 1):
+                yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
 
 
 def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int, chunks: int) -> Iterator[Schedule]:
@@ -329,38 +338,18 @@ def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int,
         yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=rounds, keeps=keeps)
     if not description.outputs:
         return
-    if slots == 1 and chunks >= _HELD_CHUNKS and _may_hold_two(description):
+    # Threads had better have two rows where maxima are raised and rows wait in 16 bits, beside no sample's numbers.
+    narrow = description.maxima and _waiting_words(description) <= 0.5
+    if slots == 1 and chunks >= _HELD_CHUNKS and narrow and not _has_samples(description):
         yield row(Kind.REGISTERS, ahead=2, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0, keeps=True)
     yield row(Kind.SHARED, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0)
     for ahead in (3, 2):
         yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=Sums.NONE)
 
 
-def _may_hold_two(description: KernelDescription) -> bool:
-    """Whether threads had better have two rows: what raises maxima and waits in 16 bits, beside no sample's numbers."""
-    return bool(description.maxima) and not _has_samples(description) and _waiting_words(description) <= 0.5
-
-
 def _has_samples(description: KernelDescription) -> bool:
     """Whether something is one for each sample."""
     return any(n.axes & Axes.BATCH and not n.axes & Axes.OUTER for n in description.nodes)
-
-
-def _filled(description: KernelDescription, draft: Schedule, limits: Limits) -> Iterator[Schedule]:
-    """The draft with as many blocks as fit; with column sums, fewer as well."""
-    most = min(resident(description, draft, limits), 1024 // draft.threads if description.sums else 32)
-    least = min(most, max(1, 256 // draft.threads)) if description.sums else most
-    for blocks in range(max(1, least), most + 1):
-        yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
-
-
-def _reread(description: KernelDescription, vector: int, limits: Limits) -> Schedule:
-    """The row read again for each pass, which any row can be."""
-    lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
-    chunks = -(-description.width // (lanes * vector))
-    slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
-    draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
-    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, resident(description, draft, limits))))
 
 
 # ------------------------------------------------------------------------------------------------ how good it is
@@ -402,7 +391,8 @@ def _merit_of_sums(description: KernelDescription, s: Schedule, held: float) -> 
     # Partial sums are written and read once more, mostly in L2.
     parts = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE)
     partial = 8 * parts * s.blocks_per_multiprocessor * _MULTIPROCESSORS
-    moved = _TYPICAL_ROWS * max(1, _loaded_bytes(description) + _stored_bytes(description))
+    stored = sum(item_size(t.dtype) * len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
+    moved = _TYPICAL_ROWS * max(1, _loaded_bytes(description) + stored)  # bytes of each feature
     where = 1.0 if s.sums == Sums.REGISTERS else 0.85
     return filling * busy * _ahead(description, s) * where * (1 - 0.5 * partial / moved)
 
@@ -422,11 +412,6 @@ def _ahead(description: KernelDescription, s: Schedule) -> float:
 def _loaded_bytes(description: KernelDescription) -> int:
     """Bytes that are read for each feature of a row."""
     return sum(description.load_bytes[n.attrs[0]] for n in full_loads(description))
-
-
-def _stored_bytes(description: KernelDescription) -> int:
-    """Bytes that are written for each feature of a row."""
-    return sum(item_size(t.dtype) * len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
 
 
 def _travelling_bytes(description: KernelDescription) -> int:
@@ -461,7 +446,8 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
     """
     own = s.vector * s.chunks
     draws = 8 if description.streams else 0
-    features = _feature_words(description)
+    parameters = [n for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE]
+    features = sum(description.load_bytes[n.attrs[0]] for n in parameters) / 4  # words per column
     sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
     arithmetic = sum(bool(n.axes & Axes.FEATURE) for n in description.nodes) / 16
     if s.kind == Kind.TILE:
@@ -496,11 +482,3 @@ def _waiting_words(description: KernelDescription) -> float:
     """32-bit words per element that a thread holds between its loads and its stores."""
     waits = [full_loads(description), *(p.waits for p in passes(description, Kind.REGISTERS))]
     return max(sum(description.load_bytes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in w) for w in waits)
-
-
-def _feature_words(description: KernelDescription) -> float:
-    """32-bit words per column of the parameters that are the same for every row."""
-    return (
-        sum(description.load_bytes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE)
-        / 4
-    )

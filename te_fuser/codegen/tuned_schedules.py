@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from te_fuser.codegen.entry_file import EntryFile, Stores
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
@@ -71,14 +70,15 @@ _stores = Stores(TunedSchedules, ".schedules.json")
 
 def _schedules(listed: object) -> tuple[Schedule, ...]:
     """Schedules as they are in the file; none if one of them is not whole."""
-    if not isinstance(listed, list) or not all(isinstance(s, dict) and _is_whole(s) for s in listed):
+    if not isinstance(listed, list):
         return ()
+    names = {f.name for f in dataclasses.fields(Schedule)}
+    for s in listed:
+        if not isinstance(s, dict) or set(s) != names:
+            return ()
+        if not all(isinstance(s[n], int) for n in names - {"kind", "sums"}):
+            return ()
     try:
         return tuple(Schedule(**{**s, "kind": Kind(s["kind"]), "sums": Sums(s["sums"])}) for s in listed)
     except ValueError:
         return ()
-
-
-def _is_whole(found: dict[str, Any]) -> bool:
-    names = {f.name for f in dataclasses.fields(Schedule)}
-    return set(found) == names and all(isinstance(found[n], int) for n in names - {"kind", "sums"})

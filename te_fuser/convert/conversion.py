@@ -136,10 +136,17 @@ def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, lis
     converted, refused, new = list[str](), dict[str, str](), list[Any]()
     for path, module in model.named_modules():
         kind = _kind_of(type(module))
-        why = None if kind is None else _why_not(module, kind)
+        if kind is None:
+            continue
+        why: str | None
+        if type(module) not in (kind.was, kind):
+            why = f"it is a {type(module).__name__}, which may compute something else than a {kind.was.__name__}"
+        elif has_own_forward(module) and not keeps_forward(module):
+            why = "it has a forward of its own"
+        else:
+            why = kind.why_not(module)
         if why is not None:
             refused[path] = why
-        if kind is None or why is not None:
             continue
         if type(module) is not kind:
             become(module, kind)
@@ -158,15 +165,6 @@ def _kind_of(kind: type[nn.Module]) -> Any:
                 if found.was is ancestor:
                     return found
     return None
-
-
-def _why_not(layer: nn.Module, kind: Any) -> str | None:
-    """Why a layer stays as it is; None where `kind` can run it."""
-    if type(layer) not in (kind.was, kind):
-        return f"it is a {type(layer).__name__}, which may compute something else than a {kind.was.__name__}"
-    if has_own_forward(layer) and not keeps_forward(layer):
-        return "it has a forward of its own"
-    return kind.why_not(layer)  # type: ignore[no-any-return]
 
 
 def _blocks(model: nn.Module) -> list[Any]:

@@ -65,8 +65,9 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
         if node.op == "input":
             parts[node.attrs[0]].append((node, g))
             continue
-        pieces = split.get(node)
-        for argument, contribution in _among(pieces, g) if pieces else _spread(node, g):
+        pieces = split.get(node, [])
+        among = [(piece, part(g, k, len(pieces))) for k, piece in enumerate(pieces)]
+        for argument, contribution in among or _spread(node, g):
             if id(argument) in needs:
                 collected.setdefault(id(argument), []).append(contribution)
     return {leaf: _assemble(leaf, parts[leaf.attrs[0]]) for leaf in wanted}
@@ -84,11 +85,6 @@ def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
     widths = {node: math.gcd(*[n.width for n in nodes]) for nodes in by_scale.values() for node in nodes}
     counts = {node: node.width // width for node, width in widths.items() if width < node.width}
     return {node: [part(node, k, count) for k in range(count)] for node, count in counts.items()}
-
-
-def _among(pieces: list[Expr], g: Expr) -> Iterable[tuple[Expr, Expr]]:
-    """An adjoint among the parts of its node."""
-    return [(piece, part(g, k, len(pieces))) for k, piece in enumerate(pieces)]
 
 
 def _total(node: Expr, contributions: list[Expr]) -> Expr:
@@ -113,12 +109,8 @@ def _assemble(leaf: Expr, parts: list[tuple[Expr, Expr]]) -> Expr:
     """The adjoint of a whole leaf from the adjoints of the parts of it that were read."""
     total = ZERO
     for piece, g in parts:
-        total = add(total, _placed(leaf, piece, g))
+        if piece.width != leaf.width:
+            pieces, index = leaf.width // piece.width, piece.attrs[1] // piece.width
+            g = concat([g if k == index else ZERO for k in range(pieces)], leaf.width)
+        total = add(total, g)
     return total
-
-
-def _placed(leaf: Expr, piece: Expr, g: Expr) -> Expr:
-    if piece.width == leaf.width:
-        return g
-    pieces, index = leaf.width // piece.width, piece.attrs[1] // piece.width
-    return concat([g if k == index else ZERO for k in range(pieces)], leaf.width)

@@ -45,18 +45,14 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    largest = torch.finfo(dtype).max
-    within = x.clamp(-largest, largest).masked_fill(x.isnan(), math.nan)
-    return (_to_places(within, dtype) if x.dtype == torch.float64 else within).to(dtype)
-
-
-def _to_places(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 with as many binary places as the dtype has: by way of float32 numbers would be rounded twice."""
     limits = torch.finfo(dtype)
-    smallest = math.frexp(limits.smallest_normal)[1]
-    exponent = torch.frexp(x)[1].clamp_min(smallest).double() - 1.0
-    step = torch.exp2(exponent) * limits.eps
-    return torch.where(x.isfinite(), (x / step).round() * step, x)
+    within = x.clamp(-limits.max, limits.max).masked_fill(x.isnan(), math.nan)
+    if x.dtype == torch.float64:  # to as many binary places here: by way of float32 it would be rounded twice
+        smallest = math.frexp(limits.smallest_normal)[1]
+        exponent = torch.frexp(within)[1].clamp_min(smallest).double() - 1.0
+        step = torch.exp2(exponent) * limits.eps
+        within = torch.where(within.isfinite(), (within / step).round() * step, within)
+    return within.to(dtype)
 
 
 def check_float8(dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -115,10 +116,6 @@ def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _softplus(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.softplus(x, threshold=40.0)  # from there on x itself, in float64 too
-
-
 _ROWS = (
     Function("add", operator.add, lambda e, g: (g, g)),
     Function("sub", operator.sub, lambda e, g: (g, mul(const(-1), g))),
@@ -172,7 +169,7 @@ _ROWS = (
     ),
     Function(
         "softplus",
-        _softplus,
+        functools.partial(torch.nn.functional.softplus, threshold=40.0),  # from there on x itself, in float64 too
         lambda e, g: (mul(g, unary("sigmoid", e.args[0])),),
         lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
         cuda="te::softplus", operations=26, gpu=20, cpu=54,

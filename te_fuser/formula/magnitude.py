@@ -125,13 +125,16 @@ def slope_of(e: Expr) -> Slope | None:
         else:
             factors.append(n)
     leaves = [f for f in factors if f.op == "input"]
+    others = [f for f in factors if f.op != "input"]
+    rising: dict[int, _Rising | None] = {}
+    for n in topological(others):
+        rising[id(n)] = _rising(n, rising)
     at_zero = 1.0
-    for f in factors:
-        if f.op != "input":
-            found = _rising_of(f)
-            if found is None or found.least < 0 or found.leaf is not None and found.leaf not in leaves:
-                return None
-            at_zero *= found.at_zero
+    for f in others:
+        found = rising[id(f)]
+        if found is None or found.least < 0 or found.leaf is not None and found.leaf not in leaves:
+            return None
+        at_zero *= found.at_zero
     return Slope(leaves[0], at_zero) if len(leaves) == 1 and len(factors) > 1 else None
 
 
@@ -141,13 +144,6 @@ class _Rising(NamedTuple):
     least: float
     at_zero: float
     leaf: Expr | None = None
-
-
-def _rising_of(e: Expr) -> _Rising | None:
-    found: dict[int, _Rising | None] = {}
-    for n in topological([e]):
-        found[id(n)] = _rising(n, found)
-    return found[id(e)]
 
 
 def _rising(n: Expr, of: Mapping[int, _Rising | None]) -> _Rising | None:

@@ -37,15 +37,13 @@ def unmarked(e: Expr) -> Expr:
             node.unmarked = unary(node.attrs[0], mul(*args))
             continue
         made = args[0] if node.op in MARKS else over(node, args)
-        node.unmarked = mul(const(0.0), _along(node, args[0])) if made is ZERO and node is not made else made
+        if made is ZERO and node is not made:  # as far as the node extends: of a row sum, the sum as it stands
+            whole = args[0]
+            if node.reduces and whole.has_features:
+                whole = make(node.op, (whole,), (), whole.axes & ~Axes.FEATURE, 1)
+            made = mul(const(0.0), whole)
+        node.unmarked = made
     return e if e.unmarked is None else e.unmarked
-
-
-def _along(node: Expr, argument: Expr) -> Expr:
-    """The argument as far as the node extends: of a row sum, the sum as it stands."""
-    if node.reduces and argument.has_features:
-        return make(node.op, (argument,), (), argument.axes & ~Axes.FEATURE, 1)
-    return argument
 
 
 def before_quantized(e: Expr) -> Expr:

@@ -38,8 +38,14 @@ def why_not_onto(m: Match, at: int) -> str | None:
     return None
 
 
-def with_weight_gradient(m: Match, product: Cost, at: int) -> Cost:
-    """What dy W and what goes with it takes, and then the gradient of the weight of op `at`, where it is needed."""
+def cost_with_weight_gradient(m: Match, kind: str, share: float, at: int, *, read: float = 0, written: float) -> Cost:
+    """What dy W takes, and then the gradient of the weight of op `at`, where it is needed.
+
+    Args:
+        kind, share: of dy W, as in `cost_of_product`.
+        read, written: bytes beside those of a product of that kind.
+    """
+    product = cost_of_product(m, kind, share, at) + Cost(read, written, launches=0, efficiency=share)
     if not m[at].weight.requires_grad:
         return product
     weight = cost_of(m, weight_kind(m, at), at)
@@ -58,16 +64,11 @@ def weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -
     return {name: products.multiply("wgrad", dy, x)}
 
 
-def _cost(m: Match) -> Cost:
-    made_again = Cost(written=float(m.y.rows * m.x.features * m.dtype.itemsize), launches=0, efficiency=_SHARE)
-    return with_weight_gradient(m, cost_of_product(m, "dgrad_dgelu", _SHARE, at=2) + made_again, at=2)
-
-
 @fusion(
     backward=[Bias, GELU, MatMul],
     reads=("0.output", "2.weight"),
     when=lambda m: why_no_quack(m, 2, 1, 0) or why_not_onto(m, 2) or why_no_product(m, weight_kind(m, 2), at=2) or True,
-    cost=_cost,
+    cost=lambda m: cost_with_weight_gradient(m, "dgrad_dgelu", _SHARE, 2, written=m.x.nbytes),  # gelu(h), made again
 )
 def bias_gelu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:
     """The gradients of what enters the bias, of the bias, and of the weight."""

@@ -277,11 +277,6 @@ def declare(row: ProductRow) -> Fusion:
 # ------------------------------------------------------------------------------- a product, its bias and its GELU
 
 
-def _why_dtypes_differ(m: Match) -> str | None:
-    same = m[0].own_dtype_of("weight") == m[1].own_dtype_of("bias")
-    return None if same else "weight and bias differ in dtype"
-
-
 def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """y = x W^T + b by the one of PyTorch's libraries that is the faster at hand."""
     # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
@@ -310,7 +305,9 @@ _ROWS = (
         "The product's epilogue adds the bias; gives its output, not the product before the bias.",
         (MatMul, Bias),
         forward="forward_bias",
-        when=_why_dtypes_differ,
+        when=lambda m: (
+            None if m[0].own_dtype_of("weight") == m[1].own_dtype_of("bias") else "weight and bias differ in dtype"
+        ),
         instead=_linear_bias_of,
     ),
     ProductRow(

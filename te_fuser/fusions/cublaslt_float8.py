@@ -14,11 +14,12 @@ from typing import cast
 
 import torch
 
-from te_fuser.dtypes import FLOAT8, name_of, text_of
+from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.fusions.cublaslt_quantized import (
     MAIN_GRAD,
     ProductRow8,
     body_of,
+    cost_of_product,
     declare,
     put_weight_gradient,
     why_no_epilogue,
@@ -74,25 +75,9 @@ def sizes_of(m: Match, which: str, rows: int) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _main_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gradient_inverse: torch.Tensor,
-    inverse: torch.Tensor,
-    weight: torch.Tensor,
-    forms: tuple[ProductForm, ProductForm],
-    over: bool,
-) -> torch.Tensor:
-    return put_weight_gradient(forms, dy, x, lambda dy: (gradient_inverse, inverse), weight, over)
-
-
 def _is_by_rows(m: Match) -> bool:
     """Whether the GPU's products take factors as they lie."""
     return products.takes_any_layout(m.device, m.capability)
-
-
-def _choose_forward(m: Match, method: str, kind: str) -> Body:
-    return _native(m, "y", kind)
 
 
 def _choose(m: Match, method: str) -> Body:
@@ -100,7 +85,13 @@ def _choose(m: Match, method: str) -> Body:
         return _native(m, "dx" if method == "input_gradient" else "dW")
     forms, over = (_onto_main_grad(m), _onto_main_grad(m, over=True)), m[0].overwrite_main_grad
     algorithms = functools.partial(algorithms_of, forms[over], sizes_of(m, "dW", m.x.exact().rows))
-    return Body(functools.partial(_main_gradient, forms=forms, over=over), describe=algorithms)
+
+    def main_gradient(
+        dy: torch.Tensor, x: torch.Tensor, dy_inverse: torch.Tensor, x_inverse: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return put_weight_gradient(forms, dy, x, lambda dy: (dy_inverse, x_inverse), weight, over)
+
+    return Body(main_gradient, describe=algorithms)
 
 
 def _native(m: Match, which: str, kind: str = "plain") -> Body:
@@ -134,10 +125,6 @@ def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     return products.refusal(form, sizes_of(m, which, rows), m.device)
 
 
-def _why_not(m: Match, kind: str) -> str | bool:
-    return why_no_epilogue(m) or why_no_float8(m, ("y",), kind)
-
-
 def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
     if _is_by_rows(m) != by_rows:
         how = "lie along what is summed" if by_rows else "may lie by rows"
@@ -148,35 +135,25 @@ def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str |
     return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
 
 
-def _cost(m: Match, kind: str) -> Cost:
-    return cost_of(m, "y")
-
-
-def _backward_costs(m: Match) -> tuple[Cost, Cost]:
-    return cost_of(m, "dx"), cost_of(m, "dW")
-
-
 def cost_of(m: Match, which: str) -> Cost:
     """What one of the products of op 0 takes: "y", "dx" or "dW"."""
-    form, (rows, columns, summed) = form_of(m, which), sizes_of(m, which, m.x.rows)
-    dtype = m[0].dtype_of("weight") if which == "dW" else form.out_dtype
-    read, written = summed * (rows + columns), rows * columns * dtype.itemsize
-    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(form.dtype))
+    form = form_of(m, which)
+    out = m[0].dtype_of("weight") if which == "dW" else form.out_dtype
+    return cost_of_product(sizes_of(m, which, m.x.rows), form.dtype, out)
 
 
 # ---------------------------------------------------------------------------------------------- the fusions
 
 
-def _nodes(by_rows: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
-    """dx and dW, and what they read."""
-    of_input = _OF_INPUT_BY_ROWS if by_rows else _OF_INPUT
-    of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
-    return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
-
-
 def _declare(row: ProductRow8) -> Fusion:
     """y."""
-    return declare(row, _OF_OUTPUT, _why_not, _cost, _choose_forward)
+    return declare(
+        row,
+        _OF_OUTPUT,
+        lambda m, kind: why_no_epilogue(m) or why_no_float8(m, ("y",), kind),
+        lambda m, kind: cost_of(m, "y"),
+        lambda m, method, kind: _native(m, "y", kind),
+    )
 
 
 def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
@@ -184,6 +161,8 @@ def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
     name = f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main_grad else 'backward'}"
     lying = "lie by rows" if by_rows else "lie along what is summed"
     onto = ", dW onto main_grad" if main_grad else ""
+    of_input = _OF_INPUT_BY_ROWS if by_rows else _OF_INPUT
+    of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
     return register(
         Fusion(
             name,
@@ -192,9 +171,12 @@ def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
             run_forward=None,
             run_backward=None,
             when=functools.partial(_why_not_backward, main_grad=main_grad, by_rows=by_rows),
-            cost=_backward_costs,
+            cost=lambda m: (cost_of(m, "dx"), cost_of(m, "dW")),
             doc=f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
-            gradients=_nodes(by_rows, main_grad),
+            gradients=(
+                Gradient(("input",), of_input, "input_gradient"),
+                Gradient(("0.weight",), of_weight, "weight_gradient"),
+            ),
             choose=_choose,
             takes_gradients_in=_GRADIENTS,
         )

@@ -8,15 +8,10 @@ second product runs forward as it is planned: its bias or a residual sum may go 
 from __future__ import annotations
 
 from te_fuser.fusions.cublaslt import ProductRow, declare
-from te_fuser.fusions.match import Match
 from te_fuser.ops.activations import ReLU
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.matmul import MatMul
-
-
-def _why_no_mask(m: Match) -> str | None:
-    return None if m.needs_grad else "there is no backward to read the mask"
 
 
 def _row(name: str, doc: str, backward_ops: int, *backward: Gradient) -> ProductRow:
@@ -29,7 +24,7 @@ def _row(name: str, doc: str, backward_ops: int, *backward: Gradient) -> Product
         saves=("mask",),
         forward_ops=3,
         backward_ops=backward_ops,
-        when=_why_no_mask,
+        when=lambda m: None if m.needs_grad else "there is no backward to read the mask",
     )
 
 

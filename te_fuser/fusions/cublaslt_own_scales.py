@@ -92,31 +92,30 @@ def _lie(form: Form, role: int) -> str:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, of: BlocksOf, output: _Output, keeps: bool
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """y = x W^T + b; and what backward reads, where there is one: x turned, and W unless it is made again."""
-    by_rows, turned = of(x)
-    return output(x, by_rows, turned if keeps else None, weight, bias)
-
-
-def _forward_by_blocks(
-    x8: torch.Tensor, *given: torch.Tensor, output: _Output, features: int, keeps: bool
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same of x by blocks, and of x^T by blocks where that is kept."""
-    by_rows = own_scales.unpacked(x8, features)
-    turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if keeps else None
-    weight, *bias = given[1:] if keeps else given
-    return output(by_rows[0], by_rows, turned, weight, bias)
-
-
-class _Output(NamedTuple):
+class _ForwardProduct(NamedTuple):
     """y of x in 8 bits; what stands for x says how many rows there are."""
 
     of_weight: BlocksOf
     multiply: Multiply
+    keeps: bool  # what backward reads: x turned, and W unless it is made again
 
-    def __call__(
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor, of: BlocksOf
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """y = x W^T + b."""
+        by_rows, turned = of(x)
+        return self._product(x, by_rows, turned if self.keeps else None, weight, bias)
+
+    def forward_by_blocks(
+        self, x8: torch.Tensor, *given: torch.Tensor, features: int
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """y of x by blocks, and of x^T by blocks where that is kept."""
+        by_rows = own_scales.unpacked(x8, features)
+        turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if self.keeps else None
+        weight, *bias = given[1:] if self.keeps else given
+        return self._product(by_rows[0], by_rows, turned, weight, bias)
+
+    def _product(
         self,
         x: torch.Tensor,
         by_rows: Factor,
@@ -132,24 +131,6 @@ class _Output(NamedTuple):
 
 def _tokens(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])
-
-
-def _backward(
-    m: FusionCall, dy: torch.Tensor, of: Mapping[str, BlocksOf], gradients: _Gradients
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """dx = dy W and dW = dy^T x, as far as somebody needs them."""
-    for_input, for_weight = m.needs("input"), m.needs("0.weight")
-    wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
-    return gradients(m, dy, *of[wanted](dy))
-
-
-def _backward_by_blocks(
-    m: FusionCall, dy8: torch.Tensor, gradients: _Gradients, features: int
-) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """The same of dy and dy^T by blocks."""
-    by_rows = own_scales.unpacked(dy8, features)
-    turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
-    return gradients(m, by_rows[0], by_rows, turned)
 
 
 class _Gradients(NamedTuple):
@@ -175,7 +156,23 @@ class _Gradients(NamedTuple):
         of_weight = None if op.accumulate_into_main_grad else _product(form, "dW")
         return cls(again, _product(form, "dx"), of_weight, (_onto_main_grad(form), _onto_main_grad(form, over=True)))
 
-    def __call__(
+    def backward(
+        self, m: FusionCall, dy: torch.Tensor, of: Mapping[str, BlocksOf]
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """dx = dy W and dW = dy^T x, as far as somebody needs them."""
+        for_input, for_weight = m.needs("input"), m.needs("0.weight")
+        wanted = "both" if for_input and for_weight else "rows" if for_input else "turned"
+        return self._products(m, dy, *of[wanted](dy))
+
+    def backward_by_blocks(
+        self, m: FusionCall, dy8: torch.Tensor, features: int
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """dx and dW of dy and dy^T by blocks."""
+        by_rows = own_scales.unpacked(dy8, features)
+        turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+        return self._products(m, by_rows[0], by_rows, turned)
+
+    def _products(
         self, m: FusionCall, dy: torch.Tensor, by_rows: Factor, turned: Factor
     ) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """dx, and dW by its name, as far as somebody needs them."""
@@ -187,21 +184,19 @@ class _Gradients(NamedTuple):
             dx = _rows_of(dy, self.of_input(by_rows[0], weight[0], by_rows[1], weight[1]))
         if not m.needs("0.weight"):
             return dx, {}
-        x = m["turned"], m["inverse"]
-        if self.of_weight is None:
-            scales, op = functools.partial(_scales_of, turned, x[1]), m[0]
-            given = self.onto, turned[0], x[0], scales, op.weight, op.overwrite_main_grad
-            return dx, {"0.weight": put_weight_gradient(*given)}
-        return dx, {"0.weight": self.of_weight(turned[0], x[0], turned[1], x[1])}
+        (data, inverse), x, x_inverse = turned, m["turned"], m["inverse"]
+        if self.of_weight is not None:
+            return dx, {"0.weight": self.of_weight(data, x, inverse, x_inverse)}
 
+        def scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Scales of some rows of dy^T, and of x^T."""
+            if len(rows) == len(data):
+                return inverse, x_inverse
+            first = (rows.storage_offset() - data.storage_offset()) // rows.stride(0)
+            return inverse[:, first : first + len(rows)].contiguous(), x_inverse
 
-def _scales_of(whole: Factor, other: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of some rows of a factor, and those of the other factor."""
-    data, inverse = whole
-    if len(part) < len(data):
-        first = (part.storage_offset() - data.storage_offset()) // part.stride(0)
-        inverse = inverse[:, first : first + len(part)].contiguous()
-    return inverse, other
+        op = m[0]
+        return dx, {"0.weight": put_weight_gradient(self.onto, data, x, scales, op.weight, op.overwrite_main_grad)}
 
 
 def _choose(m: Match, method: str, kind: str) -> Body:
@@ -209,19 +204,19 @@ def _choose(m: Match, method: str, kind: str) -> Body:
     by_blocks = _by_blocks(m, method, kind)
     if method == "forward":
         of = _quantizer(form, 0, m.dtype, "both" if keeps else "rows")
-        run = functools.partial(_forward, of=of, output=_output_of(m, kind), keeps=keeps)
+        run = functools.partial(_output_of(m, kind).forward, of=of)
         describe = functools.partial(_algorithms, m.exact(), ("y",), kind)
         return Body(run, plain=True, describe=describe, by_blocks=by_blocks)
     describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
     ways = {wanted: _quantizer(form, 2, form.dtype, wanted) for wanted in ("both", "rows", "turned")}
-    backward = functools.partial(_backward, of=ways, gradients=_Gradients.of(m))
+    backward = functools.partial(_Gradients.of(m).backward, of=ways)
     return Body(backward, describe=describe, by_blocks=by_blocks)
 
 
-def _output_of(m: Match, kind: str) -> _Output:
+def _output_of(m: Match, kind: str) -> _ForwardProduct:
     form, weight = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
     sides = "both" if _keeps_weight(m) else "rows"
-    return _Output(_quantizer(form, 1, weight, sides), _product(form, "y", kind))
+    return _ForwardProduct(_quantizer(form, 1, weight, sides), _product(form, "y", kind), m.needs_grad)
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
@@ -235,13 +230,11 @@ def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
         return None
     if role == 2:
         cost = functools.partial(_backward_cost, by_blocks=True)
-        backward = functools.partial(_backward_by_blocks, gradients=_Gradients.of(m), features=op.out_features)
+        backward = functools.partial(_Gradients.of(m).backward_by_blocks, features=op.out_features)
         written = () if op.keeps_weight else (_of_weight(m, "turned"),)
         return ByBlocks("dy", _SIDES, form.formats[2], backward, cost, written, frozenset(("input", "0.weight")))
     cost = functools.partial(_forward_cost, kind=kind, by_blocks=True)
-    forward = functools.partial(
-        _forward_by_blocks, output=_output_of(m, kind), features=op.in_features, keeps=m.needs_grad
-    )
+    forward = functools.partial(_output_of(m, kind).forward_by_blocks, features=op.in_features)
     weight = _of_weight(m, "both" if _keeps_weight(m) else "rows")
     return ByBlocks("input", _SIDES if m.needs_grad else _SIDES[:1], form.formats[0], forward, cost, (weight,))
 
@@ -294,7 +287,9 @@ def _why_not(m: Match, kind: str, keeps: bool) -> str | bool:
     why = why_no_epilogue(m)
     if why is not None:
         return why
-    why = products.obstacle_on(m.device, m.capability, _scales(m))
+    block = _scaling(cast(OwnScalesMatMul, m[0]).form, 0).block
+    scales = "block" if block is not None and block[1] == 128 else "mx"  # what has one scale
+    why = products.obstacle_on(m.device, m.capability, scales)
     if why is not None:
         return f"{why}; it is emulated"
     if m.target != "cuda":
@@ -307,12 +302,6 @@ def _why_not(m: Match, kind: str, keeps: bool) -> str | bool:
     which = ("y", "dx", "dW") if keeps else ("y",)
     found = (asked(_refusal, m, product, m.x.rows, kind) for product in which)
     return next((words for words in found if words), True)
-
-
-def _scales(m: Match) -> str:
-    """What has one scale, as `obstacle_on` calls it."""
-    block = _scaling(cast(OwnScalesMatMul, m[0]).form, 0).block
-    return "block" if block is not None and block[1] == 128 else "mx"
 
 
 def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:

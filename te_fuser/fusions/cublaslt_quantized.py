@@ -112,6 +112,13 @@ def body_of(form: ProductForm, sizes: tuple[int, int, int]) -> Body:
     return Body(products.configured(form).make, True, form.by_rows, functools.partial(algorithms_of, form, sizes))
 
 
+def cost_of_product(sizes: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype) -> Cost:
+    """What a product of factors of 8 bits takes, in sizes (m, n, k): `dtype` is that of one of them."""
+    rows, columns, summed = sizes
+    read, written = summed * (rows + columns), rows * columns * out.itemsize
+    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(dtype))
+
+
 def put_weight_gradient(
     forms: tuple[ProductForm, ProductForm],
     dy: torch.Tensor,
@@ -152,17 +159,6 @@ def _sizes(m: Match, rows: int) -> tuple[int, int, int]:
     return rows, op.out_features, op.in_features
 
 
-def _choose(m: Match, method: str, kind: str) -> Body:
-    return body_of(_form_of(m, kind), _sizes(m, m.x.exact().rows))
-
-
-def _cost(m: Match, kind: str) -> Cost:
-    op = cast(QuantizedMatMul, m[0])
-    inner, columns = op.in_features, op.out_features
-    read, written = inner * (m.x.rows + columns), m.x.rows * columns * m.y.dtype.itemsize
-    return Cost(read, written, 2.0 * m.x.rows * inner * columns, dtype=name_of(m.dtype))
-
-
 def _why_not(m: Match, kind: str) -> str | bool:
     """Why cuBLASLt cannot multiply what a match does; True when it can."""
     if no_epilogue := why_no_epilogue(m):
@@ -196,4 +192,13 @@ _ROWS = (
         adds=("1.bias",),
     ),
 )
-FUSIONS = tuple(declare(row, _TAKES, _why_not, _cost, _choose) for row in _ROWS)
+FUSIONS = tuple(
+    declare(
+        row,
+        _TAKES,
+        _why_not,
+        lambda m, kind: cost_of_product(_sizes(m, m.x.rows), m.dtype, m.y.dtype),
+        lambda m, method, kind: body_of(_form_of(m, kind), _sizes(m, m.x.exact().rows)),
+    )
+    for row in _ROWS
+)

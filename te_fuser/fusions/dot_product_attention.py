@@ -66,15 +66,6 @@ def _why_not_the_ops_before(m: Match) -> str | None:
     return rotary_embedding.why_no_kernel(m)
 
 
-def _keys(m: Match) -> int | None:
-    """How many keys there are, where they are apart."""
-    heads, inputs = _op(m).packed, m[len(m) - 1].inputs
-    if not isinstance(heads, ApartHeads):
-        return None
-    shape = inputs[next(iter(heads.apart.names))].shape
-    return heads.lengths(shape if len(shape) == 3 else (1, *shape))[1]
-
-
 def _why_not_these_inputs(m: Match) -> str | None:
     """Why keys and values cannot be read as they are."""
     inputs = m[len(m) - 1].inputs
@@ -167,7 +158,7 @@ class _SeparateAttention:
         heads_of: Group,
     ) -> None:
         self._heads_of = heads_of
-        padded = Padded(provider, moved_rows.ByKernel if compiled else moved_rows.ByTorch)
+        padded = Padded(provider, moved_rows.CompactByKernel if compiled else moved_rows.CompactByTorch)
         self._provider, self._names = provider, names
         self._way = padded if provider.by_structure and settings.mask.padded else provider
         self._blank = blank_rows.by_kernel if compiled else blank_rows.by_torch
@@ -245,8 +236,11 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         pass
 
     def when(m: Match) -> bool | str:
-        settings = _op(m).settings()
-        problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad, _keys(m))
+        settings, heads, keys = _op(m).settings(), _op(m).packed, None
+        if isinstance(heads, ApartHeads):
+            shape = m[len(m) - 1].inputs[next(iter(heads.apart.names))].shape
+            keys = heads.lengths(shape if len(shape) == 3 else (1, *shape))[1]
+        problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad, keys)
         asked = padding.reason_not if provider.by_structure and settings.mask.padded else type(provider).reason_not
         return asked(provider, problem) or _why_not_these_inputs(m) or _why_not_the_ops_before(m) or True
 
@@ -309,7 +303,10 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
         flops, settings = 2.0 * flops, replace(settings, causal=False)
     if settings.mask.beyond and provider.on_cuda and not provider.by_structure:
         apart = samples * float(positions) ** 2 * m.dtype.itemsize * (_MADE + op.heads)
-    forward, backward = _shares(provider, settings, positions)
+    speed = provider.speed  # the shares of the rate of large products
+    if provider.by_structure and (settings.mask.lengths or settings.mask.key_lengths):
+        speed = speed.times(*provider.by_lengths)
+    forward, backward = speed.shares(settings, positions)
     products, (calls, calls_back) = 2.5 * flops, provider.calls
     idle = (0, 0)
     if provider.by_structure and settings.mask.padded:
@@ -321,14 +318,6 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     dx = rotary_embedding.gradient_bytes(m)  # packed from what is apart
     read, written, moved = 2 * x + 2 * y + apart, x + dx, x + dx + apart
     return ahead, Cost(read, written, products, 2 + idle[1], efficiency=backward, apart=moved, calls=calls_back)
-
-
-def _shares(provider: Provider, settings: AttentionSettings, positions: int) -> tuple[float, float]:
-    """Of the rate of large products, forward and backward."""
-    speed, mask = provider.speed, settings.mask
-    if provider.by_structure and (mask.lengths or mask.key_lengths):
-        speed = speed.times(*provider.by_lengths)
-    return speed.shares(settings, positions)
 
 
 def _seen(m: Match) -> float:

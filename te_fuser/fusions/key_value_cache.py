@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -32,22 +31,10 @@ def _kernel(m: Match) -> CacheWrite:
 def _why_not(m: Match) -> str | None:
     """Why the kernel is none for a match; None where it is."""
     starts, counts = (m[0].inputs[name].dtype for name in ("starts", "counts"))
-    if starts != counts:
-        return f"it takes starts and counts of one dtype, they are {text_of(starts)} and {text_of(counts)}"
-    return kernel.reason_not(_op(m).head_dim, m.dtype)
-
-
-def _when(m: Match) -> bool | str:
-    return m.why_no_cuda() or _why_not(m) or True
-
-
-def _cost(m: Match) -> Cost:
-    size = m.x.rows * m.x.features * m.x.dtype.itemsize
-    return Cost(size, size)
-
-
-def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[CacheWrite]:
-    yield _kernel(m)
+    why = m.why_no_cuda()
+    if why is None and starts != counts:
+        why = f"it takes starts and counts of one dtype, they are {text_of(starts)} and {text_of(counts)}"
+    return why or kernel.reason_not(_op(m).head_dim, m.dtype)
 
 
 class _Put:
@@ -75,11 +62,15 @@ class _Put:
 _body = functools.lru_cache(maxsize=512)(_Put)
 
 
-def _choose(m: Match, method: str) -> Callable[..., Any]:
-    return _body(_kernel(m), _op(m).layout).forward
-
-
-@fusion(forward=[KeyValueCache], when=_when, cost=_cost, details=Details(choose=_choose, compiles=_compiles))
+@fusion(
+    forward=[KeyValueCache],
+    when=lambda m: _why_not(m) or True,
+    cost=lambda m: Cost(m.x.nbytes, m.x.nbytes),
+    details=Details(
+        choose=lambda m, method: _body(_kernel(m), _op(m).layout).forward,
+        compiles=lambda m, direction, needed: [_kernel(m)],
+    ),
+)
 def key_value_cache(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """One pass that writes keys and values, and gives the queries."""
     raise NotImplementedError  # `choose` gives what runs

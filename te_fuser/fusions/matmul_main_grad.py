@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,31 +18,20 @@ from te_fuser.params.main_grad import put_gradient
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-    return put_gradient(dy, x, weight, over, _put)
+
+    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+        products.put_weight_gradient(dy, x, main_grad, add=not over)
+
+    return put_gradient(dy, x, weight, over, put)
 
 
-def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-    products.put_weight_gradient(dy, x, main_grad, add=not over)
-
-
-def _put_over(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return put_weight_gradient(dy, x, weight, over=True)
-
-
-def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return products.multiply("dgrad", dy, weight)
+_put_over = functools.partial(put_weight_gradient, over=True)
 
 
 def _choose(m: Match, method: str) -> Body | Callable[..., torch.Tensor]:
     if method == "input_gradient":
         return body_of(m, "dgrad")
     return _put_over if m[0].overwrite_main_grad else put_weight_gradient
-
-
-def _why_not(m: Match) -> bool | str:
-    if not m[0].accumulate_into_main_grad:
-        return "accumulate_into_main_grad is off"
-    return why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
 
 
 @fusion(
@@ -53,11 +43,19 @@ def _why_not(m: Match) -> bool | str:
         ),
         choose=_choose,
     ),
-    when=_why_not,
+    when=lambda m: (
+        why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
+        if m[0].accumulate_into_main_grad
+        else "accumulate_into_main_grad is off"
+    ),
     cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
 )
 class matmul_main_grad:
     """dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad."""
 
-    input_gradient = staticmethod(_input_gradient)
     weight_gradient = staticmethod(put_weight_gradient)
+
+    @staticmethod
+    def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """dx = dy W."""
+        return products.multiply("dgrad", dy, weight)

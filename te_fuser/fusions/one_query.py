@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -63,17 +63,7 @@ def _why_not_these_inputs(m: Match) -> str | None:
     return None if positions == 1 else "it takes one query of each sample, there are several"
 
 
-def _when(m: Match) -> bool | str:
-    return m.why_no_cuda() or _why_not(m) or True
-
-
-def _cost(m: Match) -> Cost:
-    heads, key = _op(m).settings().heads, m[0].inputs["key"]
-    size = 2.0 * key.rows * heads.kv_heads * heads.head_dim * m.dtype.itemsize
-    return Cost(size, m.x.rows * m.x.features * m.dtype.itemsize, launches=2)
-
-
-class _OneQuery:
+class _DecodeAttention:
     """The body: what no call changes is asked while planning."""
 
     def __init__(self, kernel: OneQuery, sequence_first: bool, lengths: bool, key_lengths: bool) -> None:
@@ -86,7 +76,7 @@ class _OneQuery:
         return one_query.attend(self._kernel, x, m["0.key"], m["0.value"], self._sequence_first, lengths, key_lengths)
 
 
-_body = functools.lru_cache(maxsize=512)(_OneQuery)
+_body = functools.lru_cache(maxsize=512)(_DecodeAttention)
 
 
 def _choose(m: Match, method: str) -> Callable[..., Any]:
@@ -98,11 +88,12 @@ def _choose(m: Match, method: str) -> Callable[..., Any]:
     return made.forward
 
 
-def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[OneQuery]:
-    yield _kernel(m)
-
-
-@fusion(forward=[DotProductAttention], when=_when, cost=_cost, details=Details(choose=_choose, compiles=_compiles))
+@fusion(
+    forward=[DotProductAttention],
+    when=lambda m: m.why_no_cuda() or _why_not(m) or True,
+    cost=lambda m: Cost(2.0 * m[0].inputs["key"].nbytes, m.x.nbytes, launches=2),  # keys and values
+    details=Details(choose=_choose, compiles=lambda m, direction, needed: [_kernel(m)]),
+)
 def one_query_attention(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """Attention of one position a sample, over parts of the keys side by side."""
     raise NotImplementedError  # `choose` gives what runs

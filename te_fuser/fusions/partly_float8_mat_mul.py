@@ -111,12 +111,6 @@ def _why_not(m: Match, which: Iterable[str]) -> str | bool:
     return next(filter(None, wide), None) or why_no_float8(m, narrow)
 
 
-def _backward(m: Match) -> str | bool:
-    if m[0].accumulate_into_main_grad:
-        return "the weight's gradient goes to its main_grad"
-    return _why_not(m, ("dx", "dW"))
-
-
 def _cost(m: Match, which: str) -> Cost:
     rows, inner, out = m.x.rows, m[0].in_features, m[0].out_features
     rows = padded(rows) if which == "dW" else rows
@@ -152,7 +146,9 @@ def partly_float8_mat_mul(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         choose=_choose,
         compiles=_kernels,
     ),
-    when=_backward,
+    when=lambda m: (
+        "the weight's gradient goes to its main_grad" if m[0].accumulate_into_main_grad else _why_not(m, ("dx", "dW"))
+    ),
     cost=lambda m: (_cost(m, "dx"), _cost(m, "dW")),
 )
 class partly_float8_mat_mul_backward:

@@ -69,10 +69,6 @@ def _when(m: Match) -> bool | str:
     return why_no_kernel(m) or True
 
 
-def _cost(m: Match) -> Cost:
-    return Cost(m.x.nbytes, m.x.nbytes)
-
-
 def cost_back(m: Match) -> Cost:
     """Of one pass over the gradient."""
     return Cost(m.x.nbytes, gradient_bytes(m))
@@ -95,7 +91,12 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
         yield packed_heads.PackedPass.of(op.packed, m.dtype, rotation_of(op), bias=bias)
 
 
-@fusion(forward=_FORWARD, when=_when, cost=_cost, details=Details(compiles=_compiles))
+@fusion(
+    forward=_FORWARD,
+    when=_when,
+    cost=lambda m: Cost(m.x.nbytes, m.x.nbytes),
+    details=Details(compiles=_compiles),
+)
 def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """One pass that adds the bias, if there is one, and turns queries and keys."""
     op, bias = _op(m), m["0.bias"] if len(m) > 1 else None

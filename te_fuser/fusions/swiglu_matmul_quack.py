@@ -10,11 +10,16 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser.fusions.bias_gelu_matmul_quack import weight_gradient, weight_kind, why_not_onto, with_weight_gradient
+from te_fuser.fusions.bias_gelu_matmul_quack import (
+    cost_with_weight_gradient,
+    weight_gradient,
+    weight_kind,
+    why_not_onto,
+)
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.declaration import fusion
-from te_fuser.fusions.match import Cost, FusionCall, Match
-from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack_product, why_not_here
+from te_fuser.fusions.match import FusionCall, Match
+from te_fuser.fusions.matmul_bias_gelu_quack import why_no_quack_product, why_not_here
 from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.glu import SwiGLU
 from te_fuser.ops.matmul import MatMul
@@ -32,14 +37,13 @@ def _why_not(m: Match) -> bool | str:
     return why or why_no_product(m, weight_kind(m, 1), at=1) or True
 
 
-def _cost(m: Match) -> Cost:
-    """dy W reads both halves of SwiGLU's input, and writes two results of its size beside the plain product's one."""
-    half = float(m.y.rows * cast(MatMul, m[1]).in_features * m.dtype.itemsize)
-    halves = Cost(read=2 * half, written=2 * half, launches=0, efficiency=_SHARE)
-    return with_weight_gradient(m, cost_of_product(m, "dgrad", _SHARE, at=1) + halves, at=1)
-
-
-@fusion(backward=[SwiGLU, MatMul], reads=("input", "1.weight"), when=_why_not, cost=_cost)
+@fusion(
+    backward=[SwiGLU, MatMul],
+    reads=("input", "1.weight"),
+    when=_why_not,
+    # dy W reads both halves of SwiGLU's input, and writes two results of its size beside the plain product's one.
+    cost=lambda m: cost_with_weight_gradient(m, "dgrad", _SHARE, 1, read=m.x.nbytes, written=m.x.nbytes),
+)
 def swiglu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:
     """The gradients of SwiGLU's input, and of the weight."""
     dh, y = quack_matmul.input_gradient_dswiglu(dy, m["1.weight"], m["input"])

@@ -23,7 +23,7 @@ APART = 4  # floats from one number of a snapshot to the next: cuBLAS reads scal
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 192
 _ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one product and ends
-_NOTHING = (0,) * 8
+_NOTHING: tuple[int, ...] = (0,) * 8
 
 
 class Folded(NamedTuple):
@@ -65,8 +65,9 @@ class AmaxFolder:
                 "which amaxes are folded is told the device outside of a capture: enter a region once more before the "
                 "capture, after the last call that made or moved scales"
             )
-        places = {row: place for place, row in enumerate(products)}
-        listed = [_row(products[row], places[row]) if row in places else _NOTHING for row in range(rows)]
+        listed = [_NOTHING] * rows  # of `Product` in the text
+        for place, (row, (history, scale, *rule)) in enumerate(products.items()):
+            listed[row] = (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
         self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
         self._count = len(products)
         self._kernel = FoldAmaxes().ready(device)
@@ -108,12 +109,6 @@ def _check(product: Folded, device: torch.device) -> None:
             raise ValueError(f"a {name} that is folded is float32 {shape}, side by side, got {got}")
         if t.device != device:
             raise ValueError(f"a {name} is on {t.device}, its amaxes on {device}")
-
-
-def _row(product: Folded, place: int) -> tuple[int, ...]:
-    """What `Product` in the text is."""
-    history, scale, *rule = product
-    return (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ def obstacle(group: Group, device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return f"copy engines are of GPUs, the input is on {device.type}"
-    why = _why_no_memory(device) or _why_multicast() or _why_one_queue()
+    why = _why_no_memory(device) or _why_multicast()
+    if why is None and os.environ.get(CONNECTIONS) == "1":
+        why = f"{CONNECTIONS}=1 lets a stream that waits for another rank hold up all others: unset it, or set it to 32"
     if why is None and not group.is_here():
         why = f"torch.distributed knows no group {group.title!r} in this process"
     return why or _why_not_one_host(group) or _why_no_peers(group, device)
@@ -66,13 +68,6 @@ def _why_multicast() -> str | None:
     """Why NVLink multicast would be used."""
     asked = os.environ.get(MULTICAST, "1")
     return None if asked == "1" else f"{MULTICAST}={asked} asks for NVLink multicast, which is not used here: unset it"
-
-
-def _why_one_queue() -> str | None:
-    """Why a stream that waits would hold up all others."""
-    if os.environ.get(CONNECTIONS) != "1":
-        return None
-    return f"{CONNECTIONS}=1 lets a stream that waits for another rank hold up all others: unset it, or set it to 32"
 
 
 def _why_not_one_host(group: Group) -> str | None:
@@ -173,9 +168,15 @@ class Peers:
         flags = self._memory[data:].view(torch.int32).view(self._count, 2, self.ranks)
         flags[:, 0], flags[:, 1] = 0, 1
         meet(self._group, self._device)
-        self._blocks = functools.lru_cache(_SHAPES)(
-            functools.partial(_blocks_of, self._memory, self.ranks, block_bytes)
-        )
+        memory, ranks, size = self._memory, self.ranks, self.ranks * block_bytes
+
+        @functools.lru_cache(_SHAPES)
+        def blocks(buffer: int, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            elements = memory[buffer * size : (buffer + 1) * size].view(dtype).view(ranks, -1)
+            joined = elements[:, : shape.numel()].unflatten(1, shape)
+            return *joined.unbind(0), joined
+
+        self._blocks = blocks
         index = self._device.index or 0
         places = [*addresses], [address + data for address in addresses]
         return _native.PeerBuffers(self._group.title, index, self.rank, *places, block_bytes, self._count)
@@ -262,15 +263,6 @@ class PeersOf:
         return ByCopies(peers_of(self.group, self.device))
 
 
-def _blocks_of(
-    memory: torch.Tensor, ranks: int, block_bytes: int, buffer: int, shape: torch.Size, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    start = buffer * ranks * block_bytes
-    elements = memory[start : start + ranks * block_bytes].view(dtype).view(ranks, -1)
-    joined = elements[:, : shape.numel()].unflatten(1, shape)
-    return *joined.unbind(0), joined
-
-
 _peers: weakref.WeakKeyDictionary[Any, dict[torch.device, Peers]] = weakref.WeakKeyDictionary()
 
 
@@ -321,7 +313,7 @@ def _allocated(size: int, device: torch.device) -> torch.Tensor:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
 
 
-def _meet(group: Group, device: torch.device) -> None:
+def meet(group: Group, device: torch.device) -> None:
     """All ranks have come here, and their devices are done with what they were given."""
     torch.cuda.synchronize(device)
     options = torch.distributed.BarrierOptions()
@@ -331,7 +323,6 @@ def _meet(group: Group, device: torch.device) -> None:
 
 
 allocate: Callable[[Group, int, torch.device], Memory] = _symmetric_allocation
-meet: Callable[[Group, torch.device], None] = _meet
 
 
 def _symmetric_memory() -> Any:

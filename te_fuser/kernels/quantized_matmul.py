@@ -110,11 +110,8 @@ def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None,
         return "products with a scale for each 32 numbers are emulated alone"
     if scales == "block" and capability != BLOCKS:
         return f"products with a scale for each block of 128 numbers take compute capability 9.0, this GPU has {has}"
-    return _obstacle(scales) if at_hand else None
-
-
-def _obstacle(scales: str) -> str | None:
-    """Why cuBLASLt cannot be used here."""
+    if not at_hand:
+        return None
     why, found = obstacle(), version()
     if why is None and scales == "block" and found is not None and found < BLOCKS_SINCE:
         has = f"{found // 10000}.{found // 100 % 100}"

@@ -17,10 +17,6 @@ Contest = Callable[[ModelCall, ModelCall], float]  # seconds of the second over 
 ReasonNot = Callable[[AbstractContextManager[None]], str]
 
 
-def _own(what: str, value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Deciding:
     """Who decides where several processes tune one model: without arguments this one.
@@ -30,7 +26,7 @@ class Deciding:
         writes: whether this one keeps on disk what was chosen.
     """
 
-    first: Callable[[str, Any], Any] = _own
+    first: Callable[[str, Any], Any] = lambda what, value: value
     writes: bool = True
 
 

@@ -316,7 +316,7 @@ def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
 
 
 @dataclass(frozen=True)
-class Given:
+class PassInputs:
     """What a call brings beside the heads.
 
     Attributes:
@@ -345,13 +345,14 @@ class Turned:
     """
 
     def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:
-        self._pass, self._order, self._eps = p, _ORDERS[layout], _bits(eps)
+        self._pass, self._order = p, _ORDERS[layout]
+        (self._eps,) = struct.unpack("<i", struct.pack("<f", eps))  # in float32, as the whole number of its bits
         self._known: dict[Hashable, Form] = {}
 
     def __call__(
         self,
         x: torch.Tensor,
-        given: Given,
+        given: PassInputs,
         *,
         read: torch.Tensor | None = None,
         scaled: Scaled | None = None,
@@ -395,7 +396,7 @@ class Turned:
         launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
         return out, sums
 
-    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: Given) -> Form:
+    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: PassInputs) -> Form:
         """What a call with three-dimensional heads and with tables that lie so is told."""
         shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
         if shape[0] * shape[1] > MOST_ROWS:
@@ -425,7 +426,7 @@ def _flat_table(table: torch.Tensor, turning: Turning | None) -> torch.Tensor:
     return table if table.stride(3) == 1 else table.contiguous()
 
 
-def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, ...]:
+def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[int, ...]:
     """Strides of both tables, their length, sequences, and whether each row has angles of its own."""
     if not tables:
         return (0,) * 7
@@ -434,11 +435,6 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, .
     sequences = 0 if given.offsets is None else len(given.offsets) - 1
     by_row = given.starts is not None or given.offsets is not None or any(t.shape[1] > 1 for t in tables)
     return (*strides, min(t.shape[0] for t in tables), sequences, int(by_row))
-
-
-def _bits(number: float) -> int:
-    """A positive number in float32, as the whole number of its bits."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 # ------------------------------------------------------------------------------------------------- making it

@@ -77,7 +77,9 @@ class TorchActivation(torch.nn.Module):
         """The activation of x."""
         op = self._op[0]
         if isinstance(op, ops.ClampedSwiGLU):
-            return _clamped_swiglu(x, op)
+            gate, linear = x.chunk(2, -1)
+            gate, linear = gate.clamp(max=op.limit), linear.clamp(-op.limit, op.limit)
+            return gate * torch.sigmoid(op.alpha * gate) * (linear + op.offset)
         if isinstance(op, ops.GatedUnit):
             gate, linear = x.chunk(2, -1)
             return _FUNCTIONS[type(op)](gate) * linear
@@ -93,12 +95,6 @@ def _qgelu(x: torch.Tensor) -> torch.Tensor:
 
 def _srelu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
-
-
-def _clamped_swiglu(x: torch.Tensor, op: ops.ClampedSwiGLU) -> torch.Tensor:
-    gate, linear = x.chunk(2, -1)
-    gate, linear = gate.clamp(max=op.limit), linear.clamp(-op.limit, op.limit)
-    return gate * torch.sigmoid(op.alpha * gate) * (linear + op.offset)
 
 
 _MODULES: dict[type[ops.FusableOperation], Callable[[], torch.nn.Module]] = {

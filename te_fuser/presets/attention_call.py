@@ -107,11 +107,18 @@ class AttentionCall:
             TypeError, ValueError: naming the argument, and what it takes.
         """
         found = self
+        if isinstance(mask_type, str) and "," in mask_type:  # "padding,causal", either way round, is "padding_causal"
+            mask_type = "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
         if mask_type is not None:
-            kind = check_choice(self.argument("attn_mask_type"), _in_one_word(mask_type), MASK_TYPES)
+            kind = check_choice(self.argument("attn_mask_type"), mask_type, MASK_TYPES)
             found = replace(found, mask_type=kind, bottom_right=kind not in ("causal", "padding_causal"))
         if window_size is not None:
-            found = replace(found, window=_window(self.argument("window_size"), window_size))
+            name, sides = self.argument("window_size"), window_size if isinstance(window_size, (tuple, list)) else ()
+            if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
+                how = "how many positions on each side, -1 for all"
+                raise ValueError(f"{name} is (left, right), {how}; got {window_size!r}")
+            left, right = (None if side == -1 else side for side in sides)
+            found = replace(found, window=None if left is None and right is None else (left, right))
         if bottom_right_diagonal is not None:
             name = self.argument("bottom_right_diagonal")
             found = replace(found, bottom_right=check_flag(name, bottom_right_diagonal))
@@ -260,7 +267,11 @@ class Asking:
         return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
 
     def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        ours, theirs, *_ = (_offsets(self.who, name, given.get(name)) for name in _COUNTS)
+        for name in _COUNTS:
+            if given.get(name) is not None and not isinstance(given[name], torch.Tensor):
+                kind = type(given[name]).__name__
+                raise TypeError(f"{self.who}: {name} is a tensor of [sequences + 1] whole numbers, got {kind}")
+        ours, theirs, *_ = map(given.get, _COUNTS)
         mask = given.get("attention_mask")
         if call.mask_type == "arbitrary" and call.qkv_format == "thd":
             raise ValueError(f"{self.who}: qkv_format='thd' takes no {_type(call)}: sequences differ in length")
@@ -431,27 +442,6 @@ def _between_padding(
         if side == "q" or not alike:
             found[f"cu_seqlens_{side}_padded"] = own if begin is None else begin
     return found
-
-
-def _in_one_word(mask_type: Any) -> Any:
-    """ "padding,causal", either way round, is "padding_causal"."""
-    if not isinstance(mask_type, str) or "," not in mask_type:
-        return mask_type
-    return "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
-
-
-def _window(name: str, given: Any) -> Window:
-    sides = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
-        raise ValueError(f"{name} is (left, right), how many positions on each side, -1 for all; got {given!r}")
-    left, right = (None if side == -1 else side for side in sides)
-    return None if left is None and right is None else (left, right)
-
-
-def _offsets(who: str, name: str, given: Any) -> torch.Tensor | None:
-    if not (given is None or isinstance(given, torch.Tensor)):
-        raise TypeError(f"{who}: {name} is a tensor of [sequences + 1] whole numbers, got {type(given).__name__}")
-    return given
 
 
 def _boolean(who: str, name: str, mask: Any) -> torch.Tensor:

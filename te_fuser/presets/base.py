@@ -17,13 +17,13 @@ from te_fuser.checkpointing import checkpoint
 from te_fuser.distributed.dtensor import filled
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.params.gradient_sums import LEFT, with_sum
-from te_fuser.parts import Group
+from te_fuser.parts import FusedRegion
 from te_fuser.presets.arguments import (
     OPTIONS,
     SETTLED,
     Common,
     Fill,
-    Placed,
+    PlacementArguments,
     RandomState,
     check_flag,
     check_positions,
@@ -89,11 +89,9 @@ class Asked(NamedTuple):
 
     def run(self) -> Any:
         """The call's result."""
-        return self.by(_again if self.again else Sequential.forward)
-
-
-def _again(listed: Sequential, x: torch.Tensor, **call: Any) -> Any:
-    return checkpoint(functools.partial(Sequential.forward, listed), x, **call)
+        if not self.again:
+            return self.by(Sequential.forward)
+        return self.by(lambda listed, x, **call: checkpoint(functools.partial(Sequential.forward, listed), x, **call))
 
 
 def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
@@ -126,7 +124,7 @@ class Preset(Together, Variants):
     """
 
     flattens = True
-    arguments: ClassVar[type[Placed]] = Common
+    arguments: ClassVar[type[PlacementArguments]] = Common
     common: Any
     _listed: frozenset[str] = frozenset()  # names of the ops of the list
     __signature__: ClassVar[inspect.Signature]
@@ -165,7 +163,7 @@ class Preset(Together, Variants):
                 )
         super().__setattr__(name, value)
 
-    def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
+    def keywords(self, arguments: type[PlacementArguments] = Common, **changed: Any) -> dict[str, Any]:
         """What this preset was given of these arguments, for the parts of it that are presets themselves."""
         common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
         group = None if self._group == ops.Group() else self._group
@@ -254,7 +252,10 @@ class Preset(Together, Variants):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}_extra_state" in state_dict:
             del state_dict[f"{prefix}_extra_state"]  # of a copy, which each module of a load gets
-            _note_extra_state(rest[-1])
+            if _last_load[0] is not rest[-1]:  # once in a load, which has one list of errors for all modules
+                _last_load[0] = rest[-1]
+                words = "a checkpoint's _extra_state is skipped: these modules keep nothing there"
+                warnings.warn(words, stacklevel=3)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # --------------------------------------------------------------------------------------- lists
@@ -330,7 +331,7 @@ class Preset(Together, Variants):
 
         def prepare(listed: Sequential, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> None:
             parts = listed._prepared()
-            if len(parts) == 1 and isinstance(parts[0], Group):  # with hooks for all modules every op is a part
+            if len(parts) == 1 and isinstance(parts[0], FusedRegion):  # with hooks for all modules every op is a part
                 parts[0].fuser.prepare(x, inputs, listed._wanted(outputs))
 
         if not (x.is_meta or self._refusal):
@@ -472,13 +473,6 @@ def _group(given: Any) -> ops.Group:
 
 _BESIDE = ("return_bias", "return_layernorm_output")
 _last_load: list[Any] = [None]
-
-
-def _note_extra_state(errors: list[str]) -> None:
-    """Say once in a load, which has one list of errors for all modules, that what is no parameter is skipped."""
-    if _last_load[0] is not errors:
-        _last_load[0] = errors
-        warnings.warn("a checkpoint's _extra_state is skipped: these modules keep nothing there", stacklevel=4)
 
 
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
+from te_fuser.compare import UPSTREAM, ErrorRow, Tensors, judge, same_bits
 from te_fuser.distributed import telling
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.distributed.group import Group as RankGroup
@@ -25,7 +25,7 @@ from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.row_op import RowOp
-from te_fuser.parts import Group, walk_parts
+from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.sharding.rule import rule_of
 from te_fuser.verify.cases import LAYOUTS, Case
@@ -86,7 +86,7 @@ class Subject:
                 for marked in item.lowered.bindings[name].parts():
                     marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
-    def check(self, case: Case, call: Call) -> list[Row]:
+    def check(self, case: Case, call: Call) -> list[ErrorRow]:
         """One row for each result of the case, and for each promise that is not about accuracy.
 
         Of other ranks that run it together there is a row for what fails.
@@ -102,7 +102,7 @@ class Subject:
             return rows
         failed = telling.of_all(self._ranks, f"verify: {case.name}", [str(row) for row in rows if not row.passed])
         others = [(k, text) for k, texts in enumerate(failed) for text in texts]
-        return rows + [Row(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
+        return rows + [ErrorRow(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
 
     def settled(self, settled: bool) -> bool:
         """Whether no rank has to look at other data, which all run together."""
@@ -116,7 +116,7 @@ class Subject:
             else:
                 p.data.neg_()
 
-    def _both_ways(self, case: Case, call: Call) -> list[Row]:
+    def _both_ways(self, case: Case, call: Call) -> list[ErrorRow]:
         """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
         with registry.disabled(registry.RECORDED):
             rows = _Run(self, case, call).rows()
@@ -174,19 +174,19 @@ class _Run:
         leaves = self._fused_leaves()
         (group,) = model._prepared()
         names = model._wanted(self.call.outputs)
-        assert isinstance(group, Group)
+        assert isinstance(group, FusedRegion)
         return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ErrorRow]:
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._checked()
         except telling.Disagreement:
             raise
         except Exception as error:
-            return [Row(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
+            return [ErrorRow(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
 
-    def _checked(self) -> list[Row]:
+    def _checked(self) -> list[ErrorRow]:
         self._set_modes()
         before = {name: t.clone() for name, t in self.data.items()}
         found, again = self._fused()
@@ -200,7 +200,7 @@ class _Run:
         notes += [(name, "is not repeated bit for bit") for name in differing]
         notes += [(name, "lies in the memory of an earlier call's") for name in self._reused(found, again)]
         notes += [("a step", what) for what in broken]
-        rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
+        rows = [ErrorRow(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
         data = {**before, **self.drawn}
         turned = self._turned if self._quantizes() else None
         return rows + judge(
@@ -256,7 +256,7 @@ class _Run:
         """What the steps do not keep of their promises, in a run of its own."""
         model, said = self.subject.fused, list[str]()
 
-        def run(group: Group, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
             return run_watched(group.fuser, x, given, wanted, said)
 
         def watched(x: torch.Tensor, outputs: tuple[str, ...], **named: torch.Tensor) -> Any:

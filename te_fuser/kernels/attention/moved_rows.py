@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.written import TextKernel, over_rows
-from te_fuser.kernels.strided import as_one, reach
+from te_fuser.kernels.strided import as_one, reach, readable
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -46,7 +46,7 @@ class Tokens:
 Found = tuple[Tokens, Tokens | None]
 
 
-class ByTorch:
+class CompactByTorch:
     """Both by PyTorch, which moves all rows."""
 
     @staticmethod
@@ -95,12 +95,12 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
-class ByKernel:
+class CompactByKernel:
     """Both by kernels, on a GPU; plans compile them."""
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
-        """As `ByTorch.find`, in one launch and what adds up offsets."""
+        """As `CompactByTorch.find`, in one launch and what adds up offsets."""
         some = hidden if hidden is not None else key_hidden
         assert some is not None
         samples, some = len(some), some.contiguous()
@@ -119,25 +119,19 @@ class ByKernel:
 
     @staticmethod
     def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """As `ByTorch.together`; what lies behind the zeros is anything."""
-        x = _readable(x)
+        """As `CompactByTorch.together`; what lies behind the zeros is anything."""
+        x = readable(x, _ACCESS // x.element_size())
+        if x.data_ptr() % _ACCESS:
+            x = x.clone(memory_format=torch.contiguous_format)
         rows = x.new_empty(tokens.places.numel(), x.shape[-1])
         _move(as_one(x, reach(x)), rows, rows, tokens, x[:, :, None], False)
         return rows
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
-        """As `ByTorch.back`, where pieces lie in steps of 16 bytes."""
+        """As `CompactByTorch.back`, where pieces lie in steps of 16 bytes."""
         rows = rows.contiguous()
         _move(rows, as_one(x, reach(x)), rows, tokens, x, True)
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy whose rows the kernel can read."""
-    *steps, last = x.stride()
-    vector = _ACCESS // x.element_size()
-    fits = last == 1 and not any(step % vector or step // vector >= 2**31 for step in steps)
-    return x if fits and x.data_ptr() % _ACCESS == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _move(

@@ -11,14 +11,13 @@ Legend: N rows, I = in, O = out features.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.nvrtc import nvidia_folders
 from te_fuser.dtypes import text_of
 from te_fuser.kernels.cublaslt import tuned
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for
@@ -36,19 +35,14 @@ def obstacle() -> str | None:
     """Why cuBLASLt cannot be used here, in words; None if it can."""
     why = _native.cublaslt_refusal()
     if why is not None and torch.version.cuda is not None:
-        for path in _files():  # a PyTorch that has not loaded it yet
+        # A PyTorch that has not loaded it yet depends on NVIDIA's package of it.
+        files = [f for folder in nvidia_folders() for f in folder.glob("*/lib/libcublasLt.so.*")]
+        for path in sorted(files, reverse=True):
             _native.set_cublaslt(str(path))
             if _native.cublaslt_refusal() is None:
                 return None
         _native.set_cublaslt("")
     return why
-
-
-def _files() -> list[Path]:
-    """The library in NVIDIA's packages, which PyTorch depends on."""
-    found = importlib.util.find_spec("nvidia")
-    folders = [Path(p) for p in found.submodule_search_locations or ()] if found else []
-    return sorted((f for p in folders for f in p.glob("*/lib/libcublasLt.so.*")), reverse=True)
 
 
 def refusal(

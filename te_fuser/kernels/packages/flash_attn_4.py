@@ -159,17 +159,15 @@ def _run(direction: str, call: Callable[..., None], named: dict[str, torch.Tenso
         call(*tensors)  # compiles
         return replay_of(call, tensors, [getattr(_module(), name) for name in _COMPILED])
 
-    runs.run(q.device.index, form, prepare, tensors, lambda error: _failure(direction, tensors, choices, error))
+    def failure(error: Exception) -> RuntimeError:
+        shapes = f"queries {list(q.shape)}, keys {list(named['k'].shape)}, {q.dtype}"
+        said = f"window={choices.window}, soft_cap={choices.soft_cap}, causal={choices.causal}"
+        return RuntimeError(
+            f"{PACKAGE}'s {direction} of attention failed for {shapes}, {said}: {type(error).__name__}: {error}; "
+            "te_fuser.fusions.disabled('attention_cuda_flash_attn_4') plans without it"
+        )
 
-
-def _failure(direction: str, tensors: tuple[torch.Tensor, ...], choices: Choices, error: Exception) -> RuntimeError:
-    q, k = tensors[:2]
-    said = f"window={choices.window}, soft_cap={choices.soft_cap}, causal={choices.causal}"
-    return RuntimeError(
-        f"{PACKAGE}'s {direction} of attention failed for queries {list(q.shape)}, keys {list(k.shape)}, {q.dtype}, "
-        f"{said}: {type(error).__name__}: {error}; "
-        "te_fuser.fusions.disabled('attention_cuda_flash_attn_4') plans without it"
-    )
+    runs.run(q.device.index, form, prepare, tensors, failure)
 
 
 @functools.cache

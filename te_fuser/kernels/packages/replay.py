@@ -58,20 +58,14 @@ class Replay:
 
     def _place(self, argument: Any, tensors: Sequence[torch.Tensor]) -> int:
         if isinstance(argument, torch.Tensor):
-            found = (k for k, tensor in enumerate(tensors) if _are_one(argument, tensor))
-            place = next(found, None)
-            if place is None:
+            form, *forms = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (argument, *tensors)]
+            if form not in forms:
                 raise LookupError(f"a tensor {list(argument.shape)} of which nobody knows where it is from")
-            return place
+            return forms.index(form)
         if not _is_constant(argument):
             raise LookupError(f"{type(argument).__name__}, which may be another one in the next call")
         self._constants.append(argument)
         return len(tensors) + len(self._constants) - 1
-
-
-def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    forms = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (one, other)]
-    return forms[0] == forms[1]
 
 
 def _is_constant(argument: Any) -> bool:

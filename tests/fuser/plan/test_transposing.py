@@ -18,7 +18,6 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import fuser
 from te_fuser.fuser.show.step_rows import step_rows
-from te_fuser.fusions import cublaslt_float8
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
@@ -222,7 +221,7 @@ ANYWHERE = Fusion(
             ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse"),
             "input_gradient",
         ),
-        cublaslt_float8._nodes(by_rows=False, main_grad=False)[1],
+        te.fusions.get("float8_matmul_backward").gradients[1],
     ),
     cost=lambda m: (Cost(seconds=1e-9), Cost(seconds=1e-9)),
     choose=backward_by_pytorch,

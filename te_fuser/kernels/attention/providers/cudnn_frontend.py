@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ from te_fuser.kernels.attention.separate import Separate, Targets, Tensors
 from te_fuser.kernels.attention.structure import Sides
 from te_fuser.kernels.attention.views import output_form, packed_forms
 from te_fuser.kernels.packages import cudnn_attention, cudnn_frontend
-from te_fuser.kernels.packages.cudnn_attention import Banded, Form
-from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, Graph
+from te_fuser.kernels.packages.cudnn_attention import Banded
+from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, CudnnGraph
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
 from te_fuser.ops.attention.heads import ApartHeads
 from te_fuser.ops.attention.mask import BY_OFFSETS
@@ -83,8 +84,8 @@ class CudaCudnnFrontend(CudnnProvider):
         if reason is not None:
             return reason
         if p.settings.beyond:
-            return asked(_why_no_graphs, p.settings, p.samples, p.positions, p.key_positions, p.dtype, device)
-        return asked(_why_no_graph, p.settings, p.samples, p.positions, p.dtype, p.backward_on)
+            return asked(_why_none, _graphs, p.settings, p.samples, p.positions, p.key_positions, p.dtype, device)
+        return asked(_why_none, _graph, p.settings, p.samples, p.positions, p.dtype, p.backward_on)
 
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
@@ -143,7 +144,7 @@ class CudaCudnnFrontend(CudnnProvider):
         sides.blank(found, blank)
         return found
 
-    def _graphs_of(self, call: Separate) -> tuple[Graph, Graph]:
+    def _graphs_of(self, call: Separate) -> tuple[CudnnGraph, CudnnGraph]:
         q, k, _ = call.heads
         graphs = _graphs(call.settings, q.shape[0], q.shape[2], k.shape[2], q.dtype, q.device.index)
         if isinstance(graphs, str):
@@ -172,27 +173,15 @@ def _lengths(call: Separate, sides: Sides) -> list[torch.Tensor]:
 @functools.lru_cache(maxsize=_GRAPHS_KEPT)
 def _graphs(
     settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype, device: int
-) -> tuple[Graph, Graph] | str:
+) -> tuple[CudnnGraph, CudnnGraph] | str:
     """Both graphs of a problem beyond packed heads, made once; or why there are none."""
     mask = settings.mask
     call = Separate.on_meta(settings, samples, positions, keys, dtype)
-    q, k, v, out = (_form(part) for part in (*call.heads, call.split_output(call.memory())))
+    q, k, v, out = ((tuple(t.shape), t.stride()) for t in (*call.heads, call.split_output(call.memory())))
     ends = mask.corner == "bottom_right"
     return cudnn_attention.graphs_for(
         Banded(q, k, v, out, dtype, settings.scale, mask.sides, ends, mask.counts, device)
     )
-
-
-def _form(heads: torch.Tensor) -> Form:
-    return tuple(heads.shape), heads.stride()
-
-
-def _why_no_graphs(
-    settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype, device: int
-) -> str | None:
-    """Why cuDNN takes no such problem; None if it does."""
-    graphs = _graphs(settings, samples, positions, keys, dtype, device)
-    return graphs if isinstance(graphs, str) else None
 
 
 @functools.lru_cache(maxsize=_GRAPHS_KEPT)
@@ -205,12 +194,10 @@ def _graph(
     return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
 
 
-def _why_no_graph(
-    settings: AttentionSettings, samples: int, positions: int, dtype: torch.dtype, device: int
-) -> str | None:
+def _why_none(graph_of: Callable[..., Any], *problem: Any) -> str | None:
     """Why cuDNN takes no such problem; None if it does."""
-    graph = _graph(settings, samples, positions, dtype, device)
-    return graph if isinstance(graph, str) else None
+    found = graph_of(*problem)
+    return found if isinstance(found, str) else None
 
 
 atexit.register(_graphs.cache_clear)
