@@ -121,7 +121,11 @@ KNOWS = {
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
-WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify"), ("te_fuser.sequential", "te_fuser.from_torch")}
+WHEN_ASKED = {
+    ("te_fuser.sequential", "te_fuser.verify"),
+    ("te_fuser.sequential", "te_fuser.from_torch"),
+    ("te_fuser.ops.base", "te_fuser.fuser.run.fuser"),  # an op that is called by itself
+}
 # The fuser's rooms, in the order of a call -> the rooms they may import.
 FUSER = {
     "graph": set(),

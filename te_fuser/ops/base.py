@@ -195,7 +195,6 @@ class FusableOperation(HoldsScales, TakesArguments):
     kind: ClassVar[type[FusableOperation]]
     role: ClassVar[str]  # what plans and kernels call it and its tensors; by default the class's name in snake case
     family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
-    run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     # Under torch.autocast: "lower" casts x and parameters down, "float32" x up; "follow" takes x as it comes, and where
     # that is in the lower dtype, as after a product, fusions read float32 parameters in it too; formulas need not.
     autocast: ClassVar[str | None] = None
@@ -231,30 +230,22 @@ class FusableOperation(HoldsScales, TakesArguments):
         object.__setattr__(self, "revision", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        same = self._keeps_shape(name, value)
+        same = _keeps_shape(self, name, value)
         super().__setattr__(name, value)
         # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
         if name != "training" and not same:
-            self._revise()
+            revise(self)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._revise()
+        revise(self)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """The same as torch.nn.Module's."""
-        same = self._keeps_shape(name, param)
+        same = _keeps_shape(self, name, param)
         super().register_parameter(name, param)
         if not same:
-            self._revise()
-
-    def _keeps_shape(self, name: str, value: Any) -> bool:
-        # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
-        old = self.__dict__.get("_parameters", {}).get(name)
-        return old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
-
-    def _revise(self) -> None:
-        self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+            revise(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "parametrizations":
@@ -277,7 +268,9 @@ class FusableOperation(HoldsScales, TakesArguments):
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
-        return type(self).run_alone(self, x, inputs, outputs)
+        from te_fuser.fuser.run.fuser import run_alone  # which knows ops, and not the other way round
+
+        return run_alone(self, x, inputs, outputs)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
@@ -356,14 +349,6 @@ class FusableOperation(HoldsScales, TakesArguments):
         """The same, where named inputs (argument -> what is known of it) have a say in it; by default `infer(x)`."""
         return self.infer(x)
 
-    def specs(self, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-        """What all outputs are, "output" and the named ones: as infer_from() says, else as named_output() does."""
-        said = self.infer_from(x, inputs or {})
-        given = {**said} if isinstance(said, Mapping) else {"output": said}
-        if "output" not in given:
-            raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
-        return given | {n: self.named_output(n, given["output"]) for n in self.named_outputs() if n not in given}
-
     def named_output(self, name: str, out: Spec) -> Spec:
         """What a named output is, where the main one is `out`: by default the same, under another name.
 
@@ -418,23 +403,6 @@ class FusableOperation(HoldsScales, TakesArguments):
         """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
 
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same for all outputs: "output", and the named ones."""
-        made = self.given_by(self.reference(call, x), "its reference")
-        return {**dict.fromkeys(self.named_outputs(), made["output"]), **made}
-
-    def given_by(self, made: Any, who: str) -> Mapping[str, Any]:
-        """What `who` gave, by the names that it has among this op's outputs.
-
-        Raises:
-            TypeError: when these are not "output" and those of `values`.
-        """
-        found = made if isinstance(made, Mapping) else {"output": made}
-        if found.keys() != {"output", *self.values}:
-            gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *self.values)))
-            raise TypeError(f"{who} gives {gives}, but by `values` it is to give {all_of}: return a dict of these")
-        return found
-
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
         """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
@@ -456,6 +424,46 @@ class FusableOperation(HoldsScales, TakesArguments):
         hidden = ("training", "revision")
         plain = {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in hidden}
         return ", ".join(f"{k}={v}" for k, v in plain.items() if not k.startswith("_"))
+
+
+def _keeps_shape(op: FusableOperation, name: str, value: Any) -> bool:
+    # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
+    old = op.__dict__.get("_parameters", {}).get(name)
+    return old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
+
+
+def revise(op: FusableOperation) -> None:
+    """Count a change of an op, which ends the plans that were made with it."""
+    op.__dict__["revision"] = op.__dict__.get("revision", 0) + 1
+
+
+def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
+    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does.
+
+    Args:
+        inputs: the named inputs by argument.
+
+    Raises:
+        TypeError, ValueError: when the op cannot take these, or says of no output what it is.
+    """
+    said = op.infer_from(x, inputs or {})
+    given = {**said} if isinstance(said, Mapping) else {"output": said}
+    if "output" not in given:
+        raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
+    return given | {n: op.named_output(n, given["output"]) for n in op.named_outputs() if n not in given}
+
+
+def outputs_by_name(op: FusableOperation, made: Any, who: str) -> Mapping[str, Any]:
+    """Results of an op, given by `who`, as a dict: "output" and those of `values`.
+
+    Raises:
+        TypeError: when it gives others.
+    """
+    found = made if isinstance(made, Mapping) else {"output": made}
+    if found.keys() != {"output", *op.values}:
+        gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *op.values)))
+        raise TypeError(f"{who} gives {gives}, but by `values` it is to give {all_of}: return a dict of these")
+    return found
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

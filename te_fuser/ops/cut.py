@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.distributed.group import Group, OfRanks
 from te_fuser.distributed.spread import WHOLE, Spread, Told, rows
-from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, OpCall, Spec, output_specs
 from te_fuser.ops.checks import whole_number, yes_or_no
 
 COLUMN, ROW = "column", "row"
@@ -138,7 +138,7 @@ class Cut(OfRanks, FusableOperation):
         if ops == (self,):
             return super().infer(x)
         for op in ops:
-            x = op.specs(x)["output"]
+            x = output_specs(op, x)["output"]
         return x
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
-from te_fuser.ops.base import LoweredOp, OpCall, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, Spec, output_specs
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import function_or_none, yes_or_no
@@ -109,7 +109,7 @@ class Linear(Cut):
 
     def infer(self, x: Spec) -> Spec:
         for part in self.lower():
-            x = part.op.specs(x)["output"]
+            x = output_specs(part.op, x)["output"]
         return x
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.rows import as_rows, batch_layout, parameter_axes, rounds, whole
-from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec, outputs_by_name
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.params.binding import has_tensor
@@ -97,13 +98,22 @@ class RowOp(FusableOperation):
         shape = (*x.shape[:-1], self._width(x.features)) if x.shape else ()
         return Spec(shape, self.output_dtype(x.dtype), x.device)
 
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
+        """As infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
+        said = self.infer(x)
+        if not self.promotes:
+            return said
+        dtype = self.result_dtype(x.dtype, [s.dtype for s in inputs.values()])
+        given = said if isinstance(said, Mapping) else {"output": said}
+        return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
+
     def _width(self, features: int) -> int:
         """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
         given = self.named_inputs()
         arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
         try:
             made = self.compute(expr.leaf("x", Axes.FULL, features), *arguments)
-            y = expr.lift(self.given_by(made, "compute()")["output"])
+            y = expr.lift(outputs_by_name(self, made, "compute()")["output"])
         except (ValueError, TypeError, AttributeError):
             return features
         return y.width if y.axes & Axes.FEATURE else features
@@ -146,7 +156,7 @@ class RowOp(FusableOperation):
             for name in self.arguments()
         ]
         try:
-            made = self.given_by(self.compute(expr.leaf("x", Axes.FULL, width), *arguments), "compute()")
+            made = outputs_by_name(self, self.compute(expr.leaf("x", Axes.FULL, width), *arguments), "compute()")
         except (ValueError, TypeError, AttributeError):
             return False  # planning says why
         return any(found(expr.lift(y)) for y in made.values())
@@ -156,14 +166,12 @@ class RowOp(FusableOperation):
         names = super().summed(x, told)
         return tuple([n for n in names if x != FEATURES or parameter_axes(told.shapes[n]) == Axes.NONE])
 
-    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output.
 
-        What is stored in 8 bits comes as float32 that holds these numbers (`OpCall.stored`).
+        What is stored in 8 bits comes as float32 that holds these numbers (`OpCall.stored`). With `values`, or a named
+        output in another dtype, it gives all by name.
         """
-        return self.references(call, x)["output"]
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = (x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)).to(wide)
         given = self.named_inputs()
@@ -173,7 +181,7 @@ class RowOp(FusableOperation):
         arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
         # Where nothing is drawn, a compiler that traces this sees plain operations alone.
         with random.using(stream) if self.draws() else contextlib.nullcontext():
-            made = self.given_by(self.compute(rows, *arguments), "compute()")
+            made = outputs_by_name(self, self.compute(rows, *arguments), "compute()")
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
         main = whole(made["output"], rows)
         out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
@@ -183,12 +191,13 @@ class RowOp(FusableOperation):
         dtypes = {name: x.dtype if exact else spec.dtype for name, spec in specs.items()}
         # autograd would round gradients of 8 bits, too: what is stored so stays wide on its way.
         call.stored.update({name: dtype for name, dtype in dtypes.items() if dtype in FLOAT8.values()})
-        return {
+        made = {
             name: (quantize(y, 1.0, dtypes[name]) if name in call.stored else y.to(dtypes[name])).reshape(
                 *x.shape[:-1], y.shape[-1]
             )
             for name, y in found.items()
         }
+        return made if self.values or len({*dtypes.values()}) > 1 else made["output"]
 
 
 @functools.lru_cache(1024)

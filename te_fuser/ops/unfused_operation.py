@@ -85,7 +85,3 @@ class UnfusedOperation(FusableOperation):
         """op_forward, recorded by autograd: so verify checks op_backward against it."""
         started = self.op_forward(call, x)
         return started if self.op_wait is None else self.op_wait(call, started)
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        made = super().references(call, x)
-        return {name: y.detach() if name in self.non_differentiable else y for name, y in made.items()}

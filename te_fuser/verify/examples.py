@@ -13,7 +13,7 @@ import torch
 from te_fuser.fusions import Fusion, OneOf, Optional, Repeat
 from te_fuser.fusions.pattern import PatternPart
 from te_fuser.ops import GELU, MatMul
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.base import FusableOperation, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -96,7 +96,7 @@ def _chain(
         if op.named_outputs() and not op.exports:
             opened.append(name)
         yield op
-        x = op.specs(x)["output"]
+        x = output_specs(op, x)["output"]
 
 
 def _made(

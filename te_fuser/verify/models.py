@@ -23,7 +23,7 @@ from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
-from te_fuser.ops.base import NamedInput, Spec
+from te_fuser.ops.base import NamedInput, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.parts import Group, walk_parts
 from te_fuser.sequential import Sequential
@@ -404,7 +404,7 @@ def example_call(
             drawn = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng, device=rng.device)
             inputs[name] = drawn.to(device, dtype)
             differentiable |= {name} if given.gradient else set()
-        spec = op.specs(spec)["output"]
+        spec = output_specs(op, spec)["output"]
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.

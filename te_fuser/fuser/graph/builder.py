@@ -18,10 +18,10 @@ from te_fuser.fuser.graph.checks import (
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
 from te_fuser.fuser.graph.graph import Graph, Node, Value
-from te_fuser.fuser.graph.listed import outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.names import Names
 from te_fuser.fuser.graph.spread import gradient_sums
+from te_fuser.ops.base import output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.params.binding import standing_in
 
@@ -224,7 +224,7 @@ def _label(index: int, listed: ListedOp) -> str:
 def _inferred(label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
     try:
         op.check_inputs(x, dict(named))
-        return outputs_of(op, x, named)
+        return output_specs(op, x, named)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{label}: {error}") from error
 

@@ -26,6 +26,7 @@ from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.plan.ranges import Gives, Leaf, Range
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.ops.base import outputs_by_name
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Stretch:
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
-            made = op.given_by(op.compute(self.env[node.input], *arguments), "compute()")
+            made = outputs_by_name(op, op.compute(self.env[node.input], *arguments), "compute()")
             own = {name: expr.lift(y) for name, y in made.items()}
         except (ValueError, TypeError, AttributeError) as error:
             kind = TypeError if isinstance(error, AttributeError) else type(error)

@@ -13,7 +13,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 from tests.needs import needs_compiler
@@ -27,7 +27,7 @@ def test_an_op_alone_and_one_with_hooks() -> None:
         torch.testing.assert_close(other, 3 * x[..., : other.shape[-1]])
         assert torch.equal(op(x), y)
     for op in (Pair(), type("Named", (Halves,), {"exports": False})()):
-        width = op.specs(Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
+        width = output_specs(op, Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
         ours = Sequential(ops.Bias(WIDTH), op, ops.MatMul(width, width), ops.Add("other")).double()
         leaves = [x, *ours.parameters()]
         want = torch.autograd.grad(ours(x).square().sum(), leaves)
