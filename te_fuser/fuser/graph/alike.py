@@ -41,11 +41,14 @@ def _beside(values: Iterable[object]) -> set[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """What ops say of themselves that are alike and have parameters of the same names.
+class Traits:
+    """Traits of the ops of a list that are alike and have parameters of the same names.
 
     Attributes:
-        number: its own in the list.
+        number: their own in the list.
+        role: for kernel text: "gelu".
+        is_row: whether a formula gives it.
+        reads: its named inputs by argument, also those that are not given.
     """
 
     number: int
@@ -63,12 +66,12 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of the ops of a list; the first op of each is checked for all of them."""
+    """Traits of the ops of a list; of ops that are alike the first is checked for all of them."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Kind] = {}
+        self._known: dict[Hashable, Traits] = {}
 
-    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Kind:
+    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
         """That of an op.
 
         Raises:
@@ -79,7 +82,7 @@ class Kinds:
         if found is None:
             check_kind(label, op, bindings)
             row, number = isinstance(op, RowOp), len(self._known)
-            found = self._known[key] = Kind(number, op.kind.role, op.draws(), row, op.named_inputs())
+            found = self._known[key] = Traits(number, op.kind.role, op.draws(), row, op.named_inputs())
         return found
 
 

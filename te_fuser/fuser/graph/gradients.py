@@ -33,7 +33,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     able: dict[Hashable, tuple[str, ...]] = {}
     given = {}
     for node in nodes:
-        like = node.likeness, tuple(node.named_in)
+        like = node.traits.number, tuple(node.named_in)
         if like not in able:
             able[like] = _able(node)
         given[node.index] = _values(node, able[like])
@@ -47,7 +47,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     known: dict[Hashable, torch.dtype] = {}
     for value in readers.keys() & makers.keys():
         own, taken = values[value].spec.dtype, _taken(makers[value])
-        what = own, taken, *[node.likeness for node in readers[value]]
+        what = own, taken, *[node.traits.number for node in readers[value]]
         if what not in known:
             known[what] = _arriving(own, readers[value], taken or ())
         dtype = known[what]
@@ -78,8 +78,8 @@ def _given(node: Node) -> list[int]:
 
 def _able(node: Node) -> tuple[str, ...]:
     """What an op calls those; the same for all that are alike and read inputs of the same names."""
-    names = ("input", *[n for n in node.named_in if node.reads[n].gradient])
-    if node.is_row:
+    names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
+    if node.traits.is_row:
         return names
     produced = [name for gradient in node.gradients for name in gradient.produces]
     return tuple([n for n in names if n in produced])

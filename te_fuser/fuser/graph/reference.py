@@ -83,7 +83,7 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        made, _ = run_op(node.op, node.stream, values[node.input], tensors, seed, node.share)
+        made, _ = run_op(node.op, node.draw.stream, values[node.input], tensors, seed, node.draw.share)
         values[node.output] = made["output"]
         values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
 

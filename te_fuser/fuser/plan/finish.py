@@ -194,7 +194,7 @@ def _places(graph: Graph) -> set[int]:
         value = graph.values[node.output]
         real = [k for k in readers.get(value.index, ()) if graph.root(graph.nodes[k].output) != value.index]
         alone = passing[following.index] == 1 and value.gradient is None and len(real) > 1
-        if node.is_row and following.is_row and alone:
+        if node.traits.is_row and following.traits.is_row and alone:
             found.add(following.index)
     return found
 
@@ -227,7 +227,8 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             break
         if size < SEGMENT_BYTES or following.index not in ends:
             continue
-        beside = any(not n.is_row and n.parameters for n in (node, following)) or following.index in problem.borders
+        products = [n for n in (node, following) if n.parameters and not n.traits.is_row]
+        beside = products or following.index in problem.borders
         if beside and taken[following.index] - taken[cuts[-1]] >= least:
             cuts.append(following.index)
             size = 0
@@ -259,7 +260,7 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
         return ends
     if all(go_by_copies(problem, graph.nodes[k]) for k in exchanged):
         return {k for k in ends if k not in exchanged and k - 1 not in exchanged}
-    products = {n.index for n in graph.nodes if not n.is_row and n.parameters}
+    products = {n.index for n in graph.nodes if not n.traits.is_row and n.parameters}
     both = {k for k in exchanged if graph.nodes[k].op.op_wait is not None}  # type: ignore[attr-defined]
     found = {k for k in ends & both if k - 1 in products}
     return found | ends & problem.borders if found else {k for k in ends if k - 1 not in exchanged}

@@ -100,7 +100,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
         return False
     nodes = problem.nodes[start:stop]
     sums = problem.graph.sums
-    if [n for n in nodes if n.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
+    if [n for n in nodes if n.traits.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
         return False
     preferred = any(start <= place < stop for _, place, _ in problem.preferred)
     return not preferred and not any(_needs_own_node(problem, n) for n in nodes)

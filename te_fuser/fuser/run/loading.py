@@ -101,7 +101,7 @@ def load(
         build_segments(plan, loaded) if computed else (),
         bool(plan.backward),
         # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
-        any(n.draws for n in plan.graph.nodes),
+        any(n.traits.draws for n in plan.graph.nodes),
         torch.is_autocast_enabled(plan.x.device.type),
         tuple(graph.named_inputs.items()),
         result,
@@ -145,7 +145,7 @@ def runs_alike(first: Plan, second: Plan) -> bool:
 
 def _as_run(plan: Plan) -> tuple[Any, ...]:
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs, s.task.identity) for s in plan.steps]
-    nodes = [(n.op.kind, n.path, n.stream, n.casts, n.share) for n in plan.graph.nodes]
+    nodes = [(n.op.kind, n.path, n.draw.stream, n.casts, n.draw.share) for n in plan.graph.nodes]
     values = [(v.spec.dtype, v.gradient_dtype, v.alias_of, v.needs_grad) for v in plan.graph.values]
     parts = [(s.start, s.stop) for s in plan.segments]
     return steps, nodes, values, parts, measured_schedules(plan)

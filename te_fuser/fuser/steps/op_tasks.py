@@ -149,8 +149,10 @@ class OpRunner:
         call = OpCall({name: slots[k] for name, k in self._inputs}, self._task.needed)
         call.notes = slots[self._notes] or {}
         first = slots[self._first]
-        if node.draws:
-            call.random = stream_of(slots[self._seed], node.stream, first.shape, node.op.batch_dim(), node.share)
+        if node.traits.draws:
+            call.random = stream_of(
+                slots[self._seed], node.draw.stream, first.shape, node.op.batch_dim(), node.draw.share
+            )
         if self._task.peers is not None:
             call.transport = self._task.peers.transport()
         if self._task.phase == "wait":
