@@ -105,7 +105,7 @@ class Gradient:
     products' operations over those of forward; None: forward's for each gradient that is needed. `by_attributes` names
     parameters whose attributes (main_grad) say where their gradient goes: the method gets the parameters themselves.
     Where `wait` names a second method, the first only starts something, and the second takes (call, what that gave) and
-    gives the gradients: other steps may run in between.
+    gives the gradients: other steps may run in between. A node that is `delayed` is left to `backward_dw`.
     """
 
     produces: tuple[str, ...]
@@ -114,6 +114,7 @@ class Gradient:
     work: float | None = None
     by_attributes: tuple[str, ...] = ()
     wait: str | None = None
+    delayed: bool = False
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -199,18 +200,11 @@ class FusableOperation(HoldsScales, TakesArguments):
     # that is in the lower dtype, as after a product, fusions read float32 parameters in it too; formulas need not.
     autocast: ClassVar[str | None] = None
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
-    global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
-    exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
-    may_stay_unread: bool = False  # whether later ops need not read what it names
-    delay_wgrad_compute: bool = False  # whether its parameters' gradients wait for `backward_dw`
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[str] = ""  # "input", or a named input: it moves nothing, its output is a view of that
     ranks: ClassVar[int] = 1  # how many processes run it together
-    bound_parts: ClassVar[tuple[Any, ...]] = ()  # the ops that it stands for, each a `Bound` to it
-    hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
-    idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone
@@ -356,24 +350,12 @@ class FusableOperation(HoldsScales, TakesArguments):
         """
         return out
 
-    def reading(self, x: Spec) -> str:
-        """How it reads x where that can be taken for something else, with the sizes, for `explain`; mostly empty."""
-        return ""
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which it gives the gradient of an input of `dtype`."""
-        return dtype
-
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
         """Look at the extra inputs (argument name -> what is known of it) before anything runs; by default all pass.
 
         Raises:
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
-
-    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Which of these bound parameters have attributes that say where their gradient goes."""
-        return ()
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
@@ -394,10 +376,6 @@ class FusableOperation(HoldsScales, TakesArguments):
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         """Floating-point operations of its matrix products in forward (0 for row ops)."""
         return 0.0
-
-    def scratch_bytes(self, x: Spec) -> int:
-        """Bytes of intermediate results that the op's own forward writes and reads again."""
-        return 0
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""

@@ -12,13 +12,14 @@ import torch
 from te_fuser.distributed.dtensor import filled
 from te_fuser.ops.base import LoweredOp, OpCall, Spec, output_specs
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.bound import Bound
+from te_fuser.ops.bound import Bound, bound_parts
 from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, empty, randomized
 
 
+@bound_parts.row(lambda linear: linear._parts)
 class Linear(Cut):
     """Apply a learnable affine map to each row: y = x W^T + bias; stands for MatMul and Bias.
 
@@ -42,6 +43,7 @@ class Linear(Cut):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    delay_wgrad_compute: bool = False
 
     def __init__(
         self,
@@ -76,10 +78,6 @@ class Linear(Cut):
         self.weight = empty(out_features, in_features, dtype=dtype, device=device)
         self.register_parameter("bias", empty(out_features, dtype=dtype, device=device) if bias else None)
         self.reset_parameters()
-
-    @property
-    def bound_parts(self) -> tuple[Bound, ...]:  # type: ignore[override]
-        return self._parts
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

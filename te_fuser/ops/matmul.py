@@ -84,6 +84,7 @@ class MatMul(Cut, UnfusedOperation):
 
     autocast = "lower"
     weight: torch.nn.Parameter | None
+    delay_wgrad_compute: bool = False
     _gathered: bool = False  # whether what a column gathers has been gathered before it
 
     def __init__(
@@ -188,10 +189,11 @@ class MatMul(Cut, UnfusedOperation):
         return 2.0 * x.rows * inner * outer
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        weight = Gradient(("weight",), ("input",), "weight_gradient")
+        later = self.delay_wgrad_compute
+        weight = Gradient(("weight",), ("input",), "weight_gradient", delayed=later)
         if self.accumulate_into_main_grad:
             method = "new_main_gradient" if self.overwrite_main_grad else "main_gradient"
-            weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",))
+            weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",), delayed=later)
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:

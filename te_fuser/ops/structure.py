@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.distributed.spread import Spread, Told
+from te_fuser.ops import tables
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
@@ -15,6 +16,7 @@ from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
+@tables.may_stay_unread.row(lambda fork: fork.may_stay_unread)
 class Fork(RowOp):
     """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
 
@@ -25,6 +27,8 @@ class Fork(RowOp):
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """
+
+    may_stay_unread: bool = False
 
     def __init__(self, name: str, may_stay_unread: bool = False) -> None:
         super().__init__()
@@ -39,6 +43,7 @@ class Fork(RowOp):
         return x
 
 
+@tables.exports.row(True)
 class Output(RowOp):
     """Hand the input through and offer it to the caller: y = x, given by `model(x, outputs=(name,))`.
 
@@ -48,8 +53,6 @@ class Output(RowOp):
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """
-
-    exports = True
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops import tables
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -30,5 +31,6 @@ class Pair(UnfusedOperation):
         return functools.reduce(torch.add, parts)
 
 
+@tables.exports.row(True)
 class Exported(Pair):
-    exports = True
+    """The same for the caller."""

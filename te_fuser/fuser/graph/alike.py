@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
+from te_fuser.ops import tables
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.scales import Aside
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.params.binding import Binding
@@ -49,6 +50,7 @@ class Traits:
         role: for kernel text: "gelu".
         is_row: whether a formula gives it.
         reads: its named inputs by argument, also those that are not given.
+        gradient_dtype: its row in `ops.tables`.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Traits:
     draws: bool
     is_row: bool
     reads: Mapping[str, NamedInput]
+    gradient_dtype: Callable[[Any, torch.dtype], torch.dtype] | None
     _gradients: dict[tuple[str, ...], tuple[Gradient, ...]] = field(default_factory=dict)
 
     def gradients(self, op: FusableOperation, names: tuple[str, ...]) -> tuple[Gradient, ...]:
@@ -81,8 +84,8 @@ class Kinds:
         found = self._known.get(key)
         if found is None:
             check_kind(label, op, bindings)
-            row, number = isinstance(op, RowOp), len(self._known)
-            found = self._known[key] = Traits(number, op.kind.role, op.draws(), row, op.named_inputs())
+            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
+            found = self._known[key] = Traits(len(self._known), *said, tables.gradient_dtype.of(type(op)))
         return found
 
 
@@ -100,10 +103,8 @@ class Told(NamedTuple):
 
 def is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
-    if op.hands_through:
-        return True
     if op.arguments():
-        return False
+        return tables.hands_through.of(type(op))
     x = leaf("x", Axes.FULL, given.features)
     try:
         return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype

@@ -119,9 +119,9 @@ def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtyp
     """
     found: dict[torch.dtype, None] = {}
     for node in readers:
-        dtype = node.op.gradient_dtype(own)
+        dtype = own if node.traits.gradient_dtype is None else node.gradient_dtype(own)
         if dtype != own:
-            check_dtype(f"{node.label}: gradient_dtype()", dtype)
+            check_dtype(f"{node.label}: gradient_dtype", dtype)
         found[dtype] = None
     if len(found) == 1 and dtype in taken:
         return dtype

@@ -88,6 +88,11 @@ class Node:
     places: tuple[Place, ...]
     gradients: tuple[Gradient, ...]
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which it gives the gradient of an input of `dtype`."""
+        rule = self.traits.gradient_dtype
+        return dtype if rule is None else rule(self.op, dtype)
+
 
 @dataclass(frozen=True)
 class Graph:

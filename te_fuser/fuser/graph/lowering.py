@@ -14,17 +14,21 @@ from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.spread import spread
+from te_fuser.ops import tables
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 
 def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list without the ops that do nothing in this call, as what they work by is not there."""
+    found = {kind: by for kind in {type(item.lowered.op) for item in listed} if (by := tables.idles_without.of(kind))}
+    if not found:
+        return listed
     known = {*call.named, *[name for item in listed for name in item.names_out]}
 
     def works(item: ListedOp) -> bool:
-        by = item.lowered.op.idles_without
-        return not by or any(argument in by and name in known for argument, name in item.names_in.items())
+        by = found.get(type(item.lowered.op))
+        return by is None or any(argument in by and name in known for argument, name in item.names_in.items())
 
     return [item for item in listed if works(item)]
 

@@ -160,7 +160,7 @@ class BackwardCandidates:
         """The gradients of values that are wanted in another dtype than the op gives them in."""
         values = [(name, self.graph.values[ref.index]) for name, ref in outputs if ref.kind is GRADIENT]
         return tuple(
-            (name, v.gradient_dtype) for name, v in values if node.op.gradient_dtype(v.spec.dtype) != v.gradient_dtype
+            (name, v.gradient_dtype) for name, v in values if node.gradient_dtype(v.spec.dtype) != v.gradient_dtype
         )
 
     # --------------------------------------------------------------------------------------- row ops
@@ -347,7 +347,9 @@ class BackwardCandidates:
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for node in nodes:
             for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):
-                if v.needs_grad and (given := node.op.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
+                if not v.needs_grad or (v.gradient is None and node.traits.gradient_dtype is None):
+                    continue
+                if (given := node.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
                     wanted = text_of(v.gradient_dtype)
                     return f"the gradient of {plain(v.name)} is wanted in {wanted}, and it gives {text_of(given)}"
         return None
