@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.checks import check_dtype, plain
+from te_fuser.fuser.graph.refs import Ref, parameter_ref
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ def _able(node: Node) -> tuple[str, ...]:
 
 def _values(node: Node, names: Iterable[str]) -> list[int]:
     return list(dict.fromkeys([node.input if n == "input" else node.named_in[n] for n in names]))
+
+
+def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
+    """The parameters whose attributes some op reads."""
+    return {parameter_ref(n.parameters[a]) for n in nodes for g in n.gradients for a in g.by_attributes}
 
 
 def stops_gradients(node: Node) -> bool:

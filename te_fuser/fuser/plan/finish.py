@@ -20,7 +20,7 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums, with_sums_over_ranks
+from te_fuser.fuser.plan.additions import with_forms, with_sums, with_sums_over_ranks
 from te_fuser.fuser.plan.by_blocks import held_together
 from te_fuser.fuser.plan.exchanges import go_by_copies
 from te_fuser.fuser.plan.keeping import kept_by
@@ -29,10 +29,10 @@ from te_fuser.fuser.plan.plan import Plan, SegmentPlan
 from te_fuser.fuser.plan.unread import without_unread
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.candidates import Edge, Placed
     from te_fuser.fuser.plan.covers import Covers
-    from te_fuser.fuser.plan.plan import Kept, Refusal
+    from te_fuser.fuser.plan.plan import Refusal
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -108,7 +108,6 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         arriving,
         tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
         kept,
-        _marked(graph.nodes[part[0] : part[1]], takes, kept),
     )
 
 
@@ -128,12 +127,6 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
         if ref.kind is not VALUE:
             needed = ref.kind is PARAMETER and graph.parameter_needs[ref.index]
             yield parameter_gradient_ref(ref.index) if needed else None
-
-
-def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
-    """Where the kept parameters stand whose attributes say where their gradients go."""
-    refs = marked_refs(nodes)
-    return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -88,7 +88,7 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
     backward = [_backward(problem, prices, call) for call in needing]
     kept = kept_by(problem, prices, backward)
-    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
+    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, recorded=True)
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:

@@ -123,7 +123,7 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
     if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:
         return None
-    if alone.distributed:
+    if alone.ranks.distributed:
         return None
     (segment,) = prepared.plan.segments
     (step, *more) = segment.forward
@@ -249,7 +249,8 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        shown = tensors if segment.late is None else handed_in(tensors, segment.late.weights)
+        late = segment.backward.late
+        shown = tensors if late is None else handed_in(tensors, late.weights)
         return _apply(segment, *shown)  # type: ignore[no-any-return]
     given = tensors[: len(segment.values_in)]
     if segment.unrecorded:
