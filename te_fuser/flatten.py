@@ -18,7 +18,7 @@ from te_fuser.facts import Facts
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.graph.spread import with_spreads
 from te_fuser.fuser.run.fuser import Fuser
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
@@ -296,7 +296,7 @@ class _Flattener:
 
     def _bind(self, op: FusableOperation, name: str, scope: str, scopes: list[dict[str, str]]) -> str:
         bound = f"{scope}/{name}"
-        if not tables.exports.of(type(op)):
+        if not op_table.exports.of(type(op)):
             scopes[-1][name] = bound
         return bound
 
@@ -397,7 +397,7 @@ def _apart(op: FusableOperation) -> Iterable[str]:
 def _names_exported(item: ListedOp | Border) -> Iterable[str]:
     if isinstance(item, Border):
         return item.outputs
-    return item.names_out if tables.exports.of(type(item.lowered.op)) else ()
+    return item.names_out if op_table.exports.of(type(item.lowered.op)) else ()
 
 
 def _inside(here: str, name: str) -> str:

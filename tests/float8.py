@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser import fusions
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -89,7 +89,7 @@ class _Divided(torch.autograd.Function):
         return gradients[0], None
 
 
-@tables.gradient_dtype.row(lambda op, dtype: torch.float32)
+@op_table.gradient_dtype.row(lambda op, dtype: torch.float32)
 class Dequantized(UnfusedOperation):
     """y = x / scale in the scale's dtype, for x of 8 bits: as a product would see it, and with its gradient."""
 

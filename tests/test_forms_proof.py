@@ -12,7 +12,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import keep_mask, split, tanh
 from te_fuser.fusions import Cost, fusion, unregister
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.needs import needs_compiler
@@ -20,7 +20,7 @@ from tests.needs import needs_compiler
 WIDTH = 24
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class TwoForms(ops.RowOp):
     """y = tanh(x): in bfloat16 for the next op, in float32 for the caller."""
 
@@ -37,7 +37,7 @@ class TwoForms(ops.RowOp):
         return tanh(x)
 
 
-@tables.gradient_dtype.row(lambda op, dtype: torch.float16)
+@op_table.gradient_dtype.row(lambda op, dtype: torch.float16)
 class HalfProduct(UnfusedOperation):
     """y = x W^T in bfloat16, whose gradient of x is in float16."""
 
@@ -249,9 +249,9 @@ def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
         "named_outputs": lambda self: ("b",),
         "compute": lambda self, x: {"output": x * 2.0, "b": x * 3.0},
     }
-    kind = tables.exports.row(True)(type("Wrong", (ops.RowOp,), own | changed))
+    kind = op_table.exports.row(True)(type("Wrong", (ops.RowOp,), own | changed))
     if (given := changed.get("gives_gradient_in")) is not None:
-        tables.gradient_dtype.add(lambda op, dtype: given, kind)
+        op_table.gradient_dtype.add(lambda op, dtype: given, kind)
     model = Sequential(ops.GELU(), kind())
     with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): .*{words}"):
         model.plan(torch.randn(7, WIDTH))

@@ -147,7 +147,7 @@ ABSTRACT = {
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.sizes",
-    "te_fuser.ops.tables",
+    "te_fuser.ops.op_table",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.ops.words",  # of errors, not an op
@@ -179,7 +179,6 @@ OP_HELPERS = {
     "parameters",
     "products",
     "sizes",
-    "tables",
     "tensor_function",
     "words",
 }

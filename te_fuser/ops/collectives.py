@@ -11,7 +11,7 @@ from te_fuser.distributed.exchange import Exchange, UnderWay, exchanged
 from te_fuser.distributed.group import Group, OfRanks
 from te_fuser.distributed.spread import FEATURES, GATHERED, PARTIAL, WHOLE, Spread, Told, rows
 from te_fuser.dtypes import FLOAT8
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating, count, whole_number, yes_or_no
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -47,8 +47,8 @@ def _reading(op: Collective, x: Spec) -> str:
     return f"{given}{cut}, {'added up' if forth.join is None else f'joined along dimension {forth.join}'}"
 
 
-@tables.reading.row(_reading)
-@tables.gradient_dtype.row(_gradient_dtype)
+@op_table.reading.row(_reading)
+@op_table.gradient_dtype.row(_gradient_dtype)
 class Collective(OfRanks, UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 

@@ -11,7 +11,7 @@ import torch
 from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.formula.float8 import check_float8
 from te_fuser.ops import float8_products as products
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.float8_products import Form, raise_to_largest
@@ -22,7 +22,7 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
 
 
-@tables.gradient_dtype.row(lambda op, dtype: op.dtype)
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class Float8MatMul(UnfusedOperation):
     """What a MatMul is in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
 
@@ -143,7 +143,7 @@ class Float8MatMul(UnfusedOperation):
         return f"{self.in_features}, {self.out_features}, {self.dtype}"
 
 
-@tables.gradient_dtype.row(None)
+@op_table.gradient_dtype.row(None)
 class PartlyFloat8MatMul(Float8MatMul):
     """The same where some of the three products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
 

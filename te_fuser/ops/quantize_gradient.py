@@ -9,15 +9,15 @@ import torch
 
 from te_fuser.formula import Axes, quantize_gradient
 from te_fuser.formula.float8 import check_float8, once, rounded
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 
-@tables.hands_through.row(True)
-@tables.gradient_dtype.row(lambda op, dtype: op.dtype)
+@op_table.hands_through.row(True)
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizeGradient(RowOp):
     """Hand x on, and its gradient in 8 bits: dx = dy * scale rounded to nearest even within the range of `dtype`.
 

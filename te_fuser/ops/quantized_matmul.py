@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_name, feature_size
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -17,7 +17,7 @@ STEP = 16  # numbers in a row come in whole multiples
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@tables.gradient_dtype.row(lambda op, dtype: op.dtype)
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizedMatMul(UnfusedOperation):
     """Multiply rows of 8 bits with a matrix of 8 bits: y = (x s) (W t)^T, summed in float32 and rounded once.
 

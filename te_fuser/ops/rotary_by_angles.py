@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.spread import Spread, Told
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
@@ -21,7 +21,7 @@ from te_fuser.ops.rotary_embedding import STYLES
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
-@tables.idles_without.row(_TABLES)
+@op_table.idles_without.row(_TABLES)
 class RotaryByAngles(OfPositions):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 

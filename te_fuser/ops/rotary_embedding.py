@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.spread import Spread, Told
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
 from te_fuser.ops.attention.of_heads import OfPositions
@@ -124,7 +124,7 @@ def rotation_table(
     return cos, sin
 
 
-@tables.reading.row(lambda op, x: op.packed.reading(x))
+@op_table.reading.row(lambda op, x: op.packed.reading(x))
 class RotaryEmbedding(OfPositions):
     """Turns the query and key heads of packed queries, keys and values by their position; values stay.
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.distributed.spread import Spread, Told
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
@@ -16,7 +16,7 @@ from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
-@tables.may_stay_unread.row(lambda fork: fork.may_stay_unread)
+@op_table.may_stay_unread.row(lambda fork: fork.may_stay_unread)
 class Fork(RowOp):
     """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
 
@@ -43,7 +43,7 @@ class Fork(RowOp):
         return x
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class Output(RowOp):
     """Hand the input through and offer it to the caller: y = x, given by `model(x, outputs=(name,))`.
 

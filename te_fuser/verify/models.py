@@ -22,7 +22,7 @@ from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
-from te_fuser.ops import Bound, DotProductAttention, tables
+from te_fuser.ops import Bound, DotProductAttention, op_table
 from te_fuser.ops.base import NamedInput, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import marked_parameters
@@ -409,7 +409,7 @@ def example_call(
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.
-    leaving = {n for i in listed_ops(model) if tables.exports.of(type(i.lowered.op)) for n in i.names_out}
+    leaving = {n for i in listed_ops(model) if op_table.exports.of(type(i.lowered.op)) for n in i.names_out}
     asked = [n for n in outputs if n in leaving or n not in read]
     return Call(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
 

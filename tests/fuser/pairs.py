@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -31,6 +31,6 @@ class Pair(UnfusedOperation):
         return functools.reduce(torch.add, parts)
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class Exported(Pair):
     """The same for the caller."""

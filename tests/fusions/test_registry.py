@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat, fusion
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from tests.fusions.registered import FREE, X, declare_backward, declare_forward, declare_joint, mlp, reasons, steps
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -221,7 +221,7 @@ def test_a_fusion_that_emits_too_little_still_runs_where_backward_can_do_without
 def test_what_is_read_outside_is_the_reason(declare):
     """The middle of the pattern is also the caller's, so a gradient comes to it from outside."""
 
-    @tables.exports.row(True)
+    @op_table.exports.row(True)
     class Named(ops.Bias):
         kind = ops.Bias
 

@@ -13,7 +13,7 @@ from te_fuser import Sequential, fusions, ops
 from te_fuser.formula import tanh
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fusions.products import reasons
@@ -42,7 +42,7 @@ def halved(op: Any, dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-@tables.gradient_dtype.row(halved)
+@op_table.gradient_dtype.row(halved)
 class HalfProduct(UnfusedOperation):
     """y = x W^T, whose gradient of x is in float16."""
 
@@ -112,7 +112,7 @@ def test_the_dtypes_of_gradients_are_of_backward() -> None:
 # ----------------------------------------------------------------------------------------------------- forms
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class TwoForms(ops.RowOp):
     """y = tanh(x) in bfloat16, and in float32 under another name."""
 
@@ -276,7 +276,7 @@ def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequen
 
 
 def test_a_gradient_of_a_named_value_that_does_not_come() -> None:
-    @tables.exports.row(True)
+    @op_table.exports.row(True)
     class Given(Pair):
         def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
             return 2 * dy

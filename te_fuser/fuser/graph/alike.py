@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.scales import Aside
@@ -50,7 +50,7 @@ class Traits:
         role: for kernel text: "gelu".
         is_row: whether a formula gives it.
         reads: its named inputs by argument, also those that are not given.
-        gradient_dtype: its row in `ops.tables`.
+        gradient_dtype: its row in `ops.op_table`.
     """
 
     number: int
@@ -85,7 +85,7 @@ class Kinds:
         if found is None:
             check_kind(label, op, bindings)
             said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
-            found = self._known[key] = Traits(len(self._known), *said, tables.gradient_dtype.of(type(op)))
+            found = self._known[key] = Traits(len(self._known), *said, op_table.gradient_dtype.of(type(op)))
         return found
 
 
@@ -104,7 +104,7 @@ class Told(NamedTuple):
 def is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
     if op.arguments():
-        return tables.hands_through.of(type(op))
+        return op_table.hands_through.of(type(op))
     x = leaf("x", Axes.FULL, given.features)
     try:
         return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype

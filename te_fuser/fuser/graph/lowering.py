@@ -14,14 +14,14 @@ from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.spread import spread
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 
 def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list without the ops that do nothing in this call, as what they work by is not there."""
-    found = {kind: by for kind in {type(item.lowered.op) for item in listed} if (by := tables.idles_without.of(kind))}
+    found = {kind: by for kind in {type(item.lowered.op) for item in listed} if (by := op_table.idles_without.of(kind))}
     if not found:
         return listed
     known = {*call.named, *[name for item in listed for name in item.names_out]}

@@ -19,7 +19,7 @@ from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import registry
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
@@ -134,7 +134,7 @@ class Listing:
         self.computed = any(b.computed or name not in place for b, (place, name) in there)
         self.lowered = tuple(o.lowered.op for o in listed)
         kinds = dict.fromkeys(map(type, self.lowered))
-        self.switches = tuple(dict.fromkeys(s for kind in kinds if (s := tables.global_state.of(kind)) is not None))
+        self.switches = tuple(dict.fromkeys(s for kind in kinds if (s := op_table.global_state.of(kind)) is not None))
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.attention import math as attention_math
 from te_fuser.ops.attention.context import SharedAttention, own_sinks, whole_sinks
 from te_fuser.ops.attention.heads import (
@@ -134,8 +134,8 @@ def switches() -> tuple[bool, ...]:
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
-@tables.reading.row(lambda op, x: op.packed.reading(op._lifted(x)))
-@tables.global_state.row(switches)
+@op_table.reading.row(lambda op, x: op.packed.reading(op._lifted(x)))
+@op_table.global_state.row(switches)
 class DotProductAttention(SharedAttention):
     """Attention of queries, keys and values, packed or apart: softmax(q k^T * scale) v for each head.
 

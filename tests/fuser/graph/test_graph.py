@@ -8,7 +8,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import Axes
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -94,7 +94,7 @@ class NamedBias(ops.Bias):
         return (self.name,)
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class ExportedBias(NamedBias):
     """The same for the caller."""
 

@@ -13,7 +13,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
-from te_fuser.ops import tables
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
@@ -27,7 +27,7 @@ def test_an_op_alone_and_one_with_hooks() -> None:
         y, other = op(x, outputs=("other",))
         torch.testing.assert_close(other, 3 * x[..., : other.shape[-1]])
         assert torch.equal(op(x), y)
-    for op in (Pair(), tables.exports.row(False)(type("Named", (Halves,), {}))()):
+    for op in (Pair(), op_table.exports.row(False)(type("Named", (Halves,), {}))()):
         width = output_specs(op, Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
         ours = Sequential(ops.Bias(WIDTH), op, ops.MatMul(width, width), ops.Add("other")).double()
         leaves = [x, *ours.parameters()]
@@ -39,7 +39,7 @@ def test_an_op_alone_and_one_with_hooks() -> None:
         assert len(seen) == 1
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class Halves(ops.RowOp):
     """y = the first half of x, and three times that."""
 
@@ -222,7 +222,7 @@ def test_values_of_an_op_that_waits(verify: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
-@tables.exports.row(True)
+@op_table.exports.row(True)
 class Twice(Pair):
     """One tensor under two names."""
 
@@ -277,7 +277,7 @@ def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
         "op_backward": lambda self, call, dy: 2 * dy,
     }
     ours = Sequential(
-        ops.GELU(), tables.exports.row(True)(type("Wrong", (UnfusedOperation,), own | changed))(), kernels="reference"
+        ops.GELU(), op_table.exports.row(True)(type("Wrong", (UnfusedOperation,), own | changed))(), kernels="reference"
     )
     with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): {words}"):
         ours(torch.randn(7, WIDTH))
