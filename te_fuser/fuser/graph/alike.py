@@ -103,8 +103,10 @@ class Told(NamedTuple):
 
 def is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    if op_table.hands_through.of(type(op)):
+        return True
     if op.arguments():
-        return op_table.hands_through.of(type(op))
+        return False
     x = leaf("x", Axes.FULL, given.features)
     try:
         return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype

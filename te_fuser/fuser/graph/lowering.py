@@ -21,14 +21,14 @@ Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list without the ops that do nothing in this call, as what they work by is not there."""
-    found = {kind: by for kind in {type(item.lowered.op) for item in listed} if (by := op_table.idles_without.of(kind))}
-    if not found:
+    rows = {kind: op_table.idles_without.of(kind) for kind in {type(item.lowered.op) for item in listed}}
+    if not any(rows.values()):
         return listed
     known = {*call.named, *[name for item in listed for name in item.names_out]}
 
     def works(item: ListedOp) -> bool:
-        by = found.get(type(item.lowered.op))
-        return by is None or any(argument in by and name in known for argument, name in item.names_in.items())
+        by = rows[type(item.lowered.op)]
+        return not by or any(argument in by and name in known for argument, name in item.names_in.items())
 
     return [item for item in listed if works(item)]
 

@@ -56,7 +56,7 @@ class Backward:
 
     Attributes:
         program: all but what is left for `late`.
-        kept: forward slots that are saved; in backward they come after the gradients. `take_kept` takes them out.
+        take_kept: what is saved out of the forward slots; in backward it comes after the gradients.
         marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
         written: (place among the kept, place among the tensors handed in) of parameters that steps write into: others
             may have done so before backward, so they are not saved, but held.
@@ -72,7 +72,6 @@ class Backward:
     """
 
     program: Program
-    kept: tuple[int, ...]
     take_kept: Picker
     marked: tuple[tuple[int, int], ...]
     written: tuple[tuple[int, int], ...]
@@ -410,12 +409,11 @@ def _build_backward(
     now = [r for r in segment.returned if r is not None and r not in made]
     steps = segment.backward[: len(segment.backward) - segment.delayed]
     backward, slots = build_program(steps, given, [*now, *read], loaded)
-    kept_at, gradients = tuple(forward_slots[r] for r in kept), _places(segment.returned, now, backward, slots)
+    gradients = _places(segment.returned, now, backward, slots)
     marked = marked_refs(graph.nodes[segment.start : segment.stop])
     return Backward(
         backward,
-        kept_at,
-        _picker(kept_at),
+        _picker(tuple(forward_slots[r] for r in kept)),
         tuple((k, segment.takes.index(r)) for k, r in enumerate(kept) if r in marked),
         tuple((k, segment.takes.index(r)) for k, r in enumerate(kept) if r in known.written),
         tuple(k for k, r in enumerate(kept) if r in known.joined),
