@@ -25,7 +25,6 @@ from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.ops.words import TakesArguments
 from te_fuser.params.binding import Binding, PlannedParametrizations
-from te_fuser.params.scales import HoldsScales
 from te_fuser.record import record
 
 Op = TypeVar("Op", bound="FusableOperation")
@@ -185,7 +184,7 @@ class Place:
     count: int
 
 
-class FusableOperation(HoldsScales, TakesArguments):
+class FusableOperation(TakesArguments, torch.nn.Module):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
     `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula

@@ -17,10 +17,11 @@ from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, empty, randomized
+from te_fuser.params.scales import HoldsScales
 
 
 @bound_parts.row(lambda linear: linear._parts)
-class Linear(Cut):
+class Linear(Cut, HoldsScales):
     """Apply a learnable affine map to each row: y = x W^T + bias; stands for MatMul and Bias.
 
     Ranks of a group share it by `parallel_mode`, see `Cut`; what is set here holds for both.

@@ -21,6 +21,7 @@ from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
+from te_fuser.params.scales import HoldsScales
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
     return main_gradient_of(dy, x, weight, over=True)
 
 
-class MatMul(Cut, UnfusedOperation):
+class MatMul(Cut, UnfusedOperation, HoldsScales):
     """Multiply each row with a learnable matrix: y = x W^T, dx = dy W, dW = dy^T x.
 
     Ranks of a group share it by `parallel_mode`, see `Cut`: "column" gives each rank its part of y's features, "row"
