@@ -18,6 +18,7 @@ from te_fuser.facts import Facts
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.graph.sharding import with_placements
 from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
@@ -295,7 +296,7 @@ class _Flattener:
 
     def _bind(self, op: FusableOperation, name: str, scope: str, scopes: list[dict[str, str]]) -> str:
         bound = f"{scope}/{name}"
-        if not getattr(op, "exports", False):
+        if not op_table.exports.of(type(op)):
             scopes[-1][name] = bound
         return bound
 
@@ -375,7 +376,7 @@ def _names_of(item: ListedOp | Border) -> tuple[Iterable[str], Iterable[str], It
     """The names of its inputs, of what calls give in place of parameters, and of what it exports."""
     if isinstance(item, ListedOp):
         called = [_of_call(item, own) for _, own in _held(item)]
-        return item.names_in.values(), called, item.names_out if item.lowered.op.exports else ()
+        return item.names_in.values(), called, item.names_out if op_table.exports.of(type(item.lowered.op)) else ()
     names = item.reads.values()
     return [n for n in names if "." not in n], [n for n in names if "." in n], item.outputs
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser import fusions
+from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -88,6 +89,7 @@ class _Divided(torch.autograd.Function):
         return gradients[0], None
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: torch.float32)
 class Dequantized(UnfusedOperation):
     """y = x / scale in the scale's dtype, for x of 8 bits: as a product would see it, and with its gradient."""
 
@@ -103,9 +105,6 @@ class Dequantized(UnfusedOperation):
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec:
         return replace(x, dtype=inputs["scale"].dtype if inputs else torch.float32)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return _divided(x, call["scale"])

@@ -12,6 +12,7 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import keep_mask, split, tanh
 from te_fuser.fusions import Cost, fusion, unregister
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.needs import needs_compiler
@@ -19,10 +20,9 @@ from tests.needs import needs_compiler
 WIDTH = 24
 
 
+@op_table.exports.row(True)
 class TwoForms(ops.RowOp):
     """y = tanh(x): in bfloat16 for the next op, in float32 for the caller."""
-
-    exports = True
 
     def named_outputs(self) -> tuple[str, ...]:
         return ("wide",)
@@ -37,15 +37,13 @@ class TwoForms(ops.RowOp):
         return tanh(x)
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: torch.float16)
 class HalfProduct(UnfusedOperation):
     """y = x W^T in bfloat16, whose gradient of x is in float16."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float16
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         return Gradient(("input",), ("weight",), "input_gradient"), Gradient(("weight",), ("input",), "weight_gradient")
@@ -241,18 +239,20 @@ def test_a_form_in_float64_is_computed_by_pytorch() -> None:
         ("shape .3, 24., it needs .7, 24.", {"named_output": lambda self, name, out: replace(out, shape=(3, WIDTH))}),
         ("named_output.. says 48", {"named_output": lambda self, name, out: out.with_features(2 * WIDTH)}),
         ("output_dtype.. gives int32", {"output_dtype": lambda self, dtype: torch.int32}),
-        ("gradient_dtype.. gives int32", {"gradient_dtype": lambda self, dtype: torch.int32}),
+        ("gradient_dtype gives int32", {"gives_gradient_in": torch.int32}),
         ("draws by keep_mask; define draws", {"compute": lambda self, x: {"output": keep_mask(x, 0.5), "b": x}}),
     ],
 )
 def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
     own = {
         "values": ("b",),
-        "exports": True,
         "named_outputs": lambda self: ("b",),
         "compute": lambda self, x: {"output": x * 2.0, "b": x * 3.0},
     }
-    model = Sequential(ops.GELU(), type("Wrong", (ops.RowOp,), own | changed)())
+    kind = op_table.exports.row(True)(type("Wrong", (ops.RowOp,), own | changed))
+    if (given := changed.get("gives_gradient_in")) is not None:
+        op_table.gradient_dtype.add(lambda op, dtype: given, kind)
+    model = Sequential(ops.GELU(), kind())
     with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): .*{words}"):
         model.plan(torch.randn(7, WIDTH))
 

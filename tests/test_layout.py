@@ -125,7 +125,11 @@ KNOWS = {
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
-WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify"), ("te_fuser.sequential", "te_fuser.from_torch")}
+WHEN_ASKED = {
+    ("te_fuser.sequential", "te_fuser.verify"),
+    ("te_fuser.sequential", "te_fuser.from_torch"),
+    ("te_fuser.ops.base", "te_fuser.fuser.run.fuser"),  # an op that is called by itself
+}
 # The fuser's rooms, in the order of a call -> the rooms they may import.
 FUSER = {
     "graph": set(),
@@ -147,6 +151,7 @@ ABSTRACT = {
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.sizes",
+    "te_fuser.ops.op_table",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.ops.words",  # of errors, not an op

@@ -20,6 +20,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.formula.rows import rounds
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, fusion, only
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.needs import needs_compiler
@@ -46,6 +47,7 @@ def narrowed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.double() / scale.double()).to(NARROW), scale
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: torch.promote_types(dtype, torch.float32))
 class Quantize(UnfusedOperation):
     """x / scale in 8 bits, the scale of each row, and 2 x; the gradient of the first is that of x."""
 
@@ -55,11 +57,8 @@ class Quantize(UnfusedOperation):
     reads = ()
     seen: tuple[torch.dtype | None, ...] = ()
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32)
-
     def infer(self, x: Spec) -> Mapping[str, Spec]:
-        scale = Spec((*x.shape[:-1], 1), self.gradient_dtype(x.dtype), x.device)
+        scale = Spec((*x.shape[:-1], 1), torch.promote_types(x.dtype, torch.float32), x.device)
         return {"output": replace(x, dtype=NARROW), "scale": scale, "twice": x}
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
@@ -79,6 +78,7 @@ class Quantize(UnfusedOperation):
         return {"output": data, "scale": scale, "twice": 2 * x}
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: torch.promote_types(op.weight.dtype, torch.float32))
 class NarrowProduct(UnfusedOperation):
     """y = (data scale) W^T; gives the gradient of data scale, in float32."""
 
@@ -93,9 +93,6 @@ class NarrowProduct(UnfusedOperation):
 
     def infer(self, x: Spec) -> Spec:
         return replace(x, dtype=self.weight.dtype)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.weight.dtype != torch.float64 else torch.float64
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         weight = Gradient(("weight",), ("input", "scale"), "weight_gradient")
@@ -287,7 +284,7 @@ def test_values_cross_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("behind", [ops.GELU(), ops.MatMul(WIDTH, WIDTH)])
 def test_row_ops_and_products_take_no_narrow_values(behind: ops.FusableOperation) -> None:
-    ours = Sequential(ops.GELU(), type("Exporting", (Quantize,), {"exports": True})(), behind)
+    ours = Sequential(ops.GELU(), op_table.exports.row(True)(type("Exporting", (Quantize,), {}))(), behind)
     with pytest.raises(TypeError, match=r"op 2 .*: takes float32, bfloat16, float16, float64, got float8_e4m3fn"):
         ours(torch.randn(5, WIDTH))
 

@@ -234,9 +234,10 @@ def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[
         raise TypeError(f"gradients are ops.base.Gradient(produces, reads, method), got {list(details.gradients)!r}")
     if not all(isinstance(dtype, torch.dtype) for dtype in details.takes_gradients_in):
         raise TypeError(f"takes_gradients_in are dtypes, got {', '.join(map(repr, details.takes_gradients_in))}")
-    if any(g.wait for g in details.gradients):
+    if any(g.wait or g.delayed for g in details.gradients):
         raise ValueError(
-            "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
+            "a node of a fusion is one step of its backward: only an op's gradient may start something and wait for it "
+            "later, or be delayed"
         )
     if details.gives and not details.takes:
         raise ValueError("gives names what a plain function of tensors returns: name its arguments in takes")

@@ -24,15 +24,14 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
-class Fusion:
-    """A pattern over ops, a direction, a condition, and what to run instead.
+class Rule:
+    """A pattern over ops, a direction, a condition and a price, and what is run instead of the ops.
 
     Attributes:
         direction: "forward", "backward" or "joint".
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
-        all others: as `declaration.Details` has them.
     """
 
     name: str
@@ -46,16 +45,6 @@ class Fusion:
     reads: tuple[str, ...] = ()
     saves: tuple[str, ...] = ()
     doc: str = ""
-    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
-    takes: tuple[str, ...] = ()
-    gives: tuple[str, ...] = ()
-    forward_ops: slice = field(default_factory=lambda: ALL)
-    backward_ops: slice = field(default_factory=lambda: ALL)
-    gradients: tuple[Gradient, ...] = ()
-    choose: Choose | None = None
-    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
-    sums: tuple[str, ...] = ()
-    takes_gradients_in: tuple[torch.dtype, ...] = ()
 
     @property
     def has_forward(self) -> bool:
@@ -66,18 +55,6 @@ class Fusion:
     def has_backward(self) -> bool:
         """Whether it takes part in backward plans."""
         return self.direction != "forward"
-
-    def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
-        """(start, stop) of the ops that a direction covers, where the match is start..stop-1.
-
-        Raises:
-            ValueError: when there are none.
-        """
-        part = self.forward_ops if direction == "forward" else self.backward_ops
-        low, high, _ = part.indices(stop - start)
-        if low >= high:
-            raise ValueError(f"fusion {self.name!r}: its {direction} covers none of the {stop - start} ops of a match")
-        return start + low, start + high
 
     def refusal(self, match: Match) -> str | None:
         """Why this fusion does not take the match, in words; None when it does."""
@@ -90,6 +67,41 @@ class Fusion:
         if isinstance(answer, str) and answer:
             return answer
         return None if answer is None or answer else "its condition `when` said no"
+
+    def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
+        """Where matches that begin at `start` end; `places` says where each op stands in fused operations."""
+        return matches(self.pattern, ops, start, places)
+
+    def __repr__(self) -> str:
+        return f"<fusion {self.name!r} {self.direction}: {render(self.pattern)}>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Fusion(Rule):
+    """A rule with how its body is called, and what the planner may know of it, as `declaration.Details` has it."""
+
+    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    forward_ops: slice = field(default_factory=lambda: ALL)
+    backward_ops: slice = field(default_factory=lambda: ALL)
+    gradients: tuple[Gradient, ...] = ()
+    choose: Choose | None = None
+    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
+    sums: tuple[str, ...] = ()
+    takes_gradients_in: tuple[torch.dtype, ...] = ()
+
+    def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
+        """(start, stop) of the ops that a direction covers, where the match is start..stop-1.
+
+        Raises:
+            ValueError: when there are none.
+        """
+        part = self.forward_ops if direction == "forward" else self.backward_ops
+        low, high, _ = part.indices(stop - start)
+        if low >= high:
+            raise ValueError(f"fusion {self.name!r}: its {direction} covers none of the {stop - start} ops of a match")
+        return start + low, start + high
 
     def asked(self, what: str, *arguments: Any) -> Any:
         """What its function `what` says while planning.
@@ -118,13 +130,6 @@ class Fusion:
             if why is not None:
                 raise TypeError(f"fusion {self.name!r}: its `cost` gives {why}")
         return found
-
-    def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
-        """Where matches that begin at `start` end; `places` says where each op stands in fused operations."""
-        return matches(self.pattern, ops, start, places)
-
-    def __repr__(self) -> str:
-        return f"<fusion {self.name!r} {self.direction}: {render(self.pattern)}>"
 
 
 _lock = threading.Lock()

@@ -23,7 +23,6 @@ from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.ops.words import TakesArguments
 from te_fuser.params.binding import Binding, PlannedParametrizations
-from te_fuser.params.scales import HoldsScales
 from te_fuser.record import record
 
 Op = TypeVar("Op", bound="FusableOperation")
@@ -103,7 +102,7 @@ class Gradient:
     products' operations over those of forward; None: forward's for each gradient that is needed. `by_attributes` names
     parameters whose attributes (main_grad) say where their gradient goes: the method gets the parameters themselves.
     Where `wait` names a second method, the first only starts something, and the second takes (call, what that gave) and
-    gives the gradients: other steps may run in between.
+    gives the gradients: other steps may run in between. A node that is `delayed` is left to `backward_dw`.
     """
 
     produces: tuple[str, ...]
@@ -112,6 +111,7 @@ class Gradient:
     work: float | None = None
     by_attributes: tuple[str, ...] = ()
     wait: str | None = None
+    delayed: bool = False
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Place:
     count: int
 
 
-class FusableOperation(HoldsScales, TakesArguments):
+class FusableOperation(TakesArguments, torch.nn.Module):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
     `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
@@ -193,22 +193,14 @@ class FusableOperation(HoldsScales, TakesArguments):
     kind: ClassVar[type[FusableOperation]]
     role: ClassVar[str]  # what plans and kernels call it and its tensors; by default the class's name in snake case
     family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
-    run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     # Under torch.autocast: "lower" casts x and parameters down, "float32" x up; "follow" takes x as it comes, and where
     # that is in the lower dtype, as after a product, fusions read float32 parameters in it too; formulas need not.
     autocast: ClassVar[str | None] = None
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
-    global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
-    exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
-    may_stay_unread: bool = False  # whether later ops need not read what it names
-    delay_wgrad_compute: bool = False  # whether its parameters' gradients wait for `backward_dw`
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[str] = ""  # "input", or a named input: it moves nothing, its output is a view of that
-    bound_parts: ClassVar[tuple[Any, ...]] = ()  # the ops that it stands for, each a `Bound` to it
-    hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
-    idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone
@@ -228,30 +220,22 @@ class FusableOperation(HoldsScales, TakesArguments):
         object.__setattr__(self, "revision", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        same = self._keeps_shape(name, value)
+        same = _keeps_shape(self, name, value)
         super().__setattr__(name, value)
         # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
         if name != "training" and not same:
-            self._revise()
+            revise(self)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._revise()
+        revise(self)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """The same as torch.nn.Module's."""
-        same = self._keeps_shape(name, param)
+        same = _keeps_shape(self, name, param)
         super().register_parameter(name, param)
         if not same:
-            self._revise()
-
-    def _keeps_shape(self, name: str, value: Any) -> bool:
-        # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
-        old = self.__dict__.get("_parameters", {}).get(name)
-        return old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
-
-    def _revise(self) -> None:
-        self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+            revise(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "parametrizations":
@@ -274,7 +258,9 @@ class FusableOperation(HoldsScales, TakesArguments):
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
-        return type(self).run_alone(self, x, inputs, outputs)
+        from te_fuser.fuser.run.fuser import run_alone  # which knows ops, and not the other way round
+
+        return run_alone(self, x, inputs, outputs)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
@@ -305,14 +291,6 @@ class FusableOperation(HoldsScales, TakesArguments):
         """The same, where named inputs (argument -> what is known of it) have a say in it; by default `infer(x)`."""
         return self.infer(x)
 
-    def specs(self, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-        """What all outputs are, "output" and the named ones: as infer_from() says, else as named_output() does."""
-        said = self.infer_from(x, inputs or {})
-        given = {**said} if isinstance(said, Mapping) else {"output": said}
-        if "output" not in given:
-            raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
-        return given | {n: self.named_output(n, given["output"]) for n in self.named_outputs() if n not in given}
-
     def named_output(self, name: str, out: Spec) -> Spec:
         """What a named output is, where the main one is `out`: by default the same, under another name.
 
@@ -320,24 +298,12 @@ class FusableOperation(HoldsScales, TakesArguments):
         """
         return out
 
-    def reading(self, x: Spec) -> str:
-        """How it reads x where that can be taken for something else, with the sizes, for `explain`; mostly empty."""
-        return ""
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which it gives the gradient of an input of `dtype`."""
-        return dtype
-
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
         """Look at the extra inputs (argument name -> what is known of it) before anything runs; by default all pass.
 
         Raises:
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
-
-    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Which of these bound parameters have attributes that say where their gradient goes."""
-        return ()
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
@@ -355,30 +321,9 @@ class FusableOperation(HoldsScales, TakesArguments):
         """Floating-point operations of its matrix products in forward (0 for row ops)."""
         return 0.0
 
-    def scratch_bytes(self, x: Spec) -> int:
-        """Bytes of intermediate results that the op's own forward writes and reads again."""
-        return 0
-
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same for all outputs: "output", and the named ones."""
-        made = self.given_by(self.reference(call, x), "its reference")
-        return {**dict.fromkeys(self.named_outputs(), made["output"]), **made}
-
-    def given_by(self, made: Any, who: str) -> Mapping[str, Any]:
-        """What `who` gave, by the names that it has among this op's outputs.
-
-        Raises:
-            TypeError: when these are not "output" and those of `values`.
-        """
-        found = made if isinstance(made, Mapping) else {"output": made}
-        if found.keys() != {"output", *self.values}:
-            gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *self.values)))
-            raise TypeError(f"{who} gives {gives}, but by `values` it is to give {all_of}: return a dict of these")
-        return found
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
@@ -401,6 +346,46 @@ class FusableOperation(HoldsScales, TakesArguments):
         hidden = ("training", "revision")
         plain = {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in hidden}
         return ", ".join(f"{k}={v}" for k, v in plain.items() if not k.startswith("_"))
+
+
+def _keeps_shape(op: FusableOperation, name: str, value: Any) -> bool:
+    # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
+    old = op.__dict__.get("_parameters", {}).get(name)
+    return old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
+
+
+def revise(op: FusableOperation) -> None:
+    """Count a change of an op, which ends the plans that were made with it."""
+    op.__dict__["revision"] = op.__dict__.get("revision", 0) + 1
+
+
+def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
+    """Specs of all outputs, "output" and the named ones: as infer_from() says, else as named_output() does.
+
+    Args:
+        inputs: the named inputs by argument.
+
+    Raises:
+        TypeError, ValueError: when the op cannot take these, or says of no output what it is.
+    """
+    said = op.infer_from(x, inputs or {})
+    given = {**said} if isinstance(said, Mapping) else {"output": said}
+    if "output" not in given:
+        raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
+    return given | {n: op.named_output(n, given["output"]) for n in op.named_outputs() if n not in given}
+
+
+def outputs_by_name(op: FusableOperation, made: Any, who: str) -> Mapping[str, Any]:
+    """Results of an op, given by `who`, as a dict: "output" and those of `values`.
+
+    Raises:
+        TypeError: when it gives others.
+    """
+    found = made if isinstance(made, Mapping) else {"output": made}
+    if found.keys() != {"output", *op.values}:
+        gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *op.values)))
+        raise TypeError(f"{who} gives {gives}, but by `values` it is to give {all_of}: return a dict of these")
+    return found
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

@@ -13,12 +13,15 @@ from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
+from te_fuser.ops.op_table import OpTable
 from te_fuser.ops.words import described
 from te_fuser.params.binding import Binding, WeakBinding, has_tensor, owned, place_of
 from te_fuser.params.given import Given, GivenBinding
 from te_fuser.params.joined import JoinedBinding
 from te_fuser.params.transposed import Transposed, TransposedBinding
 
+# The ops that one stands for, each `Bound` to it.
+bound_parts: OpTable[Callable[[Any], tuple[Bound, ...]] | None] = OpTable("bound_parts", None)
 _FORM = 'write Bound(ops.MatMul(8, 16, device="meta"), module, weight="name of a parameter of the module")'
 
 
@@ -48,7 +51,9 @@ class Bound(FusableOperation):
         self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str] | Transposed
     ) -> None:
         super().__init__()
-        if not isinstance(op, FusableOperation) or not (op.bound_parts or [low.op for low in op.lower()] == [op]):
+        parts_of = bound_parts.of(type(op))
+        parts = () if parts_of is None else parts_of(op)
+        if not isinstance(op, FusableOperation) or not (parts or [low.op for low in op.lower()] == [op]):
             to_do = "bind the ops it stands for" if isinstance(op, FusableOperation) else _FORM
             raise TypeError(f"Bound takes one elementary op, or an ops.Linear, got {described(op)}: {to_do}")
         if not isinstance(owner, torch.nn.Module):
@@ -68,9 +73,9 @@ class Bound(FusableOperation):
         # A tuple, so that torch.nn.Module does not take it for a submodule: whoever hooks all modules hooks this one.
         self._ops = (op,)
         self._read(owner, {name: names[name] for name in own})
-        for part in op.bound_parts:
-            if names.keys() >= {*part.names.values()}:
-                part._read(owner, {name: names[theirs] for name, theirs in part.names.items()})
+        for part in parts:
+            if names.keys() >= {*part._all_names()}:
+                part._read(owner, {name: names[theirs] for name, (theirs,) in part._names.items()})
         constructed(self)
 
     def _read(self, owner: torch.nn.Module, names: Mapping[str, str | Sequence[str] | Transposed]) -> None:
@@ -130,8 +135,9 @@ class Bound(FusableOperation):
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
-        bindings = {} if self.op.bound_parts else {name: self._binding(name) for name in self._names}
-        return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
+        (op,) = self._ops
+        bindings = {} if bound_parts.of(type(op)) else {name: self._binding(name) for name in self._names}
+        return [replace(low, bindings={**bindings, **low.bindings}) for low in op.lower()]
 
     @property
     def reads_none(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from te_fuser.distributed.exchange import Exchange, UnderWay, exchanged
 from te_fuser.distributed.group import Group, OfRanks
 from te_fuser.dtypes import FLOAT8
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating, count, whole_number, yes_or_no
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -27,6 +28,21 @@ class Carried(NamedTuple):
     gradients: torch.dtype
 
 
+def _gradient_dtype(op: Collective, dtype: torch.dtype) -> torch.dtype:
+    return dtype if op.carried is None else op.carried.gradients
+
+
+def _reading(op: Collective, x: Spec) -> str:
+    forth, at = op.forth, f"each of {op.group.size} ranks ({op.group.title})"
+    if forth is None or op.group.size == 1:
+        return ""
+    given = f"{list(x.shape)} of {at}"
+    cut = "" if forth.cut is None else f", cut along dimension {forth.cut}"
+    return f"{given}{cut}, {'added up' if forth.join is None else f'joined along dimension {forth.join}'}"
+
+
+@op_table.reading.row(_reading)
+@op_table.gradient_dtype.row(_gradient_dtype)
 class Collective(OfRanks, UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 
@@ -83,9 +99,6 @@ class Collective(OfRanks, UnfusedOperation):
     def takes_gradients_in(self) -> tuple[torch.dtype, ...]:  # type: ignore[override]
         return () if self.carried is None else (self.carried.gradients,)
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.carried is None else self.carried.gradients
-
     def _way(self, exchange: Exchange | None) -> Exchange | None:
         return None if self.group.size == 1 else exchange
 
@@ -116,7 +129,7 @@ class Collective(OfRanks, UnfusedOperation):
         if not back:
             return way.sent(x.nbytes, ranks)
         grown = 1.0 if forth is None else (ranks if forth.join is not None else 1) / (1 if forth.cut is None else ranks)
-        wider = self.gradient_dtype(x.dtype).itemsize / x.dtype.itemsize
+        wider = _gradient_dtype(self, x.dtype).itemsize / x.dtype.itemsize
         return way.sent(x.nbytes * grown * wider, ranks)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
@@ -149,14 +162,6 @@ class Collective(OfRanks, UnfusedOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return exchanged(x, self._way(self.forth), self._way(self.back), self._known())
-
-    def reading(self, x: Spec) -> str:
-        forth, at = self.forth, f"each of {self.group.size} ranks ({self.group.title})"
-        if forth is None or self.group.size == 1:
-            return ""
-        given = f"{list(x.shape)} of {at}"
-        cut = "" if forth.cut is None else f", cut along dimension {forth.cut}"
-        return f"{given}{cut}, {'added up' if forth.join is None else f'joined along dimension {forth.join}'}"
 
     def _known(self) -> Group:
         """The group, of which torch.distributed knows."""

@@ -11,6 +11,7 @@ import torch
 from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.formula.float8 import check_float8
 from te_fuser.ops import float8_products as products
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.float8_products import Form, raise_to_largest
@@ -21,6 +22,7 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class Float8MatMul(UnfusedOperation):
     """What a MatMul is in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
 
@@ -96,9 +98,6 @@ class Float8MatMul(UnfusedOperation):
         """The factors of the emulation, in float32."""
         return 4 * self.in_features * (x.rows + self.out_features)
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype
-
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         read = ("weight_data",) if self.form.weight_is_kept else ("weight", "weight_scale")
         of_input = (*read, "weight_inverse", "output_gradient_inverse")
@@ -110,8 +109,9 @@ class Float8MatMul(UnfusedOperation):
     def gradient_of_weight(self, reads: tuple[str, ...]) -> Gradient:
         """The node that gives dW, or puts it into main_grad."""
         if self.accumulate_into_main_grad:
-            return Gradient(("weight",), (*reads, "weight"), "main_gradient", by_attributes=("weight",))
-        return Gradient(("weight",), reads, "weight_gradient")
+            read, marked = (*reads, "weight"), ("weight",)
+            return Gradient(("weight",), read, "main_gradient", by_attributes=marked, delayed=self.delay_wgrad_compute)
+        return Gradient(("weight",), reads, "weight_gradient", delayed=self.delay_wgrad_compute)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """y; raises weight_amax, where it is bound."""
@@ -143,6 +143,7 @@ class Float8MatMul(UnfusedOperation):
         return f"{self.in_features}, {self.out_features}, {self.dtype}"
 
 
+@op_table.gradient_dtype.row(None)
 class PartlyFloat8MatMul(Float8MatMul):
     """The same where some of the three products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
 
@@ -170,9 +171,6 @@ class PartlyFloat8MatMul(Float8MatMul):
         if x.dtype != self.dtype:
             raise TypeError(f"takes x in {text_of(self.dtype)}, as its weight is, got {text_of(x.dtype)}; convert it")
         return replace(x.with_features(self.out_features), dtype=self.dtype)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         numbers = [n for n in names if n != "weight" and not n.startswith("input")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from te_fuser.facts import Facts
-from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec, Whole
+from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec, Whole, output_specs
 from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 
 
@@ -49,5 +49,5 @@ class FusedOperation(FusableOperation):
 
     def infer(self, x: Spec) -> Spec:
         for part in self.parts().values():
-            x = part.specs(x)["output"]
+            x = output_specs(part, x)["output"]
         return x

@@ -79,12 +79,11 @@ class GatedUnit(RowOp):
             LoweredOp(Flatten(-2, -1), {}, ".flatten"),
         ]
 
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         size = self.glu_interleave_size
         if size is None:
-            return super().references(call, x)
-        made = super().references(call, x.unflatten(-1, (-1, 2 * size)))
-        return {name: y.flatten(-2) for name, y in made.items()}
+            return super().reference(call, x)
+        return super().reference(call, x.unflatten(-1, (-1, 2 * size))).flatten(-2)  # type: ignore[union-attr]
 
     def example(self, features: int, rng: torch.Generator) -> GatedUnit:
         """The same gate, in blocks that go into so many features."""

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
-from te_fuser.ops.base import LoweredOp, OpCall, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, Spec, output_specs
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.bound import Bound
+from te_fuser.ops.bound import Bound, bound_parts
 from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, empty, randomized
+from te_fuser.params.scales import HoldsScales
 
 
-class Linear(Cut):
+@bound_parts.row(lambda linear: linear._parts)
+class Linear(Cut, HoldsScales):
     """Apply a learnable affine map to each row: y = x W^T + bias; stands for MatMul and Bias.
 
     Ranks of a group share it by `parallel_mode`, see `Cut`; what is set here holds for both.
@@ -42,6 +44,7 @@ class Linear(Cut):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    delay_wgrad_compute: bool = False
 
     def __init__(
         self,
@@ -77,10 +80,6 @@ class Linear(Cut):
         self.register_parameter("bias", empty(out_features, dtype=dtype, device=device) if bias else None)
         self.reset_parameters()
 
-    @property
-    def bound_parts(self) -> tuple[Bound, ...]:  # type: ignore[override]
-        return self._parts
-
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in (*SHARING, "delay_wgrad_compute") and "_parts" in self.__dict__:
@@ -109,7 +108,7 @@ class Linear(Cut):
 
     def infer(self, x: Spec) -> Spec:
         for part in self.lower():
-            x = part.op.specs(x)["output"]
+            x = output_specs(part.op, x)["output"]
         return x
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:

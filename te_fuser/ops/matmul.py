@@ -18,6 +18,7 @@ from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
+from te_fuser.params.scales import HoldsScales
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) 
     return main_gradient_of(dy, x, weight, over=True)
 
 
-class MatMul(Cut, UnfusedOperation):
+class MatMul(Cut, UnfusedOperation, HoldsScales):
     """Multiply each row with a learnable matrix: y = x W^T, dx = dy W, dW = dy^T x.
 
     Ranks of a group share it by `parallel_mode`, see `Cut`: "column" gives each rank its part of y's features, "row"
@@ -81,6 +82,7 @@ class MatMul(Cut, UnfusedOperation):
 
     autocast = "lower"
     weight: torch.nn.Parameter | None
+    delay_wgrad_compute: bool = False
     _gathered: bool = False  # whether what a column gathers has been gathered before it
 
     def __init__(
@@ -144,10 +146,11 @@ class MatMul(Cut, UnfusedOperation):
         return 2.0 * x.rows * inner * outer
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        weight = Gradient(("weight",), ("input",), "weight_gradient")
+        later = self.delay_wgrad_compute
+        weight = Gradient(("weight",), ("input",), "weight_gradient", delayed=later)
         if self.accumulate_into_main_grad:
             method = "new_main_gradient" if self.overwrite_main_grad else "main_gradient"
-            weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",))
+            weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",), delayed=later)
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:

@@ -88,13 +88,13 @@ class Norm(Cut, RowOp):
         check_floating(x)
         return x
 
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         dims = len(self.normalized_shape)
         if dims == 1:
-            return super().references(call, x)
+            return super().reference(call, x)
         flat = {name: None if t is None else t.flatten() for name, t in call.tensors.items()}
-        found = super().references(replace(call, tensors=flat), x.flatten(-dims))
-        return {name: y.unflatten(-1, self.normalized_shape) for name, y in found.items()}
+        y: Any = super().reference(replace(call, tensors=flat), x.flatten(-dims))
+        return y.unflatten(-1, self.normalized_shape)
 
     def extra_repr(self) -> str:
         row = self.features if len(self.normalized_shape) == 1 else self.normalized_shape

@@ -1,9 +1,17 @@
-"""OpTable: what one feature knows of ops, a row for each class; ops themselves know nothing of the feature."""
+"""OpTable: what one feature knows of ops, a row for each class; ops themselves know nothing of the feature.
+
+Those that single features ask of few ops stand here: `@op_table.exports.row(True)` above a class gives it a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from te_fuser.ops.base import Spec
 
 Row = TypeVar("Row")
 Kind = TypeVar("Kind", bound=type)
@@ -49,3 +57,21 @@ class OpTable(Generic[Row]):
         """The row of a class of ops."""
         found: Row = getattr(kind, self._attribute, self._default)
         return found
+
+
+# Names: whether named outputs go to the caller rather than to later ops, and whether later ops need not read them.
+exports: OpTable[bool] = OpTable("exports", False)
+may_stay_unread: OpTable[Callable[[Any], bool]] = OpTable("may_stay_unread", lambda op: False)
+
+# No-ops: named inputs without any of which an op gives x as it is, and ops that do so whatever they make of gradients.
+idles_without: OpTable[tuple[str, ...]] = OpTable("idles_without", ())
+hands_through: OpTable[bool] = OpTable("hands_through", False)
+
+# Keys of plans: a switch of PyTorch's, or of the user's own, that plans of the op look at.
+global_state: OpTable[Callable[[], Hashable] | None] = OpTable("global_state", None)
+
+# Gradients: the dtype in which an op gives that of an input of a dtype; None: in that.
+gradient_dtype: OpTable[Callable[[Any, torch.dtype], torch.dtype] | None] = OpTable("gradient_dtype", None)
+
+# explain(): how an op reads x where that can be taken for something else, with the sizes; mostly empty.
+reading: OpTable[Callable[[Any, Spec], str]] = OpTable("reading", lambda op, x: "")

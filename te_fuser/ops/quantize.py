@@ -71,10 +71,10 @@ class Quantize(RowOp):
     def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
         return None if self.own is None else (self.dtype, self.own)
 
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         if self.own is not None and call.fresh:
             put_scales(x, self.dtype, self.own, call["scale"], call["inverse"])
-        return super().references(call, x)
+        return super().reference(call, x)
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype

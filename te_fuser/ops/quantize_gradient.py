@@ -9,12 +9,15 @@ import torch
 
 from te_fuser.formula import Axes, quantize_gradient
 from te_fuser.formula.float8 import check_float8, once, rounded
+from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 
+@op_table.hands_through.row(True)
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizeGradient(RowOp):
     """Hand x on, and its gradient in 8 bits: dx = dy * scale rounded to nearest even within the range of `dtype`.
 
@@ -38,7 +41,6 @@ class QuantizeGradient(RowOp):
     prototype_arguments = {"dtype": torch.float8_e5m2}
     raised_in_backward: ClassVar[str] = "amax"
     measured_in_backward: ClassVar[str] = "own_amax"
-    hands_through = True
 
     def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: Scaling | None = None) -> None:
         super().__init__()
@@ -55,13 +57,10 @@ class QuantizeGradient(RowOp):
     def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
         return None if self.own is None else (self.dtype, self.own)
 
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         if self.own is None or not call.fresh:
-            return super().references(call, x)
-        return {"output": _Measured.apply(x, call["scale"], call["inverse"], self.dtype, self.own)}  # type: ignore[no-untyped-call]
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype
+            return super().reference(call, x)
+        return _Measured.apply(x, call["scale"], call["inverse"], self.dtype, self.own)  # type: ignore[no-untyped-call]
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> QuantizeGradient:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from te_fuser.dtypes import FLOAT8, text_of
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_name, feature_size
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -16,6 +17,7 @@ STEP = 16  # numbers in a row come in whole multiples
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizedMatMul(UnfusedOperation):
     """Multiply rows of 8 bits with a matrix of 8 bits: y = (x s) (W t)^T, summed in float32 and rounded once.
 
@@ -92,9 +94,6 @@ class QuantizedMatMul(UnfusedOperation):
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return 2.0 * x.rows * self.in_features * self.out_features
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         return (Gradient(("input",), ("weight", "weight_scale"), "input_gradient"),)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops import op_table
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
@@ -18,6 +19,7 @@ from te_fuser.ops.rotary_embedding import STYLES
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
+@op_table.idles_without.row(_TABLES)
 class RotaryByAngles(OfPositions):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 
@@ -48,7 +50,6 @@ class RotaryByAngles(OfPositions):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
-    idles_without = _TABLES
     prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"layout": "batch_first", "style": "interleaved"}
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops import op_table
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
 from te_fuser.ops.attention.of_heads import OfPositions
@@ -122,6 +123,7 @@ def rotation_table(
     return cos, sin
 
 
+@op_table.reading.row(lambda op, x: op.packed.reading(x))
 class RotaryEmbedding(OfPositions):
     """Turns the query and key heads of packed queries, keys and values by their position; values stay.
 
@@ -195,9 +197,6 @@ class RotaryEmbedding(OfPositions):
         """As x."""
         self.packed.check(type(self).__name__, x)
         return x
-
-    def reading(self, x: Spec) -> str:
-        return self.packed.reading(x)
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same embedding of other heads, with as many of their features turning as here or all.

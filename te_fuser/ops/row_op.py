@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.rows import as_rows, batch_layout, parameter_axes, rounds, whole
-from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec, outputs_by_name
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.params.binding import has_tensor
@@ -96,6 +97,15 @@ class RowOp(FusableOperation):
         shape = (*x.shape[:-1], self._width(x.features)) if x.shape else ()
         return Spec(shape, self.output_dtype(x.dtype), x.device)
 
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
+        """As infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
+        said = self.infer(x)
+        if not self.promotes:
+            return said
+        dtype = self.result_dtype(x.dtype, [s.dtype for s in inputs.values()])
+        given = said if isinstance(said, Mapping) else {"output": said}
+        return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
+
     def _width(self, features: int) -> int:
         """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
         y = self.on_symbols(features).get("output")
@@ -120,8 +130,8 @@ class RowOp(FusableOperation):
             for name in self.arguments()
         ]
         try:
-            made = self.given_by(self.compute(expr.leaf("x", Axes.FULL, features), *arguments), "compute()")
-            return {name: expr.lift(y) for name, y in made.items()}
+            made = self.compute(expr.leaf("x", Axes.FULL, features), *arguments)
+            return {name: expr.lift(y) for name, y in outputs_by_name(self, made, "compute()").items()}
         except (ValueError, TypeError, AttributeError):
             return {}
 
@@ -132,14 +142,12 @@ class RowOp(FusableOperation):
             return expr.leaf(name, parameter_axes(tensor.shape), tensor.numel())
         return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
 
-    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output.
 
-        What is stored in 8 bits comes as float32 that holds these numbers (`OpCall.stored`).
+        What is stored in 8 bits comes as float32 that holds these numbers (`OpCall.stored`). With `values`, or a named
+        output in another dtype, it gives all by name.
         """
-        return self.references(call, x)["output"]
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = (x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)).to(wide)
         given = self.named_inputs()
@@ -149,7 +157,7 @@ class RowOp(FusableOperation):
         arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
         # Where nothing is drawn, a compiler that traces this sees plain operations alone.
         with random.using(stream) if self.draws() else contextlib.nullcontext():
-            made = self.given_by(self.compute(rows, *arguments), "compute()")
+            made = outputs_by_name(self, self.compute(rows, *arguments), "compute()")
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
         main = whole(made["output"], rows)
         out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
@@ -159,12 +167,13 @@ class RowOp(FusableOperation):
         dtypes = {name: x.dtype if exact else spec.dtype for name, spec in specs.items()}
         # autograd would round gradients of 8 bits, too: what is stored so stays wide on its way.
         call.stored.update({name: dtype for name, dtype in dtypes.items() if dtype in FLOAT8.values()})
-        return {
+        made = {
             name: (quantize(y, 1.0, dtypes[name]) if name in call.stored else y.to(dtypes[name])).reshape(
                 *x.shape[:-1], y.shape[-1]
             )
             for name, y in found.items()
         }
+        return made if self.values or len({*dtypes.values()}) > 1 else made["output"]
 
 
 @functools.lru_cache(1024)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
@@ -14,6 +15,7 @@ from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
+@op_table.may_stay_unread.row(lambda fork: fork.may_stay_unread)
 class Fork(RowOp):
     """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
 
@@ -24,6 +26,8 @@ class Fork(RowOp):
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """
+
+    may_stay_unread: bool = False
 
     def __init__(self, name: str, may_stay_unread: bool = False) -> None:
         super().__init__()
@@ -38,6 +42,7 @@ class Fork(RowOp):
         return x
 
 
+@op_table.exports.row(True)
 class Output(RowOp):
     """Hand the input through and offer it to the caller: y = x, given by `model(x, outputs=(name,))`.
 
@@ -47,8 +52,6 @@ class Output(RowOp):
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """
-
-    exports = True
 
     def __init__(self, name: str) -> None:
         super().__init__()

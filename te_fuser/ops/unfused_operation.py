@@ -25,6 +25,12 @@ def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
     return {"input": result[0], **result[1]}
 
 
+def marked_parameters(op: FusableOperation, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the bound parameters of an op that have attributes which say where their gradient goes."""
+    nodes = op.gradients(names) if isinstance(op, UnfusedOperation) else ()
+    return tuple([name for gradient in nodes for name in gradient.by_attributes])
+
+
 class UnfusedOperation(FusableOperation):
     """An op with its own forward and gradients on tensors.
 
@@ -50,6 +56,10 @@ class UnfusedOperation(FusableOperation):
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
         return {}
 
+    def scratch_bytes(self, x: Spec) -> int:
+        """Bytes of intermediate results that the op's own forward writes and reads again."""
+        return 0
+
     def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
         """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
         return 0
@@ -65,9 +75,6 @@ class UnfusedOperation(FusableOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)
-
-    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
         """The output for x; with `values`, {"output": y, name: z, ...}."""
@@ -85,7 +92,3 @@ class UnfusedOperation(FusableOperation):
         """op_forward, recorded by autograd: so verify checks op_backward against it."""
         started = self.op_forward(call, x)
         return started if self.op_wait is None else self.op_wait(call, started)
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        made = super().references(call, x)
-        return {name: y.detach() if name in self.non_differentiable else y for name, y in made.items()}

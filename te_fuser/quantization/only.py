@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import FusableOperation, revise
 from te_fuser.ops.construction import on_construction
 from te_fuser.params.binding import Binding
 from te_fuser.params.joined import JoinedBinding
@@ -96,7 +96,7 @@ def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None)
     owner = weight.owner
     narrow(owner, names, prefix_of(weight.name))
     if isinstance(owner, FusableOperation):
-        owner._revise()
+        revise(owner)
     settle = getattr(owner, "_settle", None)
     if settle is not None:
         settle()

@@ -12,8 +12,8 @@ import torch
 
 from te_fuser.fusions import Fusion, OneOf, Optional, Repeat
 from te_fuser.fusions.pattern import PatternPart
-from te_fuser.ops import GELU, MatMul
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops import GELU, MatMul, op_table
+from te_fuser.ops.base import FusableOperation, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -93,10 +93,10 @@ def _chain(
         op = _made(kind, x.features, name, changed, rng)
         if opened and name in [given.name for given in op.named_inputs().values()]:
             op = _made(kind, x.features, opened.pop(), changed, rng)
-        if op.named_outputs() and not op.exports:
+        if op.named_outputs() and not op_table.exports.of(type(op)):
             opened.append(name)
         yield op
-        x = op.specs(x)["output"]
+        x = output_specs(op, x)["output"]
 
 
 def _made(

@@ -22,9 +22,10 @@ from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
-from te_fuser.ops import Bound, DotProductAttention
-from te_fuser.ops.base import NamedInput, Spec
+from te_fuser.ops import Bound, DotProductAttention, op_table
+from te_fuser.ops.base import NamedInput, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.unfused_operation import marked_parameters
 from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.sharding.rule import rule_of
@@ -82,7 +83,7 @@ class Subject:
         self.trainable = tuple(name for name, p in whole.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
         for item in listed_ops(self.fused):
-            for name in item.lowered.op.marked_parameters(tuple(item.lowered.bindings)):
+            for name in marked_parameters(item.lowered.op, tuple(item.lowered.bindings)):
                 for marked in item.lowered.bindings[name].parts():
                     marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
@@ -406,11 +407,11 @@ def example_call(
             inputs[name] = drawn.to(device, dtype)
             differentiable |= {name} if given.gradient else set()
         for one in (op,) if op.named_inputs() else rule_of(op).local_ops(op):  # which may exchange these, by names
-            spec = one.specs(spec)["output"]
+            spec = output_specs(one, spec)["output"]
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.
-    leaving = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
+    leaving = {n for i in listed_ops(model) if op_table.exports.of(type(i.lowered.op)) for n in i.names_out}
     asked = [n for n in outputs if n in leaving or n not in read]
     return Call(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
 

@@ -169,7 +169,7 @@ class _CheckedRunner:
 
     def _into_main_grad(self) -> list[int]:
         """The parameters whose gradient goes to their main_grad in this step."""
-        marked = [n.parameters[name] for n in self.nodes for name in n.op.marked_parameters(tuple(n.parameters))]
+        marked = [n.parameters[name] for n in self.nodes for g in n.gradients for name in g.by_attributes]
         written = {_number(ref) for ref, _ in self.outputs if ref.kind in _CHECKED}
         return [p for p in marked if p in written]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops import op_table
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -30,5 +31,6 @@ class Pair(UnfusedOperation):
         return functools.reduce(torch.add, parts)
 
 
+@op_table.exports.row(True)
 class Exported(Pair):
-    exports = True
+    """The same for the caller."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat, fusion
+from te_fuser.ops import op_table
 from tests.fusions.registered import FREE, X, declare_backward, declare_forward, declare_joint, mlp, reasons, steps
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -220,13 +221,12 @@ def test_a_fusion_that_emits_too_little_still_runs_where_backward_can_do_without
 def test_what_is_read_outside_is_the_reason(declare):
     """The middle of the pattern is also the caller's, so a gradient comes to it from outside."""
 
+    @op_table.exports.row(True)
     class Named(ops.Bias):
         kind = ops.Bias
 
         def named_outputs(self):
             return ("seen",)
-
-        exports = True
 
     declare()
     model = sequential(ops.MatMul(8, 8), Named(8), ops.GELU("none"))

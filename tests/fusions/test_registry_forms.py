@@ -13,6 +13,7 @@ from te_fuser import Sequential, fusions, ops
 from te_fuser.formula import tanh
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
+from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fusions.products import reasons
@@ -36,15 +37,18 @@ def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: fl
 # ------------------------------------------------------------------------------ gradients in another dtype
 
 
+def halved(op: Any, dtype: torch.dtype) -> torch.dtype:
+    """float16 for bfloat16."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+@op_table.gradient_dtype.row(halved)
 class HalfProduct(UnfusedOperation):
     """y = x W^T, whose gradient of x is in float16."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
-
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float16 if dtype == torch.bfloat16 else dtype
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return x @ call["weight"].mT
@@ -53,7 +57,7 @@ class HalfProduct(UnfusedOperation):
         return Gradient(("input",), ("weight",), "dx"), Gradient(("weight",), ("input",), "dw")
 
     def dx(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"input": (dy @ call["weight"]).to(self.gradient_dtype(dy.dtype))}
+        return {"input": (dy @ call["weight"]).to(halved(self, dy.dtype))}
 
     def dw(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return {"weight": dy.flatten(0, -2).mT @ call["input"].flatten(0, -2)}
@@ -108,10 +112,9 @@ def test_the_dtypes_of_gradients_are_of_backward() -> None:
 # ----------------------------------------------------------------------------------------------------- forms
 
 
+@op_table.exports.row(True)
 class TwoForms(ops.RowOp):
     """y = tanh(x) in bfloat16, and in float32 under another name."""
-
-    exports = True
 
     def named_outputs(self) -> tuple[str, ...]:
         return ("wide",)
@@ -273,9 +276,8 @@ def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequen
 
 
 def test_a_gradient_of_a_named_value_that_does_not_come() -> None:
+    @op_table.exports.row(True)
     class Given(Pair):
-        exports = True
-
         def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
             return 2 * dy
 

@@ -115,7 +115,11 @@ DECLARED_WRONG = {
     ),
     "a_node_that_waits": (
         {"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "start", wait="end")]},
-        "a node of a fusion is one step: only an op's gradient may start something",
+        "a node of a fusion is one step of its backward: only an op's gradient may start something",
+    ),
+    "a_node_that_is_delayed": (
+        {"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "input_gradient", delayed=True)]},
+        "only an op's gradient may start something and wait for it later, or be delayed",
     ),
     "reads_a_word": (
         {"backward": [ops.GELU], "reads": ["inpt"]},

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.params.binding import Binding
+from te_fuser.params.scales import HoldsScales
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
 
 IN, OUT = 12, 20
@@ -130,6 +131,11 @@ def test_linear_lowers_to_ops_that_read_its_parameters() -> None:
     linear.weight = torch.nn.Parameter(torch.zeros(OUT, IN))
     assert matmul.bindings["weight"].get() is linear.weight
     assert [low.op for low in ops.Linear(IN, OUT, bias=False).lower()][1:] == []
+
+
+def test_scales_of_8_bits_are_known_to_ops_with_the_weight_of_a_product_alone() -> None:
+    kinds = {name: kind for name in ops.__all__ if isinstance(kind := getattr(ops, name), type)}
+    assert [name for name in kinds if issubclass(kinds[name], HoldsScales)] == ["Linear", "MatMul", "Together"]
 
 
 def test_a_copy_of_linear_reads_its_own_parameters() -> None:

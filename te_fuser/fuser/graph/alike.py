@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
+from te_fuser.ops import op_table
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.scales import Aside
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.params.binding import Binding
@@ -41,11 +42,15 @@ def _beside(values: Iterable[object]) -> set[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """What ops say of themselves that are alike and have parameters of the same names.
+class Traits:
+    """Traits of the ops of a list that are alike and have parameters of the same names.
 
     Attributes:
-        number: its own in the list.
+        number: their own in the list.
+        role: for kernel text: "gelu".
+        is_row: whether a formula gives it.
+        reads: its named inputs by argument, also those that are not given.
+        gradient_dtype: its row in `ops.op_table`.
     """
 
     number: int
@@ -53,6 +58,7 @@ class Kind:
     draws: bool
     is_row: bool
     reads: Mapping[str, NamedInput]
+    gradient_dtype: Callable[[Any, torch.dtype], torch.dtype] | None
     _gradients: dict[tuple[str, ...], tuple[Gradient, ...]] = field(default_factory=dict)
 
     def gradients(self, op: FusableOperation, names: tuple[str, ...]) -> tuple[Gradient, ...]:
@@ -63,12 +69,12 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of the ops of a list; the first op of each is checked for all of them."""
+    """Traits of the ops of a list; of ops that are alike the first is checked for all of them."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Kind] = {}
+        self._known: dict[Hashable, Traits] = {}
 
-    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Kind:
+    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
         """That of an op.
 
         Raises:
@@ -78,8 +84,8 @@ class Kinds:
         found = self._known.get(key)
         if found is None:
             check_kind(label, op, bindings)
-            row, number = isinstance(op, RowOp), len(self._known)
-            found = self._known[key] = Kind(number, op.kind.role, op.draws(), row, op.named_inputs())
+            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
+            found = self._known[key] = Traits(len(self._known), *said, op_table.gradient_dtype.of(type(op)))
         return found
 
 
@@ -97,7 +103,7 @@ class Told(NamedTuple):
 
 def is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
-    if op.hands_through:
+    if op_table.hands_through.of(type(op)):
         return True
     if op.arguments():
         return False

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from te_fuser.formula.rows import rounds
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
-from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.ops.base import FusableOperation, LoweredOp, Spec, output_specs
 
 
 def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
@@ -43,7 +43,7 @@ class _Flow:
     def _pass_through(self, item: ListedOp) -> None:
         named = {arg: self.named[name] for arg, name in item.names_in.items() if name in self.named}
         try:
-            found = outputs_of(item.lowered.op, self.x, named)
+            found = output_specs(item.lowered.op, self.x, named)
             outputs = zip(item.names_out, item.lowered.op.named_outputs(), strict=True)
             self.named.update({name: found[own] for name, own in outputs})
         except (ValueError, TypeError, LookupError):

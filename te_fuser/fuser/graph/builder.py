@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Kind, Kinds, Told, is_identity
+from te_fuser.fuser.graph.alike import Kinds, Told, Traits, is_identity
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_named,
@@ -17,11 +17,11 @@ from te_fuser.fuser.graph.checks import (
     check_some_features,
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
-from te_fuser.fuser.graph.graph import Graph, Node, Value
-from te_fuser.fuser.graph.listed import outputs_of
+from te_fuser.fuser.graph.graph import Draw, Graph, Node, Value
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.names import Names
 from te_fuser.fuser.graph.sharding import gradient_sums
+from te_fuser.ops.base import output_specs
 from te_fuser.ops.row_op import RowOp
 from te_fuser.params.binding import standing_in
 
@@ -102,61 +102,56 @@ class GraphBuilder:
         op, bindings = listed.lowered.op, listed.lowered.bindings
         index = len(self.nodes)
         label = _label(index, listed)
-        kind = self.kinds.of(label, op, bindings)
+        traits = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
             parameters[name] = self.parameters[key := b.key]
             known[name] = self.call.parameters[key]
-        like, named_in = self._taken(label, listed, kind, current, known)
+        like, named_in = self._taken(label, listed, traits, current, known)
         x = self.values[current]
         named = {arg: self.values[v].spec for arg, v in named_in.items()} if named_in else {}
         told = self._told(label, op, like, x.spec, named)
         needs = self.call.grad and (
             x.needs_grad
             or True in [p.requires_grad for p in known.values()]
-            or True in [self.values[v].needs_grad and kind.reads[arg].gradient for arg, v in named_in.items()]
+            or True in [self.values[v].needs_grad and traits.reads[arg].gradient for arg, v in named_in.items()]
         )
         alias, needed = current if told.same else None, needs and "output" in told.differentiable
-        output = self._value(f"{kind.role}.output", told.specs["output"], Axes.FULL, needed, alias)
+        output = self._value(f"{traits.role}.output", told.specs["output"], Axes.FULL, needed, alias)
         named_out = self._named_out(label, listed, told, output, needs) if listed.names_out else ()
         self.nodes.append(
             Node(
                 index,
                 op,
                 label,
-                kind.role,
+                traits,
                 parameters,
                 current,
                 output,
                 named_in,
                 named_out,
-                kind.draws,
-                listed.stream,
+                Draw(listed.stream, listed.share),
                 listed.casts,
                 listed.path,
                 listed.lowered.places,
-                kind.number,
-                kind.is_row,
-                kind.reads,
-                kind.gradients(op, (*parameters, *named_in)),
-                listed.share,
+                traits.gradients(op, (*parameters, *named_in)),
             )
         )
         return output
 
     def _taken(
-        self, label: str, listed: ListedOp, kind: Kind, current: int, known: Mapping[str, ParameterSpecs]
+        self, label: str, listed: ListedOp, traits: Traits, current: int, known: Mapping[str, ParameterSpecs]
     ) -> tuple[str, dict[str, int]]:
         """The first op that is alike and takes what is alike, checked for all of these; and the named inputs."""
         op, x = listed.lowered.op, self.values[current].spec
         given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
-        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), label)
+        like = self.checked.setdefault((traits, x.key, *listed.casts.items(), *given), label)
         if like is label:
             check_input(label, op, x)
             check_some_features(label, op, x)
-        if kind.is_row:
+        if traits.is_row:
             self._tie_features(current)
-        named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
+        named_in = self._named(label, listed, traits.reads, self.values[current].spec) if listed.names_in else {}
         if like is label:
             check_parameters(label, self.values[current].spec, listed, known)
         return like, named_in
@@ -224,7 +219,7 @@ def _label(index: int, listed: ListedOp) -> str:
 def _inferred(label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
     try:
         op.check_inputs(x, dict(named))
-        return outputs_of(op, x, named)
+        return output_specs(op, x, named)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{label}: {error}") from error
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from te_fuser.ops.unfused_operation import marked_parameters
 from te_fuser.sharding.rule import rule_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def distributed(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedO
 
 def _check(place: int, item: ListedOp, name: str, lies: Lies) -> None:
     op, here = item.lowered.op, f"op {place} ({item.lowered.op.kind.__name__} {item.path!r}), on rank {dist.get_rank()}"
-    if name in op.marked_parameters(tuple(item.lowered.bindings)):
+    if name in marked_parameters(op, tuple(item.lowered.bindings)):
         raise TypeError(
             f"{here}: accumulate_into_main_grad takes plain parameters, and {name} is a DTensor: leave it out, and "
             "autograd gives its gradient"

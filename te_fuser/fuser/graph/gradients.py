@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.checks import check_dtype, plain
+from te_fuser.fuser.graph.refs import Ref, parameter_ref
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     able: dict[Hashable, tuple[str, ...]] = {}
     given = {}
     for node in nodes:
-        like = node.likeness, tuple(node.named_in)
+        like = node.traits.number, tuple(node.named_in)
         if like not in able:
             able[like] = _able(node)
         given[node.index] = _values(node, able[like])
@@ -47,7 +48,7 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     known: dict[Hashable, torch.dtype] = {}
     for value in readers.keys() & makers.keys():
         own, taken = values[value].spec.dtype, _taken(makers[value])
-        what = own, taken, *[node.likeness for node in readers[value]]
+        what = own, taken, *[node.traits.number for node in readers[value]]
         if what not in known:
             known[what] = _arriving(own, readers[value], taken or ())
         dtype = known[what]
@@ -78,8 +79,8 @@ def _given(node: Node) -> list[int]:
 
 def _able(node: Node) -> tuple[str, ...]:
     """What an op calls those; the same for all that are alike and read inputs of the same names."""
-    names = ("input", *[n for n in node.named_in if node.reads[n].gradient])
-    if node.is_row:
+    names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
+    if node.traits.is_row:
         return names
     produced = [name for gradient in node.gradients for name in gradient.produces]
     return tuple([n for n in names if n in produced])
@@ -87,6 +88,11 @@ def _able(node: Node) -> tuple[str, ...]:
 
 def _values(node: Node, names: Iterable[str]) -> list[int]:
     return list(dict.fromkeys([node.input if n == "input" else node.named_in[n] for n in names]))
+
+
+def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
+    """The parameters whose attributes some op reads."""
+    return {parameter_ref(n.parameters[a]) for n in nodes for g in n.gradients for a in g.by_attributes}
 
 
 def stops_gradients(node: Node) -> bool:
@@ -119,9 +125,9 @@ def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtyp
     """
     found: dict[torch.dtype, None] = {}
     for node in readers:
-        dtype = node.op.gradient_dtype(own)
+        dtype = own if node.traits.gradient_dtype is None else node.gradient_dtype(own)
         if dtype != own:
-            check_dtype(f"{node.label}: gradient_dtype()", dtype)
+            check_dtype(f"{node.label}: gradient_dtype", dtype)
         found[dtype] = None
     if len(found) == 1 and dtype in taken:
         return dtype

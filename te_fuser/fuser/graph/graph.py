@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import Gradient, NamedInput, Place, Spec
+from te_fuser.ops.base import Spec
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.distributed.share import Share
     from te_fuser.formula.expr import Axes
-    from te_fuser.ops.base import FusableOperation
+    from te_fuser.fuser.graph.alike import Traits
+    from te_fuser.ops.base import FusableOperation, Gradient, Place
     from te_fuser.params.binding import Binding, StandIns
 
 
@@ -53,28 +54,44 @@ class Value:
 
 
 @record()
+class Draw:
+    """Where an op's random numbers come from: the number of its stream, and this rank's share of x (None: all)."""
+
+    stream: int
+    share: Share | None
+
+
+@record()
 class Node:
-    """One elementary op in its place."""
+    """One elementary op in its place.
+
+    Attributes:
+        label: for messages: "op 3 (GELU '2.gelu')".
+        traits: what it has in common with ops that are alike.
+        path: in the module tree.
+        places: in fused operations.
+        gradients: the nodes of an opaque op's backward.
+    """
 
     index: int
     op: FusableOperation
-    label: str  # for messages: "op 3 (GELU '2.gelu')"
-    role: str  # for kernel text: "gelu"
+    label: str
+    traits: Traits
     parameters: Mapping[str, int]
     input: int
     output: int
     named_in: Mapping[str, int]
     named_out: tuple[int, ...]
-    draws: bool
-    stream: int  # the number of its random stream
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
-    path: str = ""  # in the module tree
-    places: tuple[Place, ...] = ()  # in fused operations
-    likeness: int = -1  # equal for ops of this list that are alike, whatever their parameters are
-    is_row: bool = False  # whether a formula gives it
-    reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
-    gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
-    share: Share | None = None  # what this rank has of its input, for what it draws; None: all
+    draw: Draw
+    casts: Mapping[str, torch.dtype]
+    path: str
+    places: tuple[Place, ...]
+    gradients: tuple[Gradient, ...]
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which it gives the gradient of an input of `dtype`."""
+        rule = self.traits.gradient_dtype
+        return dtype if rule is None else rule(self.op, dtype)
 
 
 @dataclass(frozen=True)

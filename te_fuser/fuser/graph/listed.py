@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from te_fuser.distributed.dtensor import Lies, is_dtensor
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
-from te_fuser.ops.row_op import RowOp
 from te_fuser.params.joined import parts_of
 from te_fuser.record import record
 
@@ -202,20 +201,6 @@ def autocast_of(kind: str) -> torch.dtype | None:
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
     """The spec of a tensor, as if it were on `device` where one is given."""
     return Spec(tuple(t.shape), t.dtype, device or t.device)
-
-
-def outputs_of(op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
-    """What all outputs are, "output" and the named ones, where the op reads `named` (by argument) beside x.
-
-    Raises:
-        ValueError, TypeError: when the op cannot take x.
-    """
-    found = op.specs(x, named)
-    if isinstance(op, RowOp) and op.promotes:
-        dtype = op.result_dtype(x.dtype, [s.dtype for s in named.values()])
-        out = replace(found["output"], dtype=dtype)
-        return {"output": out, **{name: op.named_output(name, out) for name in op.named_outputs()}}
-    return found
 
 
 def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:

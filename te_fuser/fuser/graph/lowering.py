@@ -16,16 +16,20 @@ from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import record_start, run_passes
 from te_fuser.fuser.graph.sharding import add_collectives, add_placements
+from te_fuser.ops import op_table
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 
 def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list without the ops that do nothing in this call, as what they work by is not there."""
+    rows = {kind: op_table.idles_without.of(kind) for kind in {type(item.lowered.op) for item in listed}}
+    if not any(rows.values()):
+        return listed
     known = {*call.named, *[name for item in listed for name in item.names_out]}
 
     def works(item: ListedOp) -> bool:
-        by = item.lowered.op.idles_without
+        by = rows[type(item.lowered.op)]
         return not by or any(argument in by and name in known for argument, name in item.names_in.items())
 
     return [item for item in listed if works(item)]

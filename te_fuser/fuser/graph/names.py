@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.checks import plain
+from te_fuser.ops import op_table
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ class Names:
         Raises:
             ValueError: when somebody opened it before, and nobody read it yet.
         """
-        if op.exports:
+        if op_table.exports.of(type(op)):
             self._exported.setdefault(name, []).append((label, value))
             return
         if name in self._opened and name not in self._read:
             raise ValueError(f"{label} opens {plain(name)!r}, which {self._opened[name]} opened and nobody closed yet")
         self._read.discard(name)
         self._bound[name] = value
-        if op.may_stay_unread:
+        if op_table.may_stay_unread.of(type(op))(op):
             self._opened.pop(name, None)
         else:
             self._opened[name] = label
@@ -98,7 +99,8 @@ class Names:
         """The error for a name that an op reads and nobody gives."""
         op = reader.lowered.op
         hint = give = f"pass it: model(x, {plain(name)}=...)"
-        for o in [o for o in self._lowered if plain(name) in map(plain, o.names_out) and not o.lowered.op.exports]:
+        binds = [o for o in self._lowered if plain(name) in map(plain, o.names_out)]
+        for o in [o for o in binds if not op_table.exports.of(type(o.lowered.op))]:
             if f"{reader.scope}.".startswith(o.scope and f"{o.scope}."):
                 hint = f"{o.path!r}, a later op, binds it: move that before its use"
             else:

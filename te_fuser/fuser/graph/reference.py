@@ -12,7 +12,8 @@ from te_fuser.distributed.dtensor import recorded_part
 from te_fuser.distributed.share import Share, stream_of
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
-from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.base import FusableOperation, OpCall, outputs_by_name
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.gradient_sums import with_sum
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        made, _ = run_op(node.op, node.stream, values[node.input], tensors, seed, node.share)
+        made, _ = run_op(node.op, node.draw.stream, values[node.input], tensors, seed, node.draw.share)
         values[node.output] = made["output"]
         values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
 
@@ -108,4 +109,9 @@ def run_op(
         if seed is None:
             raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
         call.random = stream_of(seed, stream, x.shape, op.batch_dim(), share)
-    return op.references(call, x), call.stored
+    made = op.reference(call, x)
+    if not isinstance(op, UnfusedOperation):
+        found = made if isinstance(made, Mapping) else {"output": made}
+        return {**dict.fromkeys(op.named_outputs(), found["output"]), **found}, call.stored
+    given = outputs_by_name(op, made, "its reference")
+    return {name: y.detach() if name in op.non_differentiable else y for name, y in given.items()}, call.stored

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.fuser.graph.gradients import marked_refs
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     LEFT,
@@ -24,7 +25,6 @@ from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
-    from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -130,8 +130,3 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
             renames[ref] = ref._replace(term=len(seen[ref]) + 1)
             seen[ref].append(renames[ref])
     return _renamed(step, renames)
-
-
-def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
-    """The parameters whose attributes some op reads."""
-    return {parameter_ref(n.parameters[a]) for n in nodes for g in n.gradients for a in g.by_attributes}

@@ -82,7 +82,7 @@ class BackwardCandidates:
         """Those of a section; an op may be left without any under these limits."""
         found = Found(section)
         find_rows(self.problem, found, functools.partial(self._row, found.ledger))
-        made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.is_row]
+        made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row]
         made += [self._fusion(f, (a, b), found.ledger) for f, a, b in section.matches if f.has_backward]
         found.others.extend(e for e in made if e is not None)
         return found
@@ -110,7 +110,7 @@ class BackwardCandidates:
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.priced_elsewhere(r)]
         bytes_kept = self.prices.kept_bytes(kept)
-        return Edge(node.index, node.index + 1, node.role, tuple(steps), bytes_kept, recomputes=gathered)
+        return Edge(node.index, node.index + 1, node.traits.role, tuple(steps), bytes_kept, recomputes=gathered)
 
     def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
         """The steps that gather once more what some ops have gathered, where it is not kept, and what they give."""
@@ -127,7 +127,7 @@ class BackwardCandidates:
         outputs = [("output", output._replace(kind=RECOMPUTED))]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
         covers, task = (node.index, node.index + 1), OpTask(node, again=True)
-        return self.prices.step(f"{node.role}.again", covers, inputs, outputs, task, price, chain=False)
+        return self.prices.step(f"{node.traits.role}.again", covers, inputs, outputs, task, price, chain=False)
 
     def _is_silent(self, node: Node, ref: Ref) -> bool:
         """Whether forward withholds what an op's gradient reads."""
@@ -140,12 +140,12 @@ class BackwardCandidates:
     def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step:
         """One node of an opaque op's backward."""
         reads = self._gradient_reads(node, gradient)
-        inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.draws else [])]
+        inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.traits.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
         work = len(outputs) if gradient.work is None else gradient.work
         price = Price("of_opaque", (node, inputs, outputs, work, _BACKWARD_SCRATCH))
         whole = len(gradient.produces) > 2
-        name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
+        name = f"{node.traits.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
         task = OpTask(node, gradient, needed, self._casts(node, outputs))
         hanging = self.problem.is_hanging(node, gradient)
         return self.prices.step(name, (node.index, node.index + 1), inputs, outputs, task, price, chain=not hanging)
@@ -160,7 +160,7 @@ class BackwardCandidates:
         """The gradients of values that are wanted in another dtype than the op gives them in."""
         values = [(name, self.graph.values[ref.index]) for name, ref in outputs if ref.kind is GRADIENT]
         return tuple(
-            (name, v.gradient_dtype) for name, v in values if node.op.gradient_dtype(v.spec.dtype) != v.gradient_dtype
+            (name, v.gradient_dtype) for name, v in values if node.gradient_dtype(v.spec.dtype) != v.gradient_dtype
         )
 
     # --------------------------------------------------------------------------------------- row ops
@@ -287,7 +287,7 @@ class BackwardCandidates:
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
         last = nodes[-1]
-        hanging = last.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
+        hanging = last.traits.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
         return [self.problem.read_in_backward(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
@@ -347,7 +347,9 @@ class BackwardCandidates:
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for node in nodes:
             for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):
-                if v.needs_grad and (given := node.op.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
+                if not v.needs_grad or (v.gradient is None and node.traits.gradient_dtype is None):
+                    continue
+                if (given := node.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
                     wanted = text_of(v.gradient_dtype)
                     return f"the gradient of {plain(v.name)} is wanted in {wanted}, and it gives {text_of(given)}"
         return None
@@ -361,11 +363,11 @@ class BackwardCandidates:
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
             # masks and the like are the caller's: backward may read them without saying so
-            masks = [(a, v) for a, v in node.named_in.items() if not node.reads[a].gradient]
+            masks = [(a, v) for a, v in node.named_in.items() if not node.traits.reads[a].gradient]
             inputs += [(f"{k}.{a}", self.graph.ref(v)) for a, v in masks]
             own = [p for p in node.parameters if f"{k}.{p}" not in have]
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in own]
-        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+        return [*inputs, *([("seed", SEED)] if any(n.traits.draws for n in nodes) else [])]
 
     def _fusion_gradients(self, nodes: tuple[Node, ...]) -> tuple[set[str], list[tuple[str, Ref]]]:
         needed: set[str] = set()

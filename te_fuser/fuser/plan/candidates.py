@@ -199,7 +199,7 @@ def _moved_step(
     task, by, there_is = step.task, there.start - here.start, here.refs_in(there)
     start, stop = step.start + by, step.stop + by
     if isinstance(task, KernelTask):
-        streams = problem.nodes[there.start].stream - problem.nodes[here.start].stream
+        streams = problem.nodes[there.start].draw.stream - problem.nodes[here.start].draw.stream
         task = task.moved(there_is.__getitem__, streams)
         if task.aliases:  # what they are called, the place says
             return _kernel_step(problem, prices, task, start, stop, step.price)

@@ -18,7 +18,7 @@ def with_delayed(plan: Plan, prices: Prices) -> Plan:
 
     Gradients that come with others, in one step, are there when backward ends.
     """
-    if not [n for n in plan.graph.nodes if n.op.delay_wgrad_compute]:
+    if not [g for n in plan.graph.nodes for g in n.gradients if g.delayed]:
         return plan
     found = retimed(replace(plan, segments=tuple(_delayed(s, plan.graph) for s in plan.segments)))
     late = {r.index for s in found.segments for step in s.late for r in step.writes() if r in s.returned}
@@ -35,7 +35,7 @@ def _delayed(segment: SegmentPlan, graph: Graph) -> SegmentPlan:
 
 def _late(segment: SegmentPlan, graph: Graph) -> set[int]:
     """The ids of the steps that run later."""
-    weights = {p for n in graph.nodes if n.op.delay_wgrad_compute for p in n.parameters.values()}
+    weights = {n.parameters[name] for n in graph.nodes for g in n.gradients if g.delayed for name in g.produces}
     late: set[int] = set()
     for step in free_steps(segment.backward):
         if not weights.isdisjoint([r.index for r in step.writes()]):

@@ -35,7 +35,7 @@ class DerivedStretch:
 
     def __init__(self, graph: Graph, start: int, stop: int, alike: dict[Hashable, DerivedStretch]) -> None:
         self.start, self.stop = start, stop
-        self._graph, self._first_stream = graph, graph.nodes[start].stream
+        self._graph, self._first_stream = graph, graph.nodes[start].draw.stream
         nodes = graph.nodes[start:stop]
         values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
         self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
@@ -44,7 +44,7 @@ class DerivedStretch:
         self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
         self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
         described = self._describe(nodes)
-        key = tuple(n.likeness for n in nodes), described
+        key = tuple(n.traits.number for n in nodes), described
         self._like = alike.get(key)
         self._known: dict[Any, KernelTask | NotOneKernel | None] = (
             self._like._known if self._like is not None else _known_of((self._digests(nodes), described))
@@ -68,13 +68,13 @@ class DerivedStretch:
         first = self._first_stream
         ops = tuple(
             (
-                n.role,
+                n.traits.role,
                 number[n.input],
                 number[n.output],
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
                 tuple(number[v] for v in n.named_out),
                 tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
-                n.draws and (n.stream - first, n.share),
+                n.traits.draws and (n.draw.stream - first, n.draw.share),
                 n.op.batch_dim(),
             )
             for n in nodes

@@ -20,7 +20,7 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import marked_refs, with_forms, with_sums, with_sums_over_ranks
+from te_fuser.fuser.plan.additions import with_forms, with_sums, with_sums_over_ranks
 from te_fuser.fuser.plan.by_blocks import held_together
 from te_fuser.fuser.plan.exchanges import go_by_copies
 from te_fuser.fuser.plan.keeping import kept_by
@@ -29,10 +29,10 @@ from te_fuser.fuser.plan.plan import Plan, SegmentPlan
 from te_fuser.fuser.plan.unread import without_unread
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.candidates import Edge, Placed
     from te_fuser.fuser.plan.covers import Covers
-    from te_fuser.fuser.plan.plan import Kept, Refusal
+    from te_fuser.fuser.plan.plan import Refusal
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -108,7 +108,6 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         arriving,
         tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
         kept,
-        _marked(graph.nodes[part[0] : part[1]], takes, kept),
     )
 
 
@@ -128,12 +127,6 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
         if ref.kind is not VALUE:
             needed = ref.kind is PARAMETER and graph.parameter_needs[ref.index]
             yield parameter_gradient_ref(ref.index) if needed else None
-
-
-def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
-    """Where the kept parameters stand whose attributes say where their gradients go."""
-    refs = marked_refs(nodes)
-    return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -194,7 +187,7 @@ def _places(graph: Graph) -> set[int]:
         value = graph.values[node.output]
         real = [k for k in readers.get(value.index, ()) if graph.root(graph.nodes[k].output) != value.index]
         alone = passing[following.index] == 1 and value.gradient is None and len(real) > 1
-        if node.is_row and following.is_row and alone:
+        if node.traits.is_row and following.traits.is_row and alone:
             found.add(following.index)
     return found
 
@@ -227,7 +220,8 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
             break
         if size < SEGMENT_BYTES or following.index not in ends:
             continue
-        beside = any(not n.is_row and n.parameters for n in (node, following)) or following.index in problem.borders
+        products = [n for n in (node, following) if n.parameters and not n.traits.is_row]
+        beside = products or following.index in problem.borders
         if beside and taken[following.index] - taken[cuts[-1]] >= least:
             cuts.append(following.index)
             size = 0
@@ -259,7 +253,7 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
         return ends
     if all(go_by_copies(problem, graph.nodes[k]) for k in exchanged):
         return {k for k in ends if k not in exchanged and k - 1 not in exchanged}
-    products = {n.index for n in graph.nodes if not n.is_row and n.parameters}
+    products = {n.index for n in graph.nodes if not n.traits.is_row and n.parameters}
     both = {k for k in exchanged if graph.nodes[k].op.op_wait is not None}  # type: ignore[attr-defined]
     found = {k for k in ends & both if k - 1 in products}
     return found | ends & problem.borders if found else {k for k in ends if k - 1 not in exchanged}

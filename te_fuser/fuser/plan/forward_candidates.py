@@ -56,7 +56,7 @@ class ForwardCandidates:
         """Those of a section, apart from those that would break a forced joint fusion."""
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
         find_rows(self.problem, found, functools.partial(self._row, found.ledger))
-        found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.is_row)
+        found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
         for fusion, whole in _matches(section, forced):
             _, stop = fusion.covers("forward", *whole)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
@@ -143,19 +143,19 @@ class ForwardCandidates:
 
     def _opaque(self, node: Node) -> Edge:
         step = self.prices.once(("forward", node.index), lambda: self._opaque_step(node))
-        return Edge(step.start, step.stop, node.role, step.task.phases(step))
+        return Edge(step.start, step.stop, node.traits.role, step.task.phases(step))
 
     def _opaque_step(self, node: Node) -> Step:
         inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(node.input))]
         inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
         inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
-        inputs += [("seed", SEED)] if node.draws else []
+        inputs += [("seed", SEED)] if node.traits.draws else []
         assert isinstance(node.op, UnfusedOperation)
         outputs = [("output", self.graph.ref(node.output))]
         outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
         outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
-        return self.prices.step(node.role, (node.index, node.index + 1), inputs, outputs, OpTask(node), price)
+        return self.prices.step(node.traits.role, (node.index, node.index + 1), inputs, outputs, OpTask(node), price)
 
     # --------------------------------------------------------------------------------------- fusions
 
@@ -227,7 +227,7 @@ class ForwardCandidates:
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in node.parameters]
             named = [(f"{k}.{a}", self.graph.ref(v)) for a, v in node.named_in.items()]
             inputs += [(name, ref) for name, ref in named if ref not in inside]
-        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+        return [*inputs, *([("seed", SEED)] if any(n.traits.draws for n in nodes) else [])]
 
     def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref]) -> list[tuple[str, Ref]]:
         last = self.graph.ref(nodes[-1].output)
@@ -236,7 +236,7 @@ class ForwardCandidates:
 
     def _owes(self, node: Node) -> bool:
         """Whether backward reads what an op emits, or a per-row statistic of its."""
-        if not node.is_row:
+        if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)
         return any(stretch.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))

@@ -61,7 +61,7 @@ def retimed(plan: Plan) -> Plan:
 
 def starts_something(plan: Plan) -> bool:
     """Whether an op of a plan starts what it waits for later."""
-    nodes = [n for n in plan.graph.nodes if not n.is_row]
+    nodes = [n for n in plan.graph.nodes if not n.traits.is_row]
     forward = [n for n in nodes if n.op.op_wait is not None]  # type: ignore[attr-defined]
     return bool(forward or [g for n in nodes for g in n.gradients if g.wait])
 

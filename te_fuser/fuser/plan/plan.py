@@ -90,7 +90,6 @@ class SegmentPlan:
             None for one that takes none.
         returned: the gradient of each of `takes`; None for one that needs none, or that nothing reaches.
         kept: what its backward reads and does not make.
-        marked: (place among the kept, among `takes`) of parameters whose attributes say where their gradients go.
         recorded: whether its forward steps are PyTorch's functions, which autograd records: then `backward` and `kept`
             are what PyTorch does and keeps.
         delayed: how many steps at the end of `backward` run later, by `backward_dw`.
@@ -108,7 +107,6 @@ class SegmentPlan:
     arriving: tuple[Ref | None, ...]
     returned: tuple[Ref | None, ...]
     kept: tuple[Kept, ...]
-    marked: tuple[tuple[int, int], ...]
     recorded: bool = False
     delayed: int = 0
 

@@ -105,7 +105,7 @@ def _kept_whole(plan: Plan) -> list[str]:
     found, graph = [], plan.graph
     for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
         node = graph.producer(kept.ref.index)
-        while node is not None and graph.nodes[node].is_row:
+        while node is not None and graph.nodes[node].traits.is_row:
             node = graph.producer(graph.nodes[node].input)
         if node is not None and graph.nodes[node].op.gathers:  # type: ignore[attr-defined]
             found.append(
@@ -173,7 +173,7 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
 
 def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
     """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
-    gathers = [n for n in graph.nodes if not n.is_row and n.op.gathers]  # type: ignore[attr-defined]
+    gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
     if not gathers or options.memory == "fast":
         return covered(Problem(graph, options, ends))
     if isinstance(options.memory, int):

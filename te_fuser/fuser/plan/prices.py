@@ -216,7 +216,7 @@ class Prices:
             return c
         # Operations of their own go over the scratch, after the products and not beside them.
         seconds = self.seconds(c, node) + self.seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
-        calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.draws else 0)) * scratch
+        calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.traits.draws else 0)) * scratch
         c = replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES)
         return replace(c, seconds=seconds, calls=calls)
 
@@ -231,11 +231,11 @@ class Prices:
         """What a fusion says that it takes, else one launch with the products' operations."""
         stated = _stated(fusion, self._seen(match), direction)
         if direction == "backward":
-            products = sum(len(self.problem.gradients(n)) for n in nodes if not n.is_row)
+            products = sum(len(self.problem.gradients(n)) for n in nodes if not n.traits.is_row)
             return stated or self.of_launch(inputs, outputs, flops_of(self.graph, nodes) * products)
         if stated is not None:
             return stated
-        efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
+        efficiency = _EPILOGUE if any(n.traits.is_row for n in nodes) else 1.0
         return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
 
     def of_fusion_by_blocks(self, by_blocks: ByBlocks, match: Match) -> Cost:

@@ -119,7 +119,7 @@ def _likeness(graph: Graph, node: Node) -> Hashable:
     parameters = [(name, graph.parameter_specs[p].key) for name, p in node.parameters.items()]
     named = [(name, graph.values[v].spec.key) for name, v in node.named_in.items()]
     ends = x.spec.key, y.spec.key, y.gradient, y.needs_grad
-    return node.likeness, *ends, *node.casts.items(), *parameters, *named
+    return node.traits.number, *ends, *node.casts.items(), *parameters, *named
 
 
 def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -225,7 +225,7 @@ class Problem:
     def _runs(self) -> list[tuple[int, int]]:
         """The stretches."""
         ends = sorted(self.borders)
-        groups = itertools.groupby(self.nodes, key=lambda n: (n.is_row, bisect.bisect_right(ends, n.index)))
+        groups = itertools.groupby(self.nodes, key=lambda n: (n.traits.is_row, bisect.bisect_right(ends, n.index)))
         return [(g[0].index, g[-1].index + 1) for (row, _), nodes in groups if row and (g := list(nodes))]
 
     def _ranges(self) -> list[list[tuple[int, int]]]:
@@ -280,7 +280,7 @@ class Problem:
         """Which gradients of an op somebody needs: "input", parameters, named inputs."""
         needed = {"input"} if self.graph.needs_grad(node.input) else set()
         needed |= {name for name, p in node.parameters.items() if self.graph.parameter_needs[p]}
-        needed |= {a for a, v in node.named_in.items() if node.reads[a].gradient and self.graph.needs_grad(v)}
+        needed |= {a for a, v in node.named_in.items() if node.traits.reads[a].gradient and self.graph.needs_grad(v)}
         return frozenset(needed)
 
     def gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
@@ -299,7 +299,7 @@ class Problem:
         """Values that opaque gradients read -> whether only hanging nodes read them."""
         found: dict[int, bool] = {}
         for node in self.nodes:
-            if node.is_row:
+            if node.traits.is_row:
                 continue
             for gradient, _ in self.gradients(node):
                 for name in gradient.reads:
@@ -315,7 +315,7 @@ class Problem:
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)
             only = self.hanging_reads.get(self.graph.first(node.output)) and ref.transposed not in self.transposed
-            if not node.is_row and node.op.gathers and only and not self.graph.leaves(node.output):
+            if not node.traits.is_row and node.op.gathers and only and not self.graph.leaves(node.output):
                 found.add(ref)
                 self.hanging_reads[taken] = self.hanging_reads.get(taken, True)
         return frozenset(found)
@@ -489,7 +489,7 @@ class Problem:
     def made_by_row_op(self, ref: Ref) -> bool:
         """Whether a ref is a value that a row op makes."""
         producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
-        return producer is not None and self.nodes[producer].is_row
+        return producer is not None and self.nodes[producer].traits.is_row
 
     def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
         """Whether the last of these ops gives a tensor that one of them makes."""

@@ -88,7 +88,7 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
     backward = [_backward(problem, prices, call) for call in needing]
     kept = kept_by(problem, prices, backward)
-    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
+    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, recorded=True)
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
@@ -100,7 +100,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
         return False
     nodes = problem.nodes[start:stop]
     sums = problem.graph.sums
-    if [n for n in nodes if n.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
+    if [n for n in nodes if n.traits.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
         return False
     preferred = any(start <= place < stop for _, place, _ in problem.preferred)
     return not preferred and not any(_needs_own_node(problem, n) for n in nodes)
@@ -109,12 +109,12 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 def _needs_own_node(problem: Problem, node: Node) -> bool:
     """Whether an op writes to main_grad or later, gives values in several forms, or reads its part of a DTensor."""
     graph = problem.graph
-    if node.op.delay_wgrad_compute or [p for p in node.parameters.values() if graph.lies[p] is not None]:
+    if [p for p in node.parameters.values() if graph.lies[p] is not None]:
         return True
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
     roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
-    marked = any(gradient.by_attributes for gradient in node.gradients)
+    marked = any(gradient.by_attributes or gradient.delayed for gradient in node.gradients)
     return bool(marked or several or roots)
 
 

@@ -199,20 +199,20 @@ class _Form:
     def _node(self, node: Node) -> Hashable:
         number = self.numbers
         return (
-            node.likeness,
+            node.traits.number,
             number[node.input],
             number[node.output],
             tuple(map(number.__getitem__, node.named_out)),
             tuple([(name, number[v]) for name, v in node.named_in.items()]),
             tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
-            node.role,
-            node.draws and node.share,
+            node.traits.role,
+            node.traits.draws and node.draw.share,
         )
 
     def _value(self, value: int) -> Hashable:
         graph, start, stop = self.problem.graph, self.start, self.stop
         producer, readers = graph.producer(value), graph.consumers(value)
-        made = producer is not None and (start <= producer < stop, graph.nodes[producer].is_row)
+        made = producer is not None and (start <= producer < stop, graph.nodes[producer].traits.is_row)
         return (
             self.known[value],
             made,

@@ -26,6 +26,7 @@ from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.plan.ranges import Gives, Leaf, Range
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.ops.base import outputs_by_name
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class Stretch:
         first = self.graph.nodes[self.start]
         self._enter("x", first.input)
         for node in self.graph.nodes[self.start : self.stop]:
-            counts[node.role] = counts.get(node.role, 0) + 1
-            role = node.role if counts[node.role] == 1 else f"{node.role}{counts[node.role]}"
+            role = node.traits.role
+            counts[role] = counts.get(role, 0) + 1
+            role = role if counts[role] == 1 else f"{role}{counts[role]}"
             self.roles[node.index] = role
             self.env |= self._trace_node(node, role)
 
@@ -74,7 +76,7 @@ class Stretch:
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
-            made = op.given_by(op.compute(self.env[node.input], *arguments), "compute()")
+            made = outputs_by_name(op, op.compute(self.env[node.input], *arguments), "compute()")
             own = {name: expr.lift(y) for name, y in made.items()}
         except (ValueError, TypeError, AttributeError) as error:
             kind = TypeError if isinstance(error, AttributeError) else type(error)
@@ -88,7 +90,7 @@ class Stretch:
 
     def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
         """What an op gives as one of its values, under a name of its own."""
-        if node.draws:
+        if node.traits.draws:
             y = self._name_stream(y, role, node)
         features = self.graph.values[value].spec.features
         if y.op != "const" and not y.has_features and features != 1:
@@ -106,7 +108,7 @@ class Stretch:
         return marked
 
     def _name_stream(self, y: Expr, role: str, node: Node) -> Expr:
-        self.streams[role], self._drawn[role] = node.stream, node
+        self.streams[role], self._drawn[role] = node.draw.stream, node
 
         def rename(e: Expr) -> Expr | None:
             if e.op != "keep" or e.attrs[0] != "keep":
@@ -415,7 +417,7 @@ class Stretch:
         if gives.nothing():
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
-        busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
+        busy = [n.traits.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
         measures = [] if gives.targets or gives.sums or not gives.maxima else ["amax"]
         name = "_".join([*dict.fromkeys(busy), direction, *measures])
         leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}
@@ -440,7 +442,7 @@ class Stretch:
         Raises:
             NotOneKernel: when they lie otherwise for each of them.
         """
-        shares = [n.share for n in drawing if n.share is not None]
+        shares = [n.draw.share for n in drawing if n.draw.share is not None]
         if not shares:
             return None, []
         if len(shares) < len(drawing) or len({(s.rows, s.dim, s.columns) for s in shares}) > 1:

@@ -46,7 +46,7 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
         spec = graph.values[node.output].spec
         parameters = [(graph.parameter_specs[p].shape, graph.parameter_needs[p]) for p in node.parameters.values()]
         among = exchanging.get(node.op, [])
-        described.append((node.op.kind.__name__, spec.features, str(spec.dtype), node.draws, parameters, *among))
+        described.append((node.op.kind.__name__, spec.features, str(spec.dtype), node.traits.draws, parameters, *among))
         described.append([graph.values[v].index for v in (node.input, *node.named_in.values())])
     described.append([v.needs_grad for v in graph.values])
     return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:32]

@@ -484,6 +484,3 @@ def _listed_alone(op: FusableOperation) -> list[ListedOp]:
 def _weak(low: LoweredOp, twin: FusableOperation) -> dict[str, Binding]:
     """The bindings, those of the twin's own parameters as they are."""
     return {name: b if b.owner is twin else b.weak() for name, b in low.bindings.items()}
-
-
-FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]

@@ -19,6 +19,7 @@ from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import registry
+from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
@@ -132,7 +133,8 @@ class Listing:
         there = zip(self.bound.bindings, self.slots, strict=True)
         self.computed = any(b.computed or name not in place for b, (place, name) in there)
         self.lowered = tuple(o.lowered.op for o in listed)
-        self.switches = tuple(dict.fromkeys(s for op in self.lowered if (s := type(op).global_state) is not None))
+        kinds = dict.fromkeys(map(type, self.lowered))
+        self.switches = tuple(dict.fromkeys(s for kind in kinds if (s := op_table.global_state.of(kind)) is not None))
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:

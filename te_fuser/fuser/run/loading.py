@@ -101,7 +101,7 @@ def load(
         build_segments(plan, loaded) if computed else (),
         bool(plan.backward),
         # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
-        any(n.draws for n in plan.graph.nodes),
+        any(n.traits.draws for n in plan.graph.nodes),
         torch.is_autocast_enabled(plan.x.device.type),
         tuple(graph.named_inputs.items()),
         result,
@@ -123,7 +123,7 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
     if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:
         return None
-    if alone.distributed:
+    if alone.ranks.distributed:
         return None
     (segment,) = prepared.plan.segments
     (step, *more) = segment.forward
@@ -145,7 +145,7 @@ def runs_alike(first: Plan, second: Plan) -> bool:
 
 def _as_run(plan: Plan) -> tuple[Any, ...]:
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs, s.task.identity) for s in plan.steps]
-    nodes = [(n.op.kind, n.path, n.stream, n.casts, n.share) for n in plan.graph.nodes]
+    nodes = [(n.op.kind, n.path, n.draw.stream, n.casts, n.draw.share) for n in plan.graph.nodes]
     values = [(v.spec.dtype, v.gradient_dtype, v.alias_of, v.needs_grad) for v in plan.graph.values]
     parts = [(s.start, s.stop) for s in plan.segments]
     return steps, nodes, values, parts, measured_schedules(plan)
@@ -249,7 +249,8 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        shown = tensors if segment.late is None else handed_in(tensors, segment.late.weights)
+        late = segment.backward.late
+        shown = tensors if late is None else handed_in(tensors, late.weights)
         return _apply(segment, *shown)  # type: ignore[no-any-return]
     given = tensors[: len(segment.values_in)]
     if segment.unrecorded:

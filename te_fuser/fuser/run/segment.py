@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
 from te_fuser import _native
 from te_fuser.distributed import stuck, telling
 from te_fuser.distributed.dtensor import as_gradient, own_part
-from te_fuser.fuser.graph.gradients import stops_gradients
+from te_fuser.fuser.graph.gradients import marked_refs, stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import delayed, watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
@@ -34,79 +34,67 @@ Gradient = Optional[torch.Tensor]  # noqa: UP045 - a type alias at run time
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a plan made ready to run.
+class Ranks:
+    """Part that ranks share in a segment.
 
     Attributes:
-        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
-        parameters: the graph's parameters that it reads, in the order after the values.
-        uses_seed: whether the last tensor handed in is the seed.
-        forward, backward: the programs; backward is None where nobody needs a gradient.
-        kept: forward slots that are saved; in backward they come after the gradients.
+        groups: of ranks that run some of the plan's ops together.
+        sums: groups, and the parameters of whose gradient each rank has a term: their places among the tensors handed
+            in, and their numbers in the graph.
+        distributed: the places among the tensors handed in of parameters that are DTensors.
+        parts: (place among the kept, number among these) of those of which backward reads this rank's part.
+    """
+
+    groups: tuple[Group, ...] = ()
+    sums: tuple[tuple[Group, tuple[tuple[int, int], ...]], ...] = ()
+    distributed: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Backward of a segment made ready to run, and what its forward keeps for it.
+
+    Attributes:
+        program: all but what is left for `late`.
+        take_kept: what is saved out of the forward slots; in backward it comes after the gradients.
         marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
         written: (place among the kept, place among the tensors handed in) of parameters that steps write into: others
             may have done so before backward, so they are not saved, but held.
+        joined: the places among the kept of parameters that may be kept as the parts that they are made of.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
-        gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
-        results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
-        recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
-        overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
-        take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
-        joined: the places among the kept of parameters that may be kept as the parts that they are made of.
-        sums: groups, and the parameters of whose gradient each rank has a term: their places among the tensors handed
-            in, and their numbers in the graph.
-        left_at: the slot in backward of those that a call leaves to the engine.
-        unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
-        distributed: the places among the tensors handed in of parameters that are DTensors.
-        parts: (place among the kept, number among these) of those of which backward reads this rank's part.
-        groups: of ranks that run some of the plan's ops together.
-        last_read: of `values_in` those that no later segment reads and the call does not give.
-        zeroed: slots in backward of numbers that are zero before a run and after it, which its steps raise in between.
-        late: what is left for later of its backward.
-        promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
+        gradients_out: the slots of the gradients of what comes in; an empty one for what needs none. `take_gradients`
+            takes them out.
+        overwrites: whether it may store over what was kept or made, which then must be the node's alone.
+        zeroed: slots of numbers that are zero before a run and after it, which its steps raise in between.
+        left_at: the slot of those that a call leaves to the engine.
+        late: what is left for later of it.
     """
 
-    values_in: tuple[int, ...]
-    values_out: tuple[int, ...]
-    parameters: tuple[int, ...]
-    uses_seed: bool
-    forward: Program
-    backward: Program | None
-    kept: tuple[int, ...]
+    program: Program
+    take_kept: Picker
     marked: tuple[tuple[int, int], ...]
     written: tuple[tuple[int, int], ...]
+    joined: tuple[int, ...]
     notes: tuple[tuple[int, int], ...]
     gradients_in: tuple[int | None, ...]
     gradients_out: tuple[int, ...]
-    results_at: tuple[int, ...]
-    aliased: tuple[bool, ...]
-    device: str
-    recorded: bool
-    overwrites: bool
-    take_kept: Picker
     take_gradients: Picker
-    promised: Graph | None = None
-    joined: tuple[int, ...] = ()
-    unrecorded: bool = False
-    sums: tuple[tuple[Group, tuple[tuple[int, int], ...]], ...] = ()
-    left_at: int = -1
-    distributed: tuple[int, ...] = ()
-    parts: tuple[tuple[int, int], ...] = ()
-    groups: tuple[Group, ...] = ()
-    last_read: tuple[int, ...] = ()
-    zeroed: tuple[int, ...] = ()
-    late: Late | None = None
+    overwrites: bool
+    zeroed: tuple[int, ...]
+    left_at: int
+    late: Late | None
 
-    def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    def left(self, ranks: Ranks, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """The parameters, as the graph counts them, whose gradients ranks would add up, and leave to the engine.
 
         Raises:
             RuntimeError: for one whose gradient goes to main_grad, where terms of earlier calls are.
         """
-        found = frozenset(p for _, places in self.sums for k, p in places if is_left(tensors[k]))
+        found = frozenset(p for _, places in ranks.sums for k, p in places if is_left(tensors[k]))
         marked = {k for _, k in self.marked}
-        for group, places in self.sums:
+        for group, places in ranks.sums:
             if not marked.isdisjoint([k for k, p in places if p not in found]):
                 raise RuntimeError(
                     f"a weight that each rank of {group.title} has whole is read beside rows that they cut, and its "
@@ -115,42 +103,75 @@ class Segment:
                 )
         return found
 
+    def given(self, ranks: Ranks, slots: list[Any], lying: Sequence[Any], take: Picker) -> Sequence[Gradient]:
+        """The gradients of what was handed in; those of DTensors as these lie, those that went elsewhere as none."""
+        given = take(slots)
+        if self.marked:
+            given = tuple([None if g is not None and is_absent(g) else g for g in given])
+        if not ranks.distributed:
+            return given
+        found = list(given)
+        for place, (spec, shape) in zip(ranks.distributed, lying, strict=True):
+            if (gradient := found[place]) is not None:
+                found[place] = as_gradient(gradient, spec, shape)
+        if torch.is_anomaly_enabled():
+            watched.refuse_check(found)
+        return found
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a plan made ready to run.
+
+    Attributes:
+        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
+        parameters: the graph's parameters that it reads, in the order after the values.
+        uses_seed: whether the last tensor handed in is the seed.
+        results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
+        recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
+        unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
+        last_read: of `values_in` those that no later segment reads and the call does not give.
+        backward: None where nobody needs a gradient, or PyTorch's functions give it.
+        promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
+    """
+
+    values_in: tuple[int, ...]
+    values_out: tuple[int, ...]
+    parameters: tuple[int, ...]
+    uses_seed: bool
+    forward: Program
+    results_at: tuple[int, ...]
+    aliased: tuple[bool, ...]
+    device: str
+    recorded: bool
+    unrecorded: bool
+    last_read: tuple[int, ...]
+    ranks: Ranks
+    backward: Backward | None
+    promised: Graph | None = None
+
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
-        slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
+        slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
         try:
             self.run(self.forward, slots, promised=self.promised)
         except RuntimeError as error:
-            stuck.explain(error, self.groups, f"a call with {list(tensors[0].shape)}")
+            stuck.explain(error, self.ranks.groups, f"a call with {list(tensors[0].shape)}")
             raise
         return slots
 
     def run(self, program: Program, slots: list[Any], *given: Any, **how: Any) -> None:
         """Run a program of its own, as `watched.run` does; alone among those of its ranks' groups."""
-        if not self.groups:
+        if not self.ranks.groups:
             watched.run(program, slots, *given, **how)
             return
-        with telling.alone(self.groups):
+        with telling.alone(self.ranks.groups):
             watched.run(program, slots, *given, **how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
-        for place in self.distributed:
+        for place in self.ranks.distributed:
             found[place] = own_part(found[place])
-        return found
-
-    def given(self, given: Sequence[Gradient], lying: Sequence[Any]) -> Sequence[Gradient]:
-        """The gradients of what was handed in; those of DTensors as these lie, those that went elsewhere as none."""
-        if self.marked:
-            given = tuple([None if g is not None and is_absent(g) else g for g in given])
-        if not self.distributed:
-            return given
-        found = list(given)
-        for place, (spec, shape) in zip(self.distributed, lying, strict=True):
-            if (gradient := found[place]) is not None:
-                found[place] = as_gradient(gradient, spec, shape)
-        if torch.is_anomaly_enabled():
-            watched.refuse_check(found)
         return found
 
     def results(self, slots: list[Any], given: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
@@ -181,7 +202,9 @@ class Late:
     weights: tuple[int, ...]
     take_gradients: Picker
 
-    def gradients(self, segment: Segment, slots: list[Any], lying: Sequence[Any]) -> Callable[[], Sequence[Gradient]]:
+    def gradients(
+        self, segment: Segment, back: Backward, slots: list[Any], lying: Sequence[Any]
+    ) -> Callable[[], Sequence[Gradient]]:
         """What makes them, once, of what a backward has left in its slots."""
         slots = self.program.slots([slots[k] for k in self.reads])
         read = [t for t in slots if isinstance(t, torch.Tensor) and not (t.is_leaf and t.requires_grad)]
@@ -195,8 +218,8 @@ class Late:
                         "since the backward that left them: call backward_dw() before, or give the model a copy"
                     )
             seen.clear()
-            _run_backward(segment, self.program, slots, False)
-            return segment.given(self.take_gradients(slots), lying)
+            _run_backward(segment, back, self.program, slots, False)
+            return back.given(segment.ranks, slots, lying, self.take_gradients)
 
         return made
 
@@ -206,33 +229,35 @@ class SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
-        if segment.late is not None:
-            tensors, ctx.waited_for = delayed.themselves(tensors, segment.late.weights)
+        back, ranks = segment.backward, segment.ranks
+        assert back is not None
+        if back.late is not None:
+            tensors, ctx.waited_for = delayed.themselves(tensors, back.late.weights)
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
-        if segment.sums:
-            ctx.left = segment.left(tensors)
-        if segment.notes:
-            ctx.notes = [slots[k] for k, _ in segment.notes]
-        if segment.marked:
-            ctx.marked = [tensors[k] for _, k in segment.marked]
-        if segment.overwrites:  # hooks may keep memory that no count of references shows
+        if ranks.sums:
+            ctx.left = back.left(ranks, tensors)
+        if back.notes:
+            ctx.notes = [slots[k] for k, _ in back.notes]
+        if back.marked:
+            ctx.marked = [tensors[k] for _, k in back.marked]
+        if back.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        kept: Sequence[Any] = segment.take_kept(slots)
+        kept: Sequence[Any] = back.take_kept(slots)
         outs = _unlinked(segment.results(slots), (*kept, *tensors))
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
-            ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
-        if segment.written:
-            ctx.written = [tensors[k] for _, k in segment.written]
-            kept = _exchanged(kept, segment.written, [None] * len(kept))
-        if segment.joined:
-            kept, ctx.places = kept_in_parts(kept, segment.joined)
-        if segment.distributed:  # saved as they are: who takes them away meanwhile fills the same ones again
-            whole = [tensors[place] for place in segment.distributed]
+            ctx.mark_non_differentiable(*[t for t, k in zip(outs, back.gradients_in, strict=True) if k is None])
+        if back.written:
+            ctx.written = [tensors[k] for _, k in back.written]
+            kept = _exchanged(kept, back.written, [None] * len(kept))
+        if back.joined:
+            kept, ctx.places = kept_in_parts(kept, back.joined)
+        if ranks.distributed:  # saved as they are: who takes them away meanwhile fills the same ones again
+            whole = [tensors[place] for place in ranks.distributed]
             ctx.lying = [(t._spec, t._local_tensor.shape) for t in whole]  # type: ignore[attr-defined]
-            kept = _exchanged(kept, segment.parts, [whole[number] for _, number in segment.parts])
+            kept = _exchanged(kept, ranks.parts, [whole[number] for _, number in ranks.parts])
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -240,36 +265,36 @@ class SegmentFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
         _native.refuse_create_graph()
         segment: Segment = ctx.segment
-        program = segment.backward
-        assert program is not None
+        back, ranks = segment.backward, segment.ranks
+        assert back is not None
         if grads[0] is None and all(g is None for g in grads):
-            return (None,) * (1 + len(segment.gradients_out))
+            return (None,) * (1 + len(back.gradients_out))
         saved: Sequence[Any] = ctx.saved_tensors
-        if segment.joined:
+        if back.joined:
             saved = whole_again(saved, ctx.places)
-        if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
-            saved = _exchanged(saved, segment.marked, ctx.marked)
-        if segment.written:
-            saved = _exchanged(saved, segment.written, ctx.written)
-        if segment.parts:
-            own = [own_part(saved[place]) for place, _ in segment.parts]
-            saved = _exchanged(saved, segment.parts, own)
+        if back.marked:  # hooks, as checkpointing's, give tensors without attributes
+            saved = _exchanged(saved, back.marked, ctx.marked)
+        if back.written:
+            saved = _exchanged(saved, back.written, ctx.written)
+        if ranks.parts:
+            own = [own_part(saved[place]) for place, _ in ranks.parts]
+            saved = _exchanged(saved, ranks.parts, own)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
-        may_overwrite = segment.overwrites and not stays and not ctx.hooked
+        may_overwrite = back.overwrites and not stays and not ctx.hooked
         # From here on the slots alone hold the tensors, so that each is freed after its last use.
-        slots = program.slots((*_arriving(ctx, segment, grads), *saved))
+        slots = back.program.slots((*_arriving(ctx, back, grads), *saved))
         del saved, grads
-        for k, (_, slot) in enumerate(segment.notes):
+        for k, (_, slot) in enumerate(back.notes):
             slots[slot] = ctx.notes[k]
-        if segment.sums:
-            slots[segment.left_at] = ctx.left
-        _run_backward(segment, program, slots, may_overwrite)
-        lying = ctx.lying if segment.distributed else ()
-        given = segment.given(segment.take_gradients(slots), lying)
-        if segment.late is not None:
-            made, places = segment.late.gradients(segment, slots, lying), segment.late.weights
+        if ranks.sums:
+            slots[back.left_at] = ctx.left
+        _run_backward(segment, back, back.program, slots, may_overwrite)
+        lying = ctx.lying if ranks.distributed else ()
+        given = back.given(ranks, slots, lying, back.take_gradients)
+        if back.late is not None:
+            made, places = back.late.gradients(segment, back, slots, lying), back.late.weights
             if not ctx.waited_for:
                 given = [g if late is None else late for g, late in zip(given, made(), strict=True)]
             elif torch._C._will_engine_execute_node(ctx.next_functions[places[0]][0]):
@@ -277,7 +302,7 @@ class SegmentFunction(torch.autograd.Function):
         return (None, *given)
 
 
-def _run_backward(segment: Segment, program: Program, slots: list[Any], may_overwrite: bool) -> None:
+def _run_backward(segment: Segment, back: Backward, program: Program, slots: list[Any], may_overwrite: bool) -> None:
     kind = segment.device
     try:
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
@@ -287,11 +312,11 @@ def _run_backward(segment: Segment, program: Program, slots: list[Any], may_over
             segment.run(program, slots, may_overwrite, True, segment.promised)
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
-            for k in segment.zeroed:  # which a graph that is kept reads again
+            for k in back.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
                     scale_of_amax.lower_again(slots[k].data)  # saved scales lie beside them, of one version
         if isinstance(error, RuntimeError):
-            stuck.explain(error, segment.groups, "the backward pass of a call")
+            stuck.explain(error, segment.ranks.groups, "the backward pass of a call")
         raise
 
 
@@ -314,11 +339,11 @@ def _exchanged(
     return found
 
 
-def _arriving(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
+def _arriving(ctx: Any, back: Backward, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
     """The gradients of the results that take one; zeros for those that nobody used."""
     if len(grads) == 1:
         return [grads[0].resolve_neg()] if grads[0].is_neg() else grads  # type: ignore[union-attr, return-value]
-    needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, segment.gradients_in, strict=True)) if slot is not None]
+    needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, back.gradients_in, strict=True)) if slot is not None]
     return [g.resolve_neg() if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
 
 
@@ -326,43 +351,41 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
     return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
 
 
+class _Parameters(NamedTuple):
+    """Parameters of a graph that steps write into, that may be kept in parts, and that are zero before a backward."""
+
+    written: Container[Ref]
+    joined: Container[Ref]
+    zeroed: Container[Ref]
+
+
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
-    stops = any(map(stops_gradients, plan.graph.nodes))
-    written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
-    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.in_parts}
-    made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
-    graph = plan.graph
+    graph, bindings = plan.graph, {parameter_ref(k): b for k, b in enumerate(plan.graph.parameters)}
+    parameters = _Parameters(
+        {r for r, b in bindings.items() if b.written},
+        {r for r, b in bindings.items() if b.in_parts},
+        {r for r, b in bindings.items() if b.written and b.made_in_call},
+    )
+    stops = any(map(stops_gradients, graph.nodes))
     inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
-    zeroed = {parameter_ref(k) for k, b in enumerate(graph.parameters) if b.written and b.made_in_call}
-    found = zip(made, plan.segments, there, strict=True)
-    return tuple(
-        _among_ranks(replace(m, last_read=ends, zeroed=_zeroed(s, zeroed)), s, plan.graph) for m, s, ends in found
-    )
+    return tuple(_build(s, plan, loaded, parameters, stops, ends) for s, ends in zip(plan.segments, there, strict=True))
 
 
-def _zeroed(segment: SegmentPlan, zeroed: Container[Ref]) -> tuple[int, ...]:
-    """The slots in backward of what is zero before a run: what is kept comes behind the gradients."""
-    arriving = sum(r is not None for r in segment.arriving)
-    return tuple(arriving + k for k, kept in enumerate(segment.kept) if kept.ref in zeroed)
-
-
-def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
-    """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
+def _among_ranks(segment: SegmentPlan, graph: Graph) -> Ranks:
+    """Whether it is handed DTensors, or of whose gradients ranks have terms."""
     joint = joint_ops([n.op for n in graph.nodes])
-    made = replace(made, groups=tuple(dict.fromkeys([one.group for one in joint])))
-    if graph.sums:
-        made = replace(made, sums=_sums(graph, segment))
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
-    if not refs:
-        return made
-    distributed = tuple(segment.takes.index(ref) for ref in refs)
-    kept = [entry.ref for entry in segment.kept] if made.backward is not None else []
-    parts = tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept)
-    return replace(made, distributed=distributed, parts=parts)
+    kept = [entry.ref for entry in segment.kept] if segment.backward and not segment.recorded else []
+    return Ranks(
+        tuple(dict.fromkeys([one.group for one in joint])),
+        _sums(graph, segment),
+        tuple(segment.takes.index(ref) for ref in refs),
+        tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept),
+    )
 
 
 def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[tuple[int, int], ...]], ...]:
@@ -375,22 +398,11 @@ def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[tuple[
     return tuple((group, tuple(found)) for group, found in places.items())
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """The part of a segment that only one with a backward program has; its fields are those of the segment."""
-
-    backward: Program | None = None
-    kept: tuple[int, ...] = ()
-    notes: tuple[tuple[int, int], ...] = ()
-    gradients_in: tuple[int | None, ...] = ()
-    gradients_out: tuple[int, ...] = ()
-    left_at: int = -1
-    late: Late | None = None
-
-
-def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded) -> _Backward:
+def _build_backward(
+    segment: SegmentPlan, graph: Graph, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded, known: _Parameters
+) -> Backward | None:
     if not segment.backward or segment.recorded:
-        return _Backward()
+        return None
     kept = [k.ref for k in segment.kept]
     given = [*(r for r in segment.arriving if r is not None), *kept]
     made = {r for s in segment.late for r in s.writes()}
@@ -398,12 +410,20 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     now = [r for r in segment.returned if r is not None and r not in made]
     steps = segment.backward[: len(segment.backward) - segment.delayed]
     backward, slots = build_program(steps, given, [*now, *read], loaded)
-    return _Backward(
+    gradients = _places(segment.returned, now, backward, slots)
+    marked = marked_refs(graph.nodes[segment.start : segment.stop])
+    return Backward(
         backward,
-        tuple(forward_slots[r] for r in kept),
+        _picker(tuple(forward_slots[r] for r in kept)),
+        tuple((k, segment.takes.index(r)) for k, r in enumerate(kept) if r in marked),
+        tuple((k, segment.takes.index(r)) for k, r in enumerate(kept) if r in known.written),
+        tuple(k for k, r in enumerate(kept) if r in known.joined),
         tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
         tuple(None if r is None else slots[r] for r in segment.arriving),
-        _places(segment.returned, now, backward, slots),
+        gradients,
+        _picker(gradients),
+        any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
+        tuple(slots[r] for r in kept if r in known.zeroed),
         slots.numbers.get(LEFT, -1),
         _late(segment, read, [r for r in segment.returned if r in made], slots, loaded) if made else None,
     )
@@ -422,37 +442,26 @@ def _late(segment: SegmentPlan, read: Sequence[Ref], made: Sequence[Ref], before
 
 
 def _build(
-    segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset[Ref], joined: Container[Ref], stops: bool
+    segment: SegmentPlan, plan: Plan, loaded: Loaded, known: _Parameters, stops: bool, last_read: tuple[int, ...]
 ) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
     forward, slots = build_program(steps, segment.takes, held, loaded)
-    back = _build_backward(segment, notes, slots, loaded)
     return Segment(
         segment.values_in,
         segment.values_out,
         segment.parameters,
         SEED in segment.takes,
         forward,
-        back.backward,
-        back.kept,
-        segment.marked,
-        tuple((k, segment.takes.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in written),
-        back.notes,
-        back.gradients_in,
-        back.gradients_out,
         tuple(slots[r] for r in segment.gives),
         _aliased(segment.takes, segment.gives, steps),
-        device,
+        plan.x.device.type,
         segment.recorded,
-        any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
-        _picker(back.kept),
-        _picker(back.gradients_out),
-        joined=tuple(place for place, k in enumerate(segment.kept) if back.kept and k.ref in joined),
-        unrecorded=stops and not segment.backward and not segment.recorded,
-        left_at=back.left_at,
-        late=back.late,
+        stops and not segment.backward and not segment.recorded,
+        last_read,
+        _among_ranks(segment, plan.graph),
+        _build_backward(segment, plan.graph, notes, slots, loaded, known),
     )
 
 

@@ -23,6 +23,7 @@ from te_fuser.fuser.show.pass_page import last_attempt, makers_of_steps, pass_pa
 from te_fuser.fuser.show.sources import sources
 from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
 from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple, range_of, span
+from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.passes import PassRecord
@@ -140,7 +141,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
 
 def _readings(plan: Plan) -> Iterable[Text]:
     """How ops read their inputs, where that can be misread."""
-    nodes = [(n, n.op.reading(plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
+    nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
     for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():
         more = and_others(len(entries))
         verb = "read" if more else "reads"

@@ -19,7 +19,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepRow:
+class StepCost:
+    """Cost of a step.
+
+    Attributes:
+        read, written: predicted bytes.
+        seconds: predicted time; `measured` is None where nothing was measured.
+        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch", on a CPU also the "host", for
+            what ranks send the "link"; "stated" by a fusion.
+        share: least time for that resource over the time it takes (measured, else predicted); None if stated.
+    """
+
+    read: float
+    written: float
+    launches: int
+    seconds: float
+    measured: float | None
+    limit: str
+    share: float | None
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """Outputs of a step beside the plain ones.
+
+    Attributes:
+        keeps: what it makes that is kept for backward.
+        again: what it computes again in backward.
+        transposed: what else it stores transposed.
+        over: which outputs may be stored over which inputs, in the names of the kernel.
+    """
+
+    keeps: tuple[str, ...]
+    again: tuple[str, ...]
+    transposed: tuple[str, ...]
+    over: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepRow(StepCost, StepOutputs):
     """One step as it is shown.
 
     Attributes:
@@ -27,15 +65,6 @@ class StepRow:
         covers: those ops by kind and place in the model.
         what: "kernel" (generated), "formula" (by PyTorch operations), "op" (its own code), "fusion", "torch" (a cast or
             a sum of gradients), "no kernel:" (an alias).
-        read, written: predicted bytes.
-        seconds: predicted time; `measured` is None where nothing was measured.
-        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch", on a CPU also the "host", for
-            what ranks send the "link"; "stated" by a fusion.
-        share: least time for that resource over the time it takes (measured, else predicted); None if stated.
-        keeps: what it makes that is kept for backward.
-        again: what it computes again in backward.
-        over: which outputs may be stored over which inputs, in the names of the kernel.
-        transposed: what else it stores transposed.
         algorithm: what the body of a fusion says that it runs by; empty where that is not known.
         sends: what it sends to other ranks, or what of the wait for that is hidden.
     """
@@ -44,19 +73,8 @@ class StepRow:
     covers: tuple[str, ...]
     what: str
     name: str
-    read: float
-    written: float
-    launches: int
-    seconds: float
-    measured: float | None
-    limit: str
-    share: float | None
-    keeps: tuple[str, ...]
-    again: tuple[str, ...]
-    transposed: tuple[str, ...]
-    algorithm: str = ""
-    over: tuple[str, ...] = ()
-    sends: str = ""
+    algorithm: str
+    sends: str
 
 
 def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> list[StepRow]:
@@ -72,23 +90,23 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
     limit, least = _limit(plan, step, nodes[0])
     taken = step.seconds if measured is None else measured
     return StepRow(
-        (step.start, step.stop - 1),
-        tuple(place(n) for n in nodes),
-        _what(plan, step),
-        step.name,
-        step.cost.read,
-        step.cost.written,
-        step.cost.launches,
-        step.seconds,
-        measured,
-        limit,
-        least / taken if limit != "stated" and taken > 0 and not awaited(step) else None,
-        _keeps([kept[r] for r in step.writes() if r in kept]),
-        tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
-        tuple(r.label(plan.graph) for r in step.writes() if _is_said(r, kept)),
-        step.task.runs_by(),
-        _over(step),
-        said_of(plan, step),
+        ops=(step.start, step.stop - 1),
+        covers=tuple(place(n) for n in nodes),
+        what=_what(plan, step),
+        name=step.name,
+        read=step.cost.read,
+        written=step.cost.written,
+        launches=step.cost.launches,
+        seconds=step.seconds,
+        measured=measured,
+        limit=limit,
+        share=least / taken if limit != "stated" and taken > 0 and not awaited(step) else None,
+        keeps=_keeps([kept[r] for r in step.writes() if r in kept]),
+        again=tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
+        transposed=tuple(r.label(plan.graph) for r in step.writes() if _is_said(r, kept)),
+        algorithm=step.task.runs_by(),
+        over=_over(step),
+        sends=said_of(plan, step),
     )
 
 

@@ -199,8 +199,10 @@ class FusionRunner:
         self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
         self._first = dict(self._inputs)[task.forms_of("input" if self._forward else "dy")[0]]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
-        self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
-        self._shared = frozenset([k for k, n in self._streams if n.share is not None and n.share.ranks_draw_apart])
+        self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.traits.draws)
+        self._shared = frozenset(
+            [k for k, n in self._streams if n.draw.share is not None and n.draw.share.ranks_draw_apart]
+        )
         self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
 
     def __call__(self, slots: Slots, later: object = None) -> None:
@@ -210,8 +212,8 @@ class FusionRunner:
         streams = {}
         for k, node in self._streams:
             # Read only when somebody draws from it: a seed on a GPU is waited for.
-            where = first.shape, node.op.batch_dim(), node.share
-            streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, *where)
+            where = first.shape, node.op.batch_dim(), node.draw.share
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.draw.stream, *where)
         call = FusionCall(self._ops, tensors, self._needed, streams, later, self._shared)
         result = self._function(call, first)
         if self._forward:

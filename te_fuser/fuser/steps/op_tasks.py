@@ -13,7 +13,7 @@ from te_fuser.distributed.share import stream_of
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.base import FusableOperation, Gradient, OpCall
+from te_fuser.ops.base import FusableOperation, Gradient, OpCall, outputs_by_name
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.record import record
 
@@ -149,8 +149,10 @@ class OpRunner:
         call = OpCall({name: slots[k] for name, k in self._inputs}, self._task.needed)
         call.notes = slots[self._notes] or {}
         first = slots[self._first]
-        if node.draws:
-            call.random = stream_of(slots[self._seed], node.stream, first.shape, node.op.batch_dim(), node.share)
+        if node.traits.draws:
+            call.random = stream_of(
+                slots[self._seed], node.draw.stream, first.shape, node.op.batch_dim(), node.draw.share
+            )
         if self._task.peers is not None:
             call.transport = self._task.peers.transport()
         if self._task.phase == "wait":
@@ -190,7 +192,7 @@ def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, tor
     Raises:
         TypeError: when that is no tensor, or these are not the op's values.
     """
-    given = op.given_by(made, f"{label}: its forward") if op.values else {"output": made}
+    given = outputs_by_name(op, made, f"{label}: its forward") if op.values else {"output": made}
     found: dict[str, torch.Tensor] = {}
     for name, t in given.items():
         if not isinstance(t, torch.Tensor):

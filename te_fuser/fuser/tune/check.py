@@ -156,7 +156,7 @@ def _names(plan: Plan) -> list[str]:
 
 def _drawn_elsewhere(plan: Plan, other: Plan) -> list[str]:
     """The ops that draw by themselves, as attention's libraries do, and that another kernel runs in the other plan."""
-    apart = [n for n in plan.graph.nodes if n.draws and not n.is_row]
+    apart = [n for n in plan.graph.nodes if n.traits.draws and not n.traits.is_row]
     return [n.label for n in apart if _runs(plan, n.index) != _runs(other, n.index)]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops import op_table
 from te_fuser.ops.attention import math as attention_math
 from te_fuser.ops.attention.context import SharedAttention, own_sinks, whole_sinks
 from te_fuser.ops.attention.heads import (
@@ -133,6 +134,8 @@ def switches() -> tuple[bool, ...]:
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
+@op_table.reading.row(lambda op, x: op.packed.reading(op._lifted(x)))
+@op_table.global_state.row(switches)
 class DotProductAttention(SharedAttention):
     """Attention of queries, keys and values, packed or apart: softmax(q k^T * scale) v for each head.
 
@@ -164,7 +167,6 @@ class DotProductAttention(SharedAttention):
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
     wide_parameters = ("sink",)
-    global_state = staticmethod(switches)
     prototype_arguments = {"heads": 2, "head_dim": 8, "mask": "none", "layout": "sequence_first"}
     other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
@@ -287,9 +289,6 @@ class DotProductAttention(SharedAttention):
         refuse_context_parallel()
         self.packed.check(type(self).__name__, self._lifted(x))
         return x.with_features(self.heads * self.packed.value_dim)
-
-    def reading(self, x: Spec) -> str:
-        return self.packed.reading(self._lifted(x))
 
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
         """Dtypes, devices and shapes of all named inputs."""

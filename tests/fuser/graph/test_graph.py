@@ -8,6 +8,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import Axes
+from te_fuser.ops import op_table
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -85,18 +86,21 @@ def test_a_mask_takes_no_gradient():
 class NamedBias(ops.Bias):
     """A row op that computes something and names it."""
 
-    def __init__(self, features, name, exports):
+    def __init__(self, features, name):
         super().__init__(features)
-        self.name, self.exports = name, exports
+        self.name = name
 
     def named_outputs(self):
         return (self.name,)
 
 
+@op_table.exports.row(True)
+class ExportedBias(NamedBias):
+    """The same for the caller."""
+
+
 def test_an_op_that_computes_and_names_its_output():
-    model = sequential(
-        ops.GELU(), NamedBias(8, "a", False), ops.Linear(8, 8), NamedBias(8, "o", True), ops.SiLU(), ops.Add("a")
-    )
+    model = sequential(ops.GELU(), NamedBias(8, "a"), ops.Linear(8, 8), ExportedBias(8, "o"), ops.SiLU(), ops.Add("a"))
     _, o = assert_as_meant(model, X, ("o",))
     torch.testing.assert_close(o, (model[2](ops.GELU()(X) + model[1].bias) + model[3].bias).detach())
     assert_as_meant(model, X)

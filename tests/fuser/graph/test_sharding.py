@@ -45,7 +45,7 @@ def planned(*parts: Any, x: tuple[int, ...] = (4, 6, F), **inputs: torch.Tensor)
 
 def sums(graph: Graph) -> list[str]:
     """The ops and names of parameters whose gradients are added up."""
-    names = {number: f"{n.role}.{name}" for n in graph.nodes for name, number in n.parameters.items()}
+    names = {number: f"{n.traits.role}.{name}" for n in graph.nodes for name, number in n.parameters.items()}
     return [names[number] for number in sorted(graph.sums)]
 
 

@@ -45,7 +45,7 @@ def emulated(driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.Monke
 @pytest.fixture
 def ours(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's products count as ours."""
-    monkeypatch.setattr(OpTask, "own_memory", property(lambda task: task.node.role == "mat_mul"))
+    monkeypatch.setattr(OpTask, "own_memory", property(lambda task: task.node.traits.role == "mat_mul"))
     monkeypatch.setattr(FusionTask, "own_memory", property(lambda task: "mat" in task.fusion.name))
 
 

@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
+from te_fuser.ops import op_table
 from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
 from tests.fuser.models import mlp, our_mlp
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
@@ -170,11 +171,11 @@ def test_the_switches_are_those_that_attention_looks_at():
     assert set(problem.SWITCHES.values()) == set(KERNEL_SWITCHES.values())
 
 
+@op_table.global_state.row(lambda: Chosen.on)
 class Chosen(ops.ReLU):
     """Its fusion is taken where a switch of the user's own says so."""
 
     on = False
-    global_state = staticmethod(lambda: Chosen.on)
 
 
 def test_a_plan_follows_the_state_that_an_op_names():

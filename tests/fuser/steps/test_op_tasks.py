@@ -13,7 +13,8 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops import op_table
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 from tests.needs import needs_compiler
@@ -26,8 +27,8 @@ def test_an_op_alone_and_one_with_hooks() -> None:
         y, other = op(x, outputs=("other",))
         torch.testing.assert_close(other, 3 * x[..., : other.shape[-1]])
         assert torch.equal(op(x), y)
-    for op in (Pair(), type("Named", (Halves,), {"exports": False})()):
-        width = op.specs(Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
+    for op in (Pair(), op_table.exports.row(False)(type("Named", (Halves,), {}))()):
+        width = output_specs(op, Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
         ours = Sequential(ops.Bias(WIDTH), op, ops.MatMul(width, width), ops.Add("other")).double()
         leaves = [x, *ours.parameters()]
         want = torch.autograd.grad(ours(x).square().sum(), leaves)
@@ -38,11 +39,11 @@ def test_an_op_alone_and_one_with_hooks() -> None:
         assert len(seen) == 1
 
 
+@op_table.exports.row(True)
 class Halves(ops.RowOp):
     """y = the first half of x, and three times that."""
 
     values = ("other",)
-    exports = True
 
     def compute(self, x: Any) -> Any:
         first, _ = split(x, 2)
@@ -221,10 +222,9 @@ def test_values_of_an_op_that_waits(verify: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+@op_table.exports.row(True)
 class Twice(Pair):
     """One tensor under two names."""
-
-    exports = True
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
         y = 2 * x
@@ -273,11 +273,12 @@ def test_a_tensor_that_is_given_twice() -> None:
 def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
     own = {
         "values": ("b",),
-        "exports": True,
         "op_forward": lambda self, call, x: {"output": 2 * x, "b": 3 * x},
         "op_backward": lambda self, call, dy: 2 * dy,
     }
-    ours = Sequential(ops.GELU(), type("Wrong", (UnfusedOperation,), own | changed)(), kernels="reference")
+    ours = Sequential(
+        ops.GELU(), op_table.exports.row(True)(type("Wrong", (UnfusedOperation,), own | changed))(), kernels="reference"
+    )
     with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): {words}"):
         ours(torch.randn(7, WIDTH))
 
