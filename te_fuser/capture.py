@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed import stuck, telling
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.facts import still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
+from te_fuser.kernels import peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
@@ -47,7 +47,7 @@ class GraphedModel:
         self._check({"x": x, **inputs})
         self._captured.check()
         made = self._within.run(self._replay, x, *[inputs[name] for name in self._names])
-        stuck.mark_replayed(self._captured.groups)
+        peers.mark_replayed(self._captured.groups)
         return made
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -121,7 +121,6 @@ class _Captured:
                     f"the ranks of {name or 'the model'} (group {group.title!r}) were connected anew since capture, "
                     "and the graph goes by the old connection: capture again"
                 )
-            telling.start(group)
         for label, tensor, address, over in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")
