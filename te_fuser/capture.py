@@ -12,7 +12,7 @@ from te_fuser.distributed.dtensor import own_part
 from te_fuser.facts import still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.kernels import peers
+from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
@@ -43,11 +43,16 @@ class GraphedModel:
             ValueError: when a tensor is not like its sample, or the model is not what it was: a module in another
                 mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved; in another
                 region of FP8 than that of the capture.
+            RankMismatchError: where the device waited for other ranks in vain.
         """
         self._check({"x": x, **inputs})
         self._captured.check()
+        found = known_peers(self._captured.groups)
+        for peers in found:
+            peers.check()
         made = self._within.run(self._replay, x, *[inputs[name] for name in self._names])
-        peers.mark_replayed(self._captured.groups)
+        for peers in found:
+            peers.mark()
         return made
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from te_fuser.distributed.group import Group
@@ -34,7 +34,7 @@ REMEDIES = {  # by the kind of a line; of two lines that differ that which stand
     "seed": "call torch.manual_seed with one number on all ranks of the group, and draw the same before the model",
 }
 _SOON, _PAUSE = 0.0005, 0.1  # seconds from one look at the store to the next, at first and at most
-_ERROR = "error"
+_ERROR = "error"  # in the place of a rank: one of them has an error, so that nobody waits for others
 _KEPT = 8  # comparisons whose keys stay in the store: slow ranks may read them still
 _LONGEST = 1800.0  # seconds, where a group has no timeout
 _KNOWN_BY = "_te_fuser_known_by"  # attribute of an error: names of the groups whose other ranks have it
@@ -44,21 +44,9 @@ class RankMismatchError(RuntimeError):
     """Ranks of a group are about to run different things together, or one of them raised or did not come."""
 
 
-@dataclass
-class _State:
-    """Of a ProcessGroup the comparisons so far, and a lock of the thread that runs what its ranks run together."""
-
-    count: int = 0
-    running: Any = field(default_factory=threading.RLock)
-
-
-_counting = threading.Lock()
-_states: weakref.WeakKeyDictionary[Any, _State] = weakref.WeakKeyDictionary()
-
-
-def _state_of(group: Group) -> _State:
-    found = _states.get(ranks := group.process_group())
-    return _states.setdefault(ranks, _State()) if found is None else found
+# By ProcessGroup: the numbers of comparisons, and a lock of the thread that runs what its ranks run together.
+_counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def compare(groups: Sequence[Group], lines: Sequence[Line], doing: str = "") -> None:
@@ -111,14 +99,14 @@ def one_thread(groups: Sequence[Group]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         for group in filter(Group.is_here, groups):
-            running = _state_of(group).running
-            if not running.acquire(blocking=False):
+            lock = _running.setdefault(group.process_group(), threading.RLock())
+            if not lock.acquire(blocking=False):
                 raise RankMismatchError(
                     f"two threads of {group} run models at once that the ranks of this group share, and ranks may run "
                     "their collectives in different orders: give each thread a group of its own, or have them wait "
                     "for each other"
                 )
-            held.callback(running.release)
+            held.callback(lock.release)
         yield
 
 
@@ -154,10 +142,11 @@ def _gathered(groups: Sequence[Group], lines: Sequence[Line], value: Any, doing:
 
 def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
     """What each rank says, unless one has an error in its place."""
-    number, longest = _post(group, {"said": said}), timeout(group)
-    store, keys = group.process_group().get_group_store(), [_key(number, rank) for rank in range(group.size)]
+    store, longest = group.process_group().get_group_store(), timeout(group)
     until, pause = time.monotonic() + longest, _SOON
     try:
+        number = _post(group, {"said": said})
+        keys = [_key(number, rank) for rank in range(group.size)]
         while not (store.check(keys) or store.check([_key(number, _ERROR)]) or time.monotonic() > until):
             time.sleep(pause)  # a wait of the store would write a warning at its end
             pause = min(2 * pause, _PAUSE)
@@ -174,7 +163,7 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
             f"rank{'s' * (len(late) > 1)} {', '.join(late)} of group {group.title!r} did not come within the group's "
             f"timeout of {longest:.3g} s"
         )
-        _set(group, number, {"error": f"{group} gave up, as {words}"})
+        _post(group, {"error": f"{group} gave up, as {words}"}, number)
         raise RankMismatchError(
             f"{words}, while {group} is ready with {doing}: ranks of a group call a model equally often, with tensors "
             "of one shape, in the same modes and regions of FP8; what a rank has run before it runs without asking"
@@ -182,14 +171,15 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
     return [heard[rank]["said"] for rank in range(group.size)]
 
 
-def _post(group: Group, said: dict[str, Any]) -> int:
-    """Leave in the store what this rank has for the next comparison; which it is."""
-    state, store = _state_of(group), group.process_group().get_group_store()
-    with _counting:
-        number = state.count = state.count + 1
-    _set(group, number, said)
-    for key in (group.rank, _ERROR) if number > _KEPT else ():
-        store.delete_key(_key(number - _KEPT, key))
+def _post(group: Group, said: dict[str, Any], number: int = 0) -> int:
+    """Leave in the store what this rank has for a comparison, the next one by default; which it is."""
+    ranks = group.process_group()
+    store, number = ranks.get_group_store(), number or next(_counts.setdefault(ranks, itertools.count(1)))
+    store.set(_key(number, group.rank), json.dumps(said))
+    if "error" in said:
+        store.set(_key(number, _ERROR), "")
+    for who in (group.rank, _ERROR) if number > _KEPT else ():
+        store.delete_key(_key(number - _KEPT, who))
     return number
 
 
@@ -197,13 +187,6 @@ def _post_error(groups: Sequence[Group], words: str) -> None:
     for group in groups:
         with contextlib.suppress(RuntimeError):  # this rank's own error is the one to raise
             _post(group, {"error": words})
-
-
-def _set(group: Group, number: int, said: dict[str, Any]) -> None:
-    store = group.process_group().get_group_store()
-    store.set(_key(number, group.rank), json.dumps(said))
-    if "error" in said:  # for which nobody waits for others
-        store.set(_key(number, _ERROR), "")
 
 
 def _key(number: int, who: int | str) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,7 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BUFFERS = 3  # of a group at first: exchanges that are under way at once, of which a plan seldom has more than two
 _ALIGNMENT = 256  # bytes
 _SHAPES = 256  # of blocks, whose tensors are kept
-_LOOKS = 16  # that the watch takes in the timeout of a group
-_PAUSE = 10.0  # the most seconds between two of them
-_SOON = 0.01  # the same where a device is released, once for each wait
-_END = 2.0  # the most seconds that the end of the process waits for a look
+_LOOK, _SOON = 1.0, 0.01  # seconds from one look at a device to the next, and to release one again
 _WITHOUT = (
     "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
 )
@@ -162,25 +159,19 @@ class Peers:
         for buffers in self._all():
             buffers.mark()
 
-    @property
-    def pause(self) -> float:
-        """Seconds from one look to the next."""
-        return _SOON if self._given_up else min(consistency.timeout(self._group) / _LOOKS, _PAUSE)
-
     def look(self) -> None:
         """End what the device waits for, where it has for the group's timeout and nothing was started meanwhile."""
         now, longest = time.monotonic(), consistency.timeout(self._group)
-        if self.is_done() or (self._seen != self._started and not self._given_up):
+        if self.is_done() or self._seen != self._started:
             self._seen, self._since = self._started, now
-        elif self._given_up:
-            self.release()
         elif now - self._since >= longest:
             self._given_up = (
                 f"the device of {self._group} waited in an exchange by copy engines for {longest:.3g} s, the group's "
                 f"timeout, and {self._silent()} of group {self._group.title!r} did not come"
             )
-            self.release()
-            warnings.warn(f"{self._given_up}: what it computes since is void", RuntimeWarning, stacklevel=1)
+            while not (self.is_done() or _ending.wait(_SOON)):
+                self.release()  # once for each wait
+            warnings.warn(f"{self._given_up}: what it gave since is void", RuntimeWarning, stacklevel=1)
 
     def _silent(self) -> str:
         """The other ranks, without those that say in the store that their devices wait, too."""
@@ -188,7 +179,7 @@ class Peers:
         silent = [f"{rank}" for rank in range(self.ranks) if rank != self.rank]
         with contextlib.suppress(RuntimeError):  # where the store is gone
             store.set(key(self.rank), "")
-            time.sleep(2 * self.pause)
+            time.sleep(2 * _LOOK)
             silent = [rank for rank in silent if not store.check([key(rank)])]
         return f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else "no other rank"
 
@@ -337,15 +328,9 @@ def peers_of(group: Group, device: torch.device) -> Peers:
     return known[device]
 
 
-def mark_replayed(groups: Sequence[Group]) -> None:
-    """Note that the current stream has replayed a graph with exchanges of these groups.
-
-    Raises:
-        RankMismatchError: where these were given up, so that what the replay gives is void.
-    """
-    for peers in (p for group in groups for p in _peers.get(group.process_group(), {}).values()):
-        peers.check()
-        peers.mark()
+def known_peers(groups: Iterable[Group]) -> list[Peers]:
+    """The peers of these groups that there are."""
+    return [peers for group in groups for peers in _peers.get(group.process_group(), {}).values()]
 
 
 _ending = threading.Event()
@@ -356,17 +341,17 @@ def _watch() -> None:
     """Look at all peers now and then: no backend would end what a device waits for where another rank does not come."""
 
     def run() -> None:
-        pause = 0.0
-        while not _ending.wait(pause):
-            pause = _PAUSE
-            with contextlib.suppress(RuntimeError, RuntimeWarning):  # of what is gone meanwhile; as an error
-                for peers in [p for known in [*_peers.values()] for p in [*known.values()]]:
-                    pause = min(pause, peers.pause)
+        while not _ending.wait(_LOOK):
+            found = list[Peers]()
+            with contextlib.suppress(RuntimeError):  # where one more is made meanwhile
+                found = [peers for known in _peers.values() for peers in known.values()]
+            for peers in found:
+                with contextlib.suppress(RuntimeError, ValueError, RuntimeWarning):  # where the group is gone meanwhile
                     peers.look()
 
     def end() -> None:  # a thread in native code at the end of the interpreter would abort it
         _ending.set()
-        thread.join(_END)
+        thread.join(2 * _LOOK)
 
     thread = threading.Thread(target=run, name="te_fuser: exchanges by copies", daemon=True)
     thread.start()
