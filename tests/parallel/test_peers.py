@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from te_fuser import _native
 from te_fuser.distributed import consistency
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.group import Group
+from te_fuser.kernels import peers as peers_module
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.peers import ByCopies, Peers, closed, peers_of
 from tests import fake_cublaslt
@@ -271,6 +273,7 @@ def one_is_gone() -> None:
     """Not a test: the body of the next one."""
     with standing_in(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(consistency, "timeout", lambda group: 1.0)
+        patch.setattr(peers_module, "_LOOK", 0.1)
         peers, rank, ranks = world()
         x = given(0, rank, 3, 5)
         out = x.new_empty(ranks * 3, 5)
@@ -280,7 +283,11 @@ def one_is_gone() -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         buffers = peers.buffers(x.nbytes)
-        buffers.close(buffers.gather(x, out))  # what it gives is void
+        buffers.close(buffers.gather(x, out))
+        until = time.monotonic() + 20.0
+        while not peers.is_done():  # released, so what it gave is void
+            assert time.monotonic() < until
+            time.sleep(0.01)
         words = "waited in an exchange by copy engines for 1 s, .* and rank 1 of group 'world' did not come"
         with pytest.raises(RankMismatchError, match=words):
             peers.buffers(x.nbytes)
