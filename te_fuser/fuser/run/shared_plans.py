@@ -61,7 +61,7 @@ def seed_of(device: torch.device) -> int | None:
 
 
 def seed_facts(device: torch.device) -> Facts:
-    """That it is the one of now."""
+    """Facts that hold while the seed is the one of now."""
     return Facts(calls=((functools.partial(seed_of, device), seed_of(device)),))
 
 
