@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from te_fuser.distributed import stuck, telling
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.facts import still_hold
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
+from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
@@ -44,11 +44,16 @@ class GraphedModel:
             ValueError: when a tensor is not like its sample, or the model is not what it was: a module in another
                 mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved; in another
                 region of FP8 than that of the capture.
+            RankMismatchError: where the device waited for other ranks in vain.
         """
         self._check({"x": x, **inputs})
         self._captured.check()
+        found = known_peers(self._captured.groups)
+        for peers in found:
+            peers.check()
         made = self._within.run(self._replay, x, *[inputs[name] for name in self._names])
-        stuck.mark_replayed(self._captured.groups)
+        for peers in found:
+            peers.mark()
         return made
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -123,7 +128,6 @@ class _Captured:
                     f"the ranks of {name or 'the model'} (group {group.title!r}) were connected anew since capture, "
                     "and the graph goes by the old connection: capture again"
                 )
-            telling.start(group)
         for label, tensor, address, over in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from te_fuser.distributed import stuck, telling
+from te_fuser.distributed import consistency
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.exchange import Exchange
 from te_fuser.distributed.group import Group
@@ -42,8 +43,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         TypeError: when `function` is no function, and where ranks are to share what is no plain tensor.
         ValueError: where ranks are to share what they do not have alike, by `sequence_parallel` of the function.
-        Disagreement: on all ranks that are to share x where they have others or call something else; in backward, where
-            one is elsewhere.
+        RankMismatchError: on all ranks that are to share x where they have others or call something else; in backward,
+            where one does not come.
     """
     if not callable(function):
         raise TypeError(f"checkpoint takes a function first, got {function!r}")
@@ -92,8 +93,7 @@ def _keeping_a_part(
     # All ranks are asked for parts of such an x, once for each shape and dtype: backward would gather others.
     known, line = _compared.setdefault(group.process_group(), set()), f"x {list(x.shape)} {x.dtype}"
     if line not in known:
-        telling.compare([group], [("x", f"checkpoint with distribute_saved_activations of {line}")])
-        stuck.watch([group])
+        consistency.compare([group], [("x", f"checkpoint with distribute_saved_activations of {line}")])
         known.add(line)
     shape, needs_grad, given = x.shape, x.requires_grad, [x]
     # This rank's part in memory of its own; parts are equal, the last ones filled up with zeros.
@@ -105,11 +105,11 @@ def _keeping_a_part(
         if given:
             return function(given.pop(), *others, **kwargs)
         try:
-            with telling.alone([group]):
+            with consistency.one_thread([group]):
                 gathered = Exchange(join=0).run(part, group)
-        except RuntimeError as error:
-            stuck.explain(error, [group], f"the backward pass of a checkpoint, which gathers x {list(shape)}")
-            raise
+        except RankMismatchError as error:
+            words = f"in the backward pass of a checkpoint, which gathers x {list(shape)}: {error}"
+            raise RankMismatchError(words) from error
         whole = gathered[: shape.numel()].view(shape)
         return function(whole.requires_grad_(needs_grad), *others, **kwargs)
 

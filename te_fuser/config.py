@@ -20,8 +20,6 @@ class Config:
         shapes_kept: how many shapes it knows the plans of without looking for them, those that were used last.
         emulate_fp8: whether FP8 runs on GPUs without products of 8 bits too: emulated, slower than without FP8. CPUs
             emulate it anyway.
-        patience: for how many seconds a rank waits for others of its group that have not begun what it is ready for, a
-            new call say; the group's timeout is its bound, which holds for those that have begun.
     """
 
     cache_dir: Path | None = None
@@ -29,7 +27,6 @@ class Config:
     plans_kept: int = 64
     shapes_kept: int = 256
     emulate_fp8: bool = False
-    patience: float = 120.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = [f.name for f in fields(self)]
@@ -38,9 +35,6 @@ class Config:
         if name.endswith("_kept"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"te_fuser.config.{name} is a whole number from 1 on, got {value!r}")
-        elif name == "patience":
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-                raise ValueError(f"te_fuser.config.patience is a number of seconds above 0, got {value!r}")
         elif name == "emulate_fp8":
             if not isinstance(value, bool):
                 raise TypeError(f"te_fuser.config.{name} is True or False, got {value!r}")

@@ -31,16 +31,6 @@ def test_what_is_no_path_is_named(name: str, value: Any) -> None:
         setattr(Config(), name, value)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, True, "long", float("nan")])
-def test_patience(value: Any) -> None:
-    config = Config()
-    assert config.patience == 120.0
-    config.patience = 3
-    with pytest.raises(ValueError, match=f"te_fuser.config.patience is a number of seconds above 0, got {value!r}"):
-        config.patience = value
-    assert config.patience == 3
-
-
 def test_fp8_is_emulated_or_not() -> None:
     config = Config()
     assert config.emulate_fp8 is False

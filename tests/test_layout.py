@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"facts", "distributed", "params", "ops", "fuser", "quantization", "sharding"},
+    "capture": {"facts", "distributed", "params", "ops", "kernels", "fuser", "quantization", "sharding"},
     "checkpointing": {"facts", "distributed", "params", "ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
@@ -224,7 +224,7 @@ ASPECTS = {
         "gpu_bodies",
         "hooks",
         "resuming",
-        "lockstep",
+        "consistency",
         "peer_products",
         "peers",
         "four_peers",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from te_fuser.distributed import telling
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.group import Group
 from te_fuser.dtypes import FLOAT8
 
@@ -44,21 +44,37 @@ class ByProcessGroup:
     """Collectives of torch.distributed."""
 
     def __init__(self, group: Group) -> None:
-        telling.start(group)
-        self._ranks = group.process_group()
+        self._group, self._ranks = group, group.process_group()
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        return self._ranks._allgather_base(made, sent)
+        return _Collective("all_gather", sent.shape, self._group, self._ranks._allgather_base(made, sent))
 
     def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        return self._ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions())
+        started = self._ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions())
+        return _Collective("reduce_scatter", sent.shape, self._group, started)
 
     def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        return self._ranks.alltoall_base(made, sent, [], [])
+        return _Collective("all_to_all", sent.shape, self._group, self._ranks.alltoall_base(made, sent, [], []))
 
     def add_up(self, summed: torch.Tensor) -> Work:
         """The sum of every rank's tensor, in the place of this one's."""
-        return self._ranks.allreduce([summed])
+        return _Collective("all_reduce", summed.shape, self._group, self._ranks.allreduce([summed]))
+
+
+class _Collective(NamedTuple):
+    """A collective that was started; where it fails its error says who waited in what."""
+
+    name: str
+    shape: torch.Size
+    group: Group
+    started: Work
+
+    def wait(self) -> None:
+        try:
+            self.started.wait()
+        except RuntimeError as error:
+            words = f"{self.group} waited in {self.name} of {list(self.shape)} for ranks that did not come to it"
+            raise RankMismatchError(f"{words}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,23 @@ first meet, and each buffer is looked at.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
 import os
+import threading
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from te_fuser import _native
-from te_fuser.distributed import stuck, telling
+from te_fuser.distributed import consistency
 from te_fuser.distributed.exchange import Work
 from te_fuser.distributed.group import Group
 
@@ -28,6 +32,7 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BUFFERS = 3  # of a group at first: exchanges that are under way at once, of which a plan seldom has more than two
 _ALIGNMENT = 256  # bytes
 _SHAPES = 256  # of blocks, whose tensors are kept
+_LOOK, _SOON = 1.0, 0.01  # seconds from one look at a device to the next, and to release one again
 _WITHOUT = (
     "leave exchanges by copy engines out by te_fuser.fusions.disabled('peer_copies'), and NCCL exchanges as before"
 )
@@ -110,15 +115,19 @@ class Peers:
         self._count = _BUFFERS
         self._earlier: list[tuple[_native.PeerBuffers, torch.Tensor]] = []  # in which exchanges are under way still
         self._graphed: list[Any] = []  # what captured CUDA graphs go by, which has to stay when there are larger ones
+        self._started = self._seen = 0  # exchanges and replays of graphs with some, and how many a look has seen
+        self._since = time.monotonic()  # when a look found the device done, or more started
+        self._given_up = ""  # why nothing is exchanged any more
 
     def buffers(self, block_bytes: int) -> _native.PeerBuffers:
         """Buffers for one more exchange of blocks of so many bytes; all ranks ask for them in the same order.
 
         Raises:
-            Disagreement: where an exchange of the group was given up.
+            RankMismatchError: where an exchange of the group was given up.
             RuntimeError: where there is no memory for them, or a CUDA graph is captured that needs larger ones.
         """
-        telling.start(self._group)
+        self.check()
+        self._started += 1
         found = self._native
         if found is None or block_bytes > found.block_bytes or found.under_way == self._count:
             found = self._native = self._grown(block_bytes, found)
@@ -130,10 +139,44 @@ class Peers:
         """The block of each rank in a buffer, as a tensor of that shape and dtype, and all of them joined, [R, ..]."""
         return self._blocks(buffer, like.shape, like.dtype)
 
+    def check(self) -> None:
+        """Refuse more exchanges where the device waited for other ranks in vain.
+
+        Raises:
+            RankMismatchError: naming those that did not come.
+        """
+        if self._given_up:
+            raise consistency.RankMismatchError(f"{self._given_up}. Nothing is exchanged any more: end the processes")
+
     def mark(self) -> None:
         """Note that the current stream has replayed exchanges, for whoever asks whether the device is done."""
+        self._started += 1
         for buffers in self._all():
             buffers.mark()
+
+    def look(self) -> None:
+        """End what the device waits for, where it has for the group's timeout and nothing was started meanwhile."""
+        now, longest = time.monotonic(), consistency.timeout(self._group)
+        if self.is_done() or self._seen != self._started:
+            self._seen, self._since = self._started, now
+        elif now - self._since >= longest:
+            self._given_up = (
+                f"the device of {self._group} waited in an exchange by copy engines for {longest:.3g} s, the group's "
+                f"timeout, and {self._silent()} of group {self._group.title!r} did not come"
+            )
+            while not (self.is_done() or _ending.wait(_SOON)):
+                self.release()  # once for each wait
+            warnings.warn(f"{self._given_up}: what it gave since is void", RuntimeWarning, stacklevel=1)
+
+    def _silent(self) -> str:
+        """The other ranks, without those that say in the store that their devices wait, too."""
+        store, key = self._group.process_group().get_group_store(), "te_fuser/waits/{}".format
+        silent = [f"{rank}" for rank in range(self.ranks) if rank != self.rank]
+        with contextlib.suppress(RuntimeError):  # where the store is gone
+            store.set(key(self.rank), "")
+            time.sleep(2 * _LOOK)
+            silent = [rank for rank in silent if not store.check([key(rank)])]
+        return f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else "no other rank"
 
     def is_done(self) -> bool:
         """Whether the device is done with all exchanges that were waited for."""
@@ -273,8 +316,38 @@ def peers_of(group: Group, device: torch.device) -> Peers:
     known = _peers.setdefault(group.process_group(), {})
     if device not in known:
         known[device] = Peers(group, device)
-        stuck.watch_exchanger(group, known[device])
+        _watch()
     return known[device]
+
+
+def known_peers(groups: Iterable[Group]) -> list[Peers]:
+    """The peers of these groups that there are."""
+    return [peers for group in groups for peers in _peers.get(group.process_group(), {}).values()]
+
+
+_ending = threading.Event()
+
+
+@functools.cache
+def _watch() -> None:
+    """Look at all peers now and then: no backend would end what a device waits for where another rank does not come."""
+
+    def run() -> None:
+        while not _ending.wait(_LOOK):
+            found = list[Peers]()
+            with contextlib.suppress(RuntimeError):  # where one more is made meanwhile
+                found = [peers for known in _peers.values() for peers in known.values()]
+            for peers in found:
+                with contextlib.suppress(RuntimeError, ValueError, RuntimeWarning):  # where the group is gone meanwhile
+                    peers.look()
+
+    def end() -> None:  # a thread in native code at the end of the interpreter would abort it
+        _ending.set()
+        thread.join(2 * _LOOK)
+
+    thread = threading.Thread(target=run, name="te_fuser: exchanges by copies", daemon=True)
+    thread.start()
+    atexit.register(end)
 
 
 def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:

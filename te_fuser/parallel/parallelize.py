@@ -12,10 +12,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.distributed import telling
+from te_fuser.distributed import consistency
+from te_fuser.distributed.consistency import Line, shared_errors
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.telling import Line
 from te_fuser.from_torch import converts
 from te_fuser.ops import Bound, Cut, FusableOperation, words
 from te_fuser.ops.checks import yes_or_no
@@ -62,8 +62,8 @@ def parallelize(
     Raises:
         TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
             into equal parts, modules that a style does not take, one mesh as both, a context without an attention.
-        Disagreement: on all ranks, before anything is sent, where they give different models or arguments, or one of
-            them raised; or where one does not come.
+        RankMismatchError: on all ranks, before anything is sent, where they give different models or arguments, or
+            one of them raised; or where one does not come.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize takes a module, got {words.described(model)}")
@@ -75,22 +75,22 @@ def parallelize(
 def _share_context(model: torch.nn.Module, mesh: Any, context: DeviceMesh) -> None:
     group = _group_of(context)
     groups = [group] if group.size > 1 else []
-    with telling.telling_errors(groups):
+    with shared_errors(groups):
         if groups and mesh is not None and group == Group.of("parallelize", mesh):
             raise ValueError(f"parallelize: {group.title!r} is mesh and context: give a dimension of a mesh to each")
         share_context(model, group)
-    telling.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
+    consistency.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
 
 
 def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Model:
     group = _group_of(mesh)
     groups = [group] if group.size > 1 else []
-    with telling.telling_errors(groups):
+    with shared_errors(groups):
         yes_or_no("parallelize", "sequence_parallel", sequence_parallel)
         dim = sequence_dim(model) if sequence_parallel else 0
         styles = derived_plan(model, group) if plan is None else _matched(model, plan)
         _say_what_is_plain(model, styles, sequence_parallel)
-    telling.compare(groups, [*_arguments(sequence_parallel, plan), *described(model)])
+    consistency.compare(groups, [*_arguments(sequence_parallel, plan), *described(model)])
     if plan is None:
         share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
@@ -115,7 +115,7 @@ def _group_of(mesh: DeviceMesh) -> Group:
     found = Group.of("parallelize", mesh)
     if isinstance(mesh, DeviceMesh):
         return found
-    with telling.telling_errors([found] if found.size > 1 else []):
+    with shared_errors([found] if found.size > 1 else []):
         raise TypeError(
             f"parallelize takes a DeviceMesh, got a {type(mesh).__name__}: give a dimension of one, mesh['tp'], "
             "or make one of the group: DeviceMesh.from_group(group, 'cuda')"
@@ -128,7 +128,7 @@ def _arguments(sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None
     if plan is None:
         yield "argument", "no plan: what the model gives by itself"
     for pattern, style in (plan or {}).items():
-        yield "argument", f"a plan with {pattern!r}: {telling.shown(style)}"
+        yield "argument", f"a plan with {pattern!r}: {consistency.shown(style)}"
 
 
 def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:

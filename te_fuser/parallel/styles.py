@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from te_fuser.distributed import telling
+from te_fuser.distributed import consistency
+from te_fuser.distributed.consistency import Line
 from te_fuser.distributed.dtensor import Laid, is_dtensor, own_part
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.telling import Line
 from te_fuser.ops import Bias, Bound, Cut, DotProductAttention, FusableOperation, Linear, MatMul
 from te_fuser.ops.checks import count
 from te_fuser.parallel.checkpoint import keep_whole_shapes, set_laid
@@ -42,7 +42,7 @@ class _Style(ParallelStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         group = Group.of(type(self).__name__, device_mesh)
         if group.size > 1:
-            telling.compare([group], [("argument", telling.shown(self)), *described(module)])
+            consistency.compare([group], [("argument", consistency.shown(self)), *described(module)])
         return self.cut(module, device_mesh)
 
     def cut(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fuser.distributed import telling
+from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given
 from te_fuser.ops.construction import latest
 from te_fuser.params.binding import Binding
@@ -123,20 +123,22 @@ class Agreement:
     def enter(self, region: Region) -> None:
         """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
 
-        They ask where they compare calls, too, in all groups of none but them: one that goes on to a call is heard.
+        They ask where they compare calls, too, in all groups of none but them, small ones first: one that goes on to
+        a call is heard.
 
         Raises:
-            Disagreement: on all ranks, where one enters another region or none.
+            RankMismatchError: on all ranks, where one enters another region or none.
         """
         key = region.recipe, region.calibrating
         if key in self._entered:
             return
         own = Group.of("fp8_group", self._group())
-        among = (g for g in groups_given() if self.ranks.issuperset(dist.get_process_group_ranks(g.process_group())))
-        groups = {group.name: group for group in (own, *among)}
+        named = sorted((own, *groups_given()), key=lambda g: (len(g.name), g.name))  # alike on all, the newest last
+        groups = {tuple(dist.get_process_group_ranks(g.process_group())): g for g in named}
+        among = sorted((len(ranks), ranks) for ranks in groups if self.ranks.issuperset(ranks))
         kind = " that calibrates" * region.calibrating
-        what = f"the entry of a region of FP8{kind} by {telling.shown(region.recipe)}"
-        telling.compare([*groups.values()], [("region", what)])
+        what = f"the entry of a region of FP8{kind} by {consistency.shown(region.recipe)}"
+        consistency.compare([groups[ranks] for _, ranks in among], [("region", what)])
         self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
@@ -201,7 +203,7 @@ class Agreement:
         try:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
-            raise telling.Disagreement(
+            raise consistency.RankMismatchError(
                 f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} that agree on amaxes waited for the "
                 "others at the entry of a region of FP8: enter it on all of them, equally often, or give fp8_group "
                 f"those that do; {error}"

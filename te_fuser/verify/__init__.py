@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from te_fuser.compare import ErrorRow
+from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.group import Group as RankGroup
-from te_fuser.distributed.telling import telling_errors
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
 from te_fuser.fuser.run.delayed import at_once
-from te_fuser.fuser.run.lockstep import groups_of
+from te_fuser.fuser.run.shared_plans import groups_of
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.words import no_tensor
@@ -63,7 +63,8 @@ def verify(
 
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
-        Disagreement: on all ranks that share ops of the model, where one of them raised or verifies something else.
+        RankMismatchError: on all ranks that share ops of the model, where one of them raised or verifies something
+            else.
     """
     _check_given(x, dtypes)
     if isinstance(subject, (str, Fusion)):
@@ -72,7 +73,7 @@ def verify(
         raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
     ranks = groups_of(listed_ops(model))
-    with telling_errors(ranks):
+    with shared_errors(ranks):
         rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks)
     report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
     if not rows:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, ErrorRow, Tensors, judge, same_bits
-from te_fuser.distributed import telling
+from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import FLOAT8, FLOATING
@@ -101,13 +101,13 @@ class Subject:
                 self._negate()
         if not self._ranks:
             return rows
-        failed = telling.of_all(self._ranks, f"verify: {case.name}", [str(row) for row in rows if not row.passed])
+        failed = gather_values(self._ranks, f"verify: {case.name}", [str(row) for row in rows if not row.passed])
         others = [(k, text) for k, texts in enumerate(failed) for text in texts]
         return rows + [ErrorRow(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
 
     def settled(self, settled: bool) -> bool:
         """Whether no rank has to look at other data, which all run together."""
-        return all(telling.of_all(self._ranks, "verify: whether to run on neighbouring data", settled))
+        return all(gather_values(self._ranks, "verify: whether to run on neighbouring data", settled))
 
     def _negate(self) -> None:
         """Change all parameters in place, as some optimizers do: no version counter sees it."""
@@ -182,7 +182,7 @@ class _Run:
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._checked()
-        except telling.Disagreement:
+        except RankMismatchError:
             raise
         except Exception as error:
             return [ErrorRow(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.ranks import test_consistency as consistency
 from tests.gpu.ranks import test_in_flight as in_flight
 from tests.gpu.ranks import test_peer_products as peer_products
 from tests.gpu.ranks import test_presets as presets
@@ -57,3 +58,8 @@ def test_two_dimensions() -> None:
     vars(two.test_ddp)["body"]()
     vars(two.test_sequences_that_ranks_cut)["body"](0.2)
     vars(two.test_activations_that_ranks_keep_together_and_second_derivatives)["body"]()
+
+
+@on_ranks
+def test_consistency() -> None:
+    vars(consistency.test_a_difference_and_an_error_come_to_all)["body"]()

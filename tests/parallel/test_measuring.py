@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.codegen import entry_file
+from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.plan.tuned import ON
 from te_fuser.fuser.tune import tune as tuning
-from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import tuning as algorithms
@@ -126,13 +125,13 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
 @on_ranks
 def test_what_one_rank_raises_all_do(tmp_path: Path) -> None:
     m, x = model(), x_of()
-    kind = OSError if dist.get_rank() else Disagreement
+    kind = OSError if dist.get_rank() else RankMismatchError
     with slow_gelu(tmp_path, fails_on=1), own_clock(), pytest.raises(kind, match="no compiler here"):
         m.tune(x)
     with (
         slow_gelu(tmp_path),
         own_clock(),
-        pytest.raises(Disagreement, match=r"rank 0 has tune: Effort\(rounds=3.*rank 1 has .*rounds=4"),
+        pytest.raises(RankMismatchError, match=r"rank 0 has tune: Effort\(rounds=3.*rank 1 has .*rounds=4"),
     ):
         m.tune(x, rounds=3 + dist.get_rank())
     assert m(x).shape == (4, 2, F)
@@ -190,7 +189,7 @@ def test_times_of_steps() -> None:
     """Each shows its own, of as many runs as the others; what one cannot run none does."""
     m, x = model(), x_of()
     assert "all_reduce" in str(m.explain(x, measure=True))
-    with pytest.raises(Disagreement, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 has .* 9\]"):
+    with pytest.raises(RankMismatchError, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 .* 9\]"):
         m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True)
     assert m(x).shape == (4, 2, F)
 
@@ -213,7 +212,7 @@ def test_lists_whose_parameters_are_dtensors(tmp_path: Path) -> None:
 def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: Path) -> None:
     """Whatever is faster by another one's clock; where they have one folder, one writes."""
     rank = dist.get_rank()
-    ranks = Together((Group.of("a product", dist.group.WORLD),))
+    groups = (Group.of("a product", dist.group.WORLD),)
     sizes, dtypes = ((5, 32), (6, 32), (5, 6)), HOW[1:4]
     a, b, out = (  # aligned alike on all ranks, as a GPU's memory is
         algorithms._matrix(*size, size[1], False, 256, dtype, torch.device("cpu"))
@@ -233,7 +232,7 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
     def contest(first: Any, second: Any) -> float:
         first()
         second()
-        return float(ranks.first("how two compare", 0.9 + rank))
+        return float(gather_values(groups, "how two compare", 0.9 + rank)[0])
 
     with contextlib.ExitStack() as stack:
         for patch in patched:
@@ -242,11 +241,11 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
         library = stack.enter_context(fake_cublaslt.in_place(fake_cublaslt.compile_library()))
         configured.cache_clear()
         written = stack.enter_context(mock.patch.object(entry_file, "write_whole", wraps=entry_file.write_whole))
-        trials = algorithms.tune_products(call, contest, 0.005, deciding=ranks.deciding())
+        trials = algorithms.tune_products(call, contest, 0.005, deciding=tuning._deciding(groups))
         same_on_all([(t.place, t.choice, t.ratio, t.taken) for t in trials])
         assert [(t.choice, t.taken) for t in trials] == [("#3", True), ("all", True)]
         assert written.call_count == (rank == 0)
-        ranks.meet("what was chosen is on disk")
+        gather_values(groups, "what was chosen is on disk", None)
         for _ in ("in this process", "in a new one"):
             before = library.by_algorithm[3]
             call()

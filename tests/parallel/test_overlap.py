@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser
 from te_fuser import ops
 from te_fuser.distributed import dtensor
-from te_fuser.distributed.telling import Disagreement
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.fuser.plan import finish, overlap
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.steps.op_tasks import OpRunner
@@ -204,5 +204,5 @@ def test_ranks_that_order_otherwise_are_told() -> None:
     def order(self: overlap._Order, fill: bool) -> list[Step]:
         return late(self, fill and dist.get_rank() == 0)
 
-    with mock.patch.object(overlap._Order, "backward", order), pytest.raises(Disagreement, match="step"):
+    with mock.patch.object(overlap._Order, "backward", order), pytest.raises(RankMismatchError, match="step"):
         model(x)

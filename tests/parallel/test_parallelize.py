@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import how_laid
-from te_fuser.distributed.telling import Disagreement
 from te_fuser.fuser.run import fuser
 from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
@@ -385,7 +385,7 @@ def test_what_cannot_be_is_said_on_all_ranks() -> None:
 
 def disagreement(make: Callable[[], object]) -> str:
     """What all ranks raise; then they go on together."""
-    with pytest.raises(Disagreement) as caught:
+    with pytest.raises(RankMismatchError) as caught:
         make()
     dist.barrier()
     return str(caught.value)

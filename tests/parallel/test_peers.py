@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from te_fuser import _native
-from te_fuser.config import config
-from te_fuser.distributed import telling
+from te_fuser.distributed import consistency
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.telling import Disagreement
+from te_fuser.kernels import peers as peers_module
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.peers import ByCopies, Peers, closed, peers_of
 from tests import fake_cublaslt
@@ -271,7 +272,8 @@ def test_more_exchanges_under_way_than_buffers() -> None:
 def one_is_gone() -> None:
     """Not a test: the body of the next one."""
     with standing_in(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "patience", 0.8)
+        patch.setattr(consistency, "timeout", lambda group: 1.0)
+        patch.setattr(peers_module, "_LOOK", 0.1)
         peers, rank, ranks = world()
         x = given(0, rank, 3, 5)
         out = x.new_empty(ranks * 3, 5)
@@ -280,11 +282,14 @@ def one_is_gone() -> None:
             buffers.close(buffers.gather(x, out))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        patch.setattr(telling, "timeout", lambda group: 0.5)
         buffers = peers.buffers(x.nbytes)
-        buffers.close(buffers.gather(x, out))  # what it gives is void
-        words = "waits for . s in an exchange by copy engines, .* and rank 1 of group 'world' did not come"
-        with pytest.raises(Disagreement, match=words):
+        buffers.close(buffers.gather(x, out))
+        until = time.monotonic() + 20.0
+        while not peers.is_done():  # released, so what it gave is void
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        words = "waited in an exchange by copy engines for 1 s, .* and rank 1 of group 'world' did not come"
+        with pytest.raises(RankMismatchError, match=words):
             peers.buffers(x.nbytes)
         print("heard of it")
 

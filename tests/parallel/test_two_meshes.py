@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,8 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.config import config
-from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.consistency import RankMismatchError, first_rank_value, gather_values
 from te_fuser.distributed.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.recipe import DelayedScaling
@@ -59,10 +57,10 @@ def test_what_ranks_of_both_dimensions_tell() -> None:
     """All hear all, whatever dimension of the mesh they share."""
     mesh, rank = mesh_of(), dist.get_rank()
     groups = [Group.of("a test", mesh[name]) for name in ("tp", "dp")]
-    assert telling.of_all(groups, "a test", rank) == [0, 1, 2, 3]
-    assert telling.of_first(groups, "a test", rank) == 0
-    with pytest.raises(telling.Disagreement, match="rank 0 has one thing; rank 1 has another thing"):
-        telling.of_all(groups[1:], "one thing" if rank < 2 else "another thing", None)
+    assert gather_values(groups, "a test", rank) == [0, 1, 2, 3]
+    assert first_rank_value(groups, "a test", rank) == 0
+    with pytest.raises(RankMismatchError, match="rank 0 has one thing; rank 1 has another thing"):
+        gather_values(groups[1:], "one thing" if rank < 2 else "another thing", None)
 
 
 @on_ranks
@@ -79,38 +77,35 @@ def test_a_region_of_some_waits_for_these_alone() -> None:
             model(x).sum().backward()
 
     if rank < 2:
-        with mock.patch.object(config, "patience", 2.0):
-            run(True)
-            with pytest.raises(
-                telling.Disagreement, match=r"rank 0 has x \[4, 32\].*; rank 1 has the entry of a region"
-            ):
-                run(rank == 1, another=1)
+        run(True)
+        with pytest.raises(RankMismatchError, match=r"rank 0 has x \[4, 32\].*; rank 1 has the entry of a region"):
+            run(rank == 1, another=1)
     dist.barrier()
     assert of_all(x).shape == (4, 32)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @on_ranks
-def test_all_that_wait_for_one_rank_are_ended() -> None:
-    """The first that gives up tells the others, which look later than the one that they wait for has raised."""
-    rank, group = dist.get_rank(), dist.new_group(range(RANKS))
-    model = te_fuser.Sequential(ops.LayerNorm(F), ops.AllGather(group))
-    model(torch.ones(4, F))
-    if rank == RANKS - 1:
-        with mock.patch.object(config, "patience", 1.0), pytest.raises(telling.Disagreement, match="rank 0 .* waits"):
-            model(torch.ones(6, F))
+def test_what_one_rank_raises_all_ranks_of_a_mesh_do(late: bool) -> None:
+    """Those of other lines and columns, too, whenever they come; then they go on together."""
+    mesh = mesh_of()
+    cut = parallelize(te_fuser.Sequential(*mlp()), mesh["tp"])
+    model = te_fuser.Sequential(*cut, ops.AllReduce(mesh["dp"]))
+    x = tensor(S, B, F, grad=False)
+    failing, rank = 1, dist.get_rank()
+    if late:
+        time.sleep(0.3 * rank)
+    if rank == failing:
+        with pytest.raises(ValueError, match=r"op \d \(LayerNorm"):
+            model(tensor(S, B, F + 1))
     else:
-        ended = threading.Event()
-        with (
-            mock.patch.object(config, "patience", 3.0 if rank else 1.0),
-            mock.patch.object(telling, "entered", return_value=10**6),  # as if it were in one
-            mock.patch.object(stuck, "_abort", side_effect=lambda group: ended.set()),
-        ):
-            stuck.watch([])
-            assert ended.wait(20.0)
-    with pytest.raises(telling.Disagreement, match="rank 0 .* waits in a collective.* Nothing runs in group"):
-        model(torch.ones(4, F))
+        with pytest.raises(RankMismatchError, match=r"cannot run this call, so no rank .*: ValueError: op \d"):
+            model(x)
     dist.barrier()
-    dist.destroy_process_group(group)
+    with pytest.raises(RankMismatchError, match=r"rank \d .* has x \[6, 2, 8\]|rank \d .* has x \[7, "):
+        model(tensor(S + (rank == failing), B, F))
+    dist.barrier()
+    assert model(x).shape == x.shape
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:

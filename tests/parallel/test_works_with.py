@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.distributed import exchange, telling
-from te_fuser.distributed.telling import Disagreement
+from te_fuser.distributed import exchange
+from te_fuser.distributed.consistency import RankMismatchError
 from tests.parallel.ranks import WORLD, on_ranks
 
 F, ROWS = 8, 4
@@ -168,10 +168,9 @@ def test_threads_that_share_a_group_are_refused_at_once() -> None:
         thread.start()
         both.wait()
         with pytest.raises(
-            Disagreement, match="two threads .* that the ranks of this group share.* a group of its own"
+            RankMismatchError, match="two threads .* that the ranks of this group share.* a group of its own"
         ):
             model(x)
         both.wait()
         thread.join(30.0)
     assert words == ["0.0"] and torch.equal(model(x), wanted)
-    assert telling.stands(telling.Group.of("a test", group))[1] == 3

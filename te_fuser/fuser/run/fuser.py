@@ -12,7 +12,7 @@ import torch
 
 from te_fuser import _native, dtypes
 from te_fuser.config import config
-from te_fuser.distributed import telling
+from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.dtensor import is_dtensor, waited
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering, entering_now
@@ -27,7 +27,7 @@ from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run import lockstep
+from te_fuser.fuser.run import shared_plans
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache, Recent
 from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
@@ -172,18 +172,16 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> tuple[Prepared, Call, Graph | None]:
         """The same, and where the call was planned just now, its graph."""
-        with telling.telling_errors(self._plain.groups):
+        with shared_errors(self._plain.groups):
             check_input(x)
             call = self.call(x, inputs, outputs)
             if in_dual_level():
                 refuse_tangents(call.tensors)
             modes = call.listing.modes(x.device.type, outputs)
             agreed = self._agreed_as(call, modes)
-            if agreed is not None:
-                lockstep.begin(call.listing.groups, call)
             found, graph = self._found(call, modes)
         if agreed is not None:
-            lockstep.check(call.listing.groups, call, found.plan, modes.words, found.draws)
+            shared_plans.compare_plans(call.listing.groups, call, found.plan, modes.words, found.draws)
             self._agreed.put(*agreed)
         self._note(call, modes, found)
         return found, call, graph
@@ -193,7 +191,7 @@ class Fuser:
         if not call.listing.groups:
             return None
         draws = any(op.draws() for op in call.listing.lowered)
-        key, seed = call.signature(modes), lockstep.seed_of(call.x.device) if draws else 0
+        key, seed = call.signature(modes), shared_plans.seed_of(call.x.device) if draws else 0
         known = self._agreed.get(key)
         return None if known is not None and seed in (known, None) else (key, seed or 0)
 
@@ -211,7 +209,7 @@ class Fuser:
         if listing.computed:
             facts = Facts.of([facts, *[b.facts() for b in listing.bound.bindings]])
         if listing.groups and found.draws:
-            facts = Facts.of([facts, lockstep.seed_facts(call.x.device)])
+            facts = Facts.of([facts, shared_plans.seed_facts(call.x.device)])
         held = tuple([t._spec for t in call.parameters if is_dtensor(t)])
         self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function, held)
 

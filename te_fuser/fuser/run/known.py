@@ -17,7 +17,7 @@ from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of
 from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
-from te_fuser.fuser.run.lockstep import groups_of
+from te_fuser.fuser.run.shared_plans import groups_of
 from te_fuser.fusions import registry
 from te_fuser.ops import op_table
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser import _native
+from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.fuser.graph.refs import DOUBLED, Ref
 from te_fuser.fuser.steps.step import Bench, KernelFunction, Runner, SlotMap, Slots, Step
 
@@ -87,15 +88,28 @@ def build_program(
     if wrap is not None:
         runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
     may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
+    ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
+    names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
+    runners = [_naming(s.name, o, r) if s.task.waits else r for s, o, r in zip(steps, ops, runners, strict=True)]
     native = _native.Program(
         [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
     )
     blank = (None,) * (len(slots) - given + 1)
-    ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
-    names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
     authors = tuple(_author(s, labels, slots) for s, labels in zip(steps, ops, strict=True))
     return Program(native.run, len(slots), blank, names, made, authors), slots
+
+
+def _naming(name: str, ops: str, runner: Runner) -> Runner:
+    """A step that waits for other ranks, by name where they do not come."""
+
+    def run(slots: Slots) -> None:
+        try:
+            runner(slots)
+        except RankMismatchError as error:
+            raise RankMismatchError(f"step {name!r} of {ops}: {error}") from error
+
+    return run
 
 
 def _author(step: Step, ops: str, slots: SlotMap) -> Author | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 import torch
 
 from te_fuser import _native
-from te_fuser.distributed import stuck, telling
+from te_fuser.distributed.consistency import one_thread
 from te_fuser.distributed.dtensor import as_gradient, own_part
 from te_fuser.fuser.graph.gradients import marked_refs, stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
@@ -153,11 +153,7 @@ class Segment:
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
         slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
-        try:
-            self.run(self.forward, slots, promised=self.promised)
-        except RuntimeError as error:
-            stuck.explain(error, self.ranks.groups, f"a call with {list(tensors[0].shape)}")
-            raise
+        self.run(self.forward, slots, promised=self.promised)
         return slots
 
     def run(self, program: Program, slots: list[Any], *given: Any, **how: Any) -> None:
@@ -165,7 +161,7 @@ class Segment:
         if not self.ranks.groups:
             watched.run(program, slots, *given, **how)
             return
-        with telling.alone(self.ranks.groups):
+        with one_thread(self.ranks.groups):
             watched.run(program, slots, *given, **how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -310,13 +306,11 @@ def _run_backward(segment: Segment, back: Backward, program: Program, slots: lis
                 segment.run(program, slots, may_overwrite, True, segment.promised)
         else:
             segment.run(program, slots, may_overwrite, True, segment.promised)
-    except BaseException as error:
+    except BaseException:
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in back.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
                     scale_of_amax.lower_again(slots[k].data)  # saved scales lie beside them, of one version
-        if isinstance(error, RuntimeError):
-            stuck.explain(error, segment.ranks.groups, "the backward pass of a call")
         raise
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.distributed import telling
+from te_fuser.distributed.consistency import gather_values
 from te_fuser.fuser.run.loading import execute, load, unhooked
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def measured_run(
         The plan, the times, and what the call returns.
     """
     groups = fuser.call(x, inputs, outputs).listing.groups
-    telling.of_all(groups, f"explain(measure=True) of x {list(x.shape)}", None)
+    gather_values(groups, f"explain(measure=True) of x {list(x.shape)}", None)
     prepared, call = fuser.prepare_call(x, inputs, outputs)
     plan, parameters = prepared.plan, [unhooked(p) for p in call.parameters]
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()

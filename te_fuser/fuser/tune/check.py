@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
+from te_fuser.distributed.consistency import gather_values
 from te_fuser.distributed.dtensor import is_dtensor, like_dtensor, own_part
 from te_fuser.fuser.run.loading import Prepared, execute
-from te_fuser.fuser.tune.together import Together
 from te_fuser.params.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.plan.plan import Plan
 
 Results = dict[str, torch.Tensor]
 _AS_IT_IS = contextlib.nullcontext()
+
+
+def reason_of_any(groups: Sequence[Group], what: str, reason: str) -> str:
+    """Why one of the ranks of these groups cannot take what is tried, of the first that cannot; empty when all can."""
+    found = gather_values(groups, f"tune: {what}", reason)
+    rank = next((k for k, said in enumerate(found) if said), 0)
+    return found[rank] if len(set(found)) == 1 else f"on rank {rank}: {found[rank]}"
 
 
 class Check:
@@ -39,9 +47,9 @@ class Check:
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],
-        ranks: Together = Together(),  # noqa: B008 - frozen
+        groups: Sequence[Group] = (),
     ) -> None:
-        self.ranks = ranks
+        self.groups = groups
         self.default, self.x, self.inputs, self.parameters = default, x, inputs, parameters
         self.coarsest = default.plan.graph.coarsest
         self.wanted = self.results(default)
@@ -58,7 +66,7 @@ class Check:
                 found = self.results(other)
         except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
             reason = f"fails: {type(error).__name__}: {error}"
-        reason = self.ranks.reason("what is tried has run", reason)
+        reason = reason_of_any(self.groups, "what is tried has run", reason)
         if reason or _drawn_elsewhere(self.default.plan, other.plan):
             return reason
         try:
@@ -68,11 +76,11 @@ class Check:
             reason = str(max(failed, key=lambda row: row.share)) if failed else ""
         except torch.OutOfMemoryError:
             reason = "there is no memory to compare it with the default on moved data"
-        return self.ranks.reason("results are compared", reason)
+        return reason_of_any(self.groups, "results are compared", reason)
 
     def _settled(self, settled: bool) -> bool:
         """Whether no rank has to look at moved data, which all run together."""
-        return self.ranks.all("whether to run on moved data", settled)
+        return all(gather_values(self.groups, "tune: whether to run on moved data", settled))
 
     def note(self, other: Prepared) -> str:
         """What of another plan could not be compared, in words; empty when all was."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.distributed import telling
+from te_fuser.codegen.entry_file import tuned_folder
+from te_fuser.distributed.consistency import first_rank_value, gather_values, shared_errors
 from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
 from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
-from te_fuser.fuser.tune.check import Check
+from te_fuser.fuser.tune.check import Check, reason_of_any
 from te_fuser.fuser.tune.schedules import tune_schedules
-from te_fuser.fuser.tune.together import Together
 from te_fuser.fusions.library import Library, libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.run.fuser import Fuser
     from te_fuser.fuser.steps.step import KernelFunction
@@ -107,12 +110,12 @@ class _Rounds:
     outputs: tuple[str, ...]
     effort: Effort
     contest: Contest
-    ranks: Together
+    groups: tuple[Group, ...]
 
     def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
         """A plan ready to run on all ranks, some of its kernels by other ones."""
         made = load(plan, self.outputs, instead=kernels)
-        self.ranks.meet("a plan is ready")
+        gather_values(self.groups, "tune: a plan is ready", None)
         return made
 
     def call(self, prepared: Prepared) -> Callable[[], None]:
@@ -121,7 +124,8 @@ class _Rounds:
 
     def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
         """Seconds of the second over seconds of the first, on the rank that decides."""
-        return float(self.ranks.first("how two plans compare", self.contest(first, second, self.effort)))
+        seconds = self.contest(first, second, self.effort)
+        return float(first_rank_value(self.groups, "tune: how two plans compare", seconds))
 
     def between(self, first: Plan, second: Plan) -> float:
         """The same of two plans."""
@@ -142,8 +146,8 @@ def tune(
     choices are tried and taken. What one of them refuses all do; what one raises all do.
     """
     groups = fuser.call(x, inputs, outputs).listing.groups
-    with telling.telling_errors(groups):
-        return _tune(fuser, x, inputs, outputs, effort, contest, Together(groups))
+    with shared_errors(groups):
+        return _tune(fuser, x, inputs, outputs, effort, contest, groups)
 
 
 def _tune(
@@ -153,17 +157,17 @@ def _tune(
     outputs: tuple[str, ...],
     effort: Effort,
     contest: Contest | None,
-    ranks: Together,
+    groups: tuple[Group, ...],
 ) -> tuple[TuneReport, Any]:
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
-    if ranks.groups:  # they compare what they run, as in a call
-        ranks.meet(f"{effort} for x {list(x.shape)}")
+    if groups:  # their ranks compare what they run, as in a call
+        gather_values(groups, f"tune: {effort} for x {list(x.shape)}", None)
         fuser.prepare_call(x, inputs, outputs)
-    deciding = ranks.deciding()
+    deciding = _deciding(groups)
     call = fuser.call(x, inputs, outputs)
     graph, options = fuser.asked(call)
     parameters = [unhooked(p) for p in call.parameters]
-    rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device, ranks), ranks)
+    rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device, groups), groups)
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, tuned={})
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
@@ -179,9 +183,17 @@ def _tune(
         result = execute(rounds.prepared(best), x, inputs, parameters)
     if deciding.writes:
         _keep(graph, fuser, x.device, search.choices, total)
-    ranks.meet("what was found is on disk")
+    gather_values(groups, "tune: what was found is on disk", None)
     fuser.forget_plans()
     return TuneReport(tuple(trials), (total,)), result
+
+
+def _deciding(groups: tuple[Group, ...]) -> Deciding:
+    """The first rank decides; of those that have one folder on one machine the first writes."""
+    own = [socket.gethostname(), str(tuned_folder()), os.getpid()]
+    found = gather_values(groups, "tune: where measured choices lie", own)
+    writer = next(place for place in found if place[:2] == own[:2])
+    return Deciding(lambda what, value: first_rank_value(groups, f"tune: {what}", value), writer == own)
 
 
 class _Search:
@@ -205,7 +217,7 @@ class _Search:
         """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
         rounds = self._rounds
-        unfit = rounds.ranks.reason(f"{place} {choice}", _unfit(plan, self.best, self._options.memory))
+        unfit = reason_of_any(rounds.groups, f"{place} {choice}", _unfit(plan, self.best, self._options.memory))
         if unfit:
             self.trials.append(Trial(place, choice, None, False, unfit))
             return
@@ -239,7 +251,7 @@ class _Search:
 
     def _checked_by(self, prepared: Prepared) -> Check:
         rounds = self._rounds
-        return Check(prepared, rounds.x, rounds.inputs, rounds.parameters, rounds.ranks)
+        return Check(prepared, rounds.x, rounds.inputs, rounds.parameters, rounds.groups)
 
 
 def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check, deciding: Deciding) -> list[Trial]:
@@ -302,7 +314,7 @@ def _call(
     return run
 
 
-def _contest_on(device: torch.device, ranks: Together = Together()) -> Contest:  # noqa: B008 - frozen
+def _contest_on(device: torch.device, groups: Sequence[Group] = ()) -> Contest:
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -318,7 +330,8 @@ def _contest_on(device: torch.device, ranks: Together = Together()) -> Contest: 
     def contest(first: Callable[[], None], second: Callable[[], None], effort: Effort) -> float:
         for call in (first, second):
             turn(call, _WARM_UP)
-        times = ranks.first("how often", max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9))))
+        times = max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9)))
+        times = first_rank_value(groups, "tune: how often", times)
         ratios = []
         for k in range(effort.rounds):  # who begins changes, so that neither always follows a pause
             if k % 2:

@@ -1,29 +1,29 @@
-"""Ranks that share ops run the same plan: what each is about to run is compared before its first run.
+"""Plans that several ranks run together: what each is about to run is compared before its first run.
 
 A collective that one rank runs and another does not, or on a tensor of another size, waits for ever or gives wrong
-numbers. So before a plan runs for the first time, or on sizes that it has not run on, the ranks of each group tell each
-other what it is to be (`telling`): all go on, or all raise. A rank that cannot plan the call tells its error instead.
-Later calls of such sizes exchange nothing, until the generator that they draw from has another seed.
+numbers. So before a plan runs for the first time, or on sizes that it has not run on, the ranks of each group compare
+it (`consistency`): all go on, or all raise. Later calls of such sizes compare nothing, until the generator that they
+draw from has another seed.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.distributed import stuck, telling
+from te_fuser.distributed import consistency
 from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.sharding.rule import joint_ops
 
 if TYPE_CHECKING:
+    from te_fuser.distributed.consistency import Line
     from te_fuser.distributed.group import Group
-    from te_fuser.distributed.telling import Line
     from te_fuser.fuser.graph.listed import ListedOp
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.run.known import Call
@@ -35,24 +35,22 @@ def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
     return tuple(dict.fromkeys([*[group for item in listed for group in item.entering], *[one.group for one in joint]]))
 
 
-def begin(groups: Sequence[Group], call: Call) -> None:
-    """Tell that this rank is making a call ready."""
-    telling.begin(groups, f"a call with x {_of(call.x)}")
-
-
-def check(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bool) -> None:
-    """Compare what the ranks of these groups are about to run; of a group that is missing its ops tell.
+def compare_plans(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bool) -> None:
+    """Compare what the ranks of these groups are about to run.
 
     Args:
         modes: what else the call depends on, in words.
         draws: whether the call draws random numbers.
 
     Raises:
-        Disagreement: on all ranks, naming them and the first difference; or the error of one that has no plan.
+        RankMismatchError: on all ranks, naming the first difference, the error of one that has no plan, or who does
+            not come.
     """
     drawn = [("seed", f"random numbers from {_random(call.x.device)}")] if draws else []
-    telling.compare(groups, [*_call(call, plan), ("mode", modes), *_steps(plan), *_sums(call, plan), *drawn])
-    stuck.watch(groups)
+    lines = [*_call(call, plan), ("mode", modes), *_steps(plan), *_sums(call, plan), *drawn]
+    labels = {node.op: node.label for node in plan.graph.nodes}
+    first = next((f" of {labels[one.op]}" for one in joint_ops([*labels]) if one.group in groups), "")
+    consistency.compare(groups, lines, f"a call{first} with {lines[0][1]}")
 
 
 def seed_of(device: torch.device) -> int | None:
@@ -65,11 +63,8 @@ def seed_of(device: torch.device) -> int | None:
 
 
 def seed_facts(device: torch.device) -> Facts:
-    """That it is the one of now."""
-    ask: Callable[[], int | None] = torch.default_generator.initial_seed
-    if device.type == "cuda":
-        ask = functools.partial(seed_of, device)
-    return Facts(calls=((ask, ask()),))
+    """Facts that hold while the seed is the one of now."""
+    return Facts(calls=((functools.partial(seed_of, device), seed_of(device)),))
 
 
 def _call(call: Call, plan: Plan) -> Iterator[Line]:
