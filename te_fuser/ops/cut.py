@@ -18,8 +18,8 @@ Sharing = TypeVar("Sharing", bound="Cut")
 class Cut(OfRanks, FusableOperation):
     """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
 
-    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place
-    the op of a rank's share, and collectives around it: see `te_fuser.sharding`.
+    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place the
+    op of a rank's share, and collectives around it (`te_fuser.sharding`).
 
     Attributes:
         parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Placement, Replicated
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.op_table import Kind, OpTable
 from te_fuser.ops.words import described
 
@@ -56,9 +57,10 @@ class ShardingRule(Generic[Op]):
         Raises:
             ValueError: when it cannot take that; the message says what to do.
         """
-        if any(placed != Replicated() for placed in (x, *context.named.values())):
+        given = [placed for placed in (x, *context.named.values()) if placed != Replicated()]
+        if given:
             raise ValueError(
-                f"{type(op).__name__} does not say what it makes of an input that is {x} in the ranks of "
+                f"{type(op).__name__} does not say what it makes of an input that is {given[0]} in the ranks of "
                 f"{context.group.title}: give it a rule by @te_fuser.parallel.sharding_rule(...), or put it where "
                 "values are whole"
             )
@@ -98,14 +100,20 @@ RULES: OpTable[ShardingRule[Any]] = OpTable("sharding", ShardingRule())
 
 
 def sharding_rule(rule: ShardingRule[Any]) -> Callable[[Kind], Kind]:
-    """Decorator that gives a class of ops a rule, which its subclasses have too.
+    """Decorator that gives a class of elementary ops a rule, which its subclasses have too.
 
     Raises:
-        TypeError: for anything but a rule.
+        TypeError: for anything else.
     """
     if not isinstance(rule, ShardingRule):
         raise TypeError(f"sharding_rule takes a ShardingRule, as @sharding_rule(Rows()), got {described(rule)}")
-    return RULES.row(rule)
+
+    def decorated(kind: Kind) -> Kind:
+        if not issubclass(kind, FusableOperation) or issubclass(kind, FusedOperation):
+            raise TypeError(f"sharding_rule decorates a class of ops that stand for no others, got {described(kind)}")
+        return RULES.row(rule)(kind)
+
+    return decorated
 
 
 def rule_of(op: FusableOperation) -> ShardingRule[Any]:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.steps import sum_task
-from te_fuser.parallel import leave_sums_to_engine
+from te_fuser.parallel import ShardingRule, leave_sums_to_engine
+from te_fuser.sharding.rules import RowRule
 from tests.parallel.cutting import EXACT, assert_as_whole, own, part, run
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.parallel.test_presets import CASES, B, F, S, ends, inputs, pair
@@ -147,14 +148,15 @@ def test_called_in_other_ways(around: str, sequence_parallel: bool) -> None:
     assert_as_whole(wrap(cut), wrap(whole), inputs(case), case.blocks, ends(case, 0 if sequence_parallel else None))
 
 
-@pytest.mark.parametrize("kind", [ops.RowOp, ops.FusableOperation])
+@pytest.mark.parametrize("rule", [RowRule, ShardingRule])
 @on_ranks
-def test_a_sum_left_out_is_seen(kind: type) -> None:
+def test_a_sum_left_out_is_seen(rule: type) -> None:
     """These tests would fail without it: of norms and biases, and of norms of heads."""
-    case = CASES[LAYER if kind is ops.RowOp else "MultiheadAttention RMSNorm"]
-    cut, whole = pair(case, kind is ops.RowOp)
-    with mock.patch.object(kind, "summed", lambda *_: ()), pytest.raises(AssertionError, match="not close"):
-        assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0 if kind is ops.RowOp else None))
+    rows = rule is RowRule
+    case = CASES[LAYER if rows else "MultiheadAttention RMSNorm"]
+    cut, whole = pair(case, rows)
+    with mock.patch.object(rule, "partial_gradients", lambda *_: ()), pytest.raises(AssertionError, match="not close"):
+        assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0 if rows else None))
 
 
 @on_ranks

@@ -153,6 +153,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "sharding_rule takes a ShardingRule, as @sharding_rule(Rows()), got the class RowByRow",
     ),
+    "a list of ops": (
+        lambda: sharding_rule(RowByRow())(type("Both", (ops.FusedOperation,), {})),
+        TypeError,
+        "sharding_rule decorates a class of ops that stand for no others, got the class Both",
+    ),
 }
 
 
@@ -166,3 +171,15 @@ def test_refusals(name: str) -> None:
 def test_a_model_without_ranks_asks_no_rule() -> None:
     model = te_fuser.Sequential(Wrong(F), ops.GELU(), kernels="reference")
     assert model(torch.randn(3, F)).shape == (3, F)
+
+
+class Reading(Plain):
+    """An op without a rule that reads a value by name, too."""
+
+    def named_inputs(self) -> dict[str, ops.NamedInput]:
+        return {"other": ops.NamedInput("other", None, gradient=False)}
+
+
+def test_words_name_the_input_that_is_not_whole() -> None:
+    with pytest.raises(ValueError, match="Reading does not say what it makes of an input that is cut by features"):
+        planned(column(), ops.Fork("other"), row(), Reading(F))
