@@ -23,14 +23,14 @@ from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
 from te_fuser.ops.words import TakesArguments, no_module
 from te_fuser.params.given import Given
-from te_fuser.parts import Border, Group, Part, names_read
+from te_fuser.parts import Border, FusedRegion, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
 _NO_FORWARD = torch.nn.Module.forward  # that of modules which only hold others
 
 
-class Options(dict[str, Any]):
+class ListOptions(dict[str, Any]):
     """Options of a list by name, which who knows the list holds.
 
     No plain dict: of these torch.export leaves copies in the list.
@@ -69,8 +69,8 @@ class OpList(torch.nn.Sequential, TakesArguments):
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
     _structure: Any  # what the list came to
-    _given: Options
-    _around: Options  # the options of the list around, for one that runs by its own __call__ in there
+    _given: ListOptions
+    _around: ListOptions  # the options of the list around, for one that runs by its own __call__ in there
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add a module as torch.nn.Module does, of what can be called.
@@ -227,7 +227,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> Group:
+def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Entering]) -> FusedRegion:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -241,7 +241,7 @@ def _group(run: _Consecutive, holding: Facts | None, known: Mapping[_Place, Ente
         gives |= dict.fromkeys(item.names_out)
     listed = tuple([replace(item, entering=known[_place(item)]) if known else item for item in run.listed])
     fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
-    return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
+    return FusedRegion(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
 
 class _Flattener:

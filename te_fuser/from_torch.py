@@ -56,7 +56,7 @@ def from_torch(
         raise TypeError(f"from_torch takes a torch.nn.Module, got {described(module)}")
     if not (x is None or isinstance(x, torch.Tensor)):
         raise no_tensor("from_torch(module, x)", x)
-    conversion = _Conversion(one_of("mask", mask, MASKS))
+    conversion = _Converter(one_of("mask", mask, MASKS))
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if mask != "none" and attention is None:
         raise ValueError(f"from_torch: there is no attention in this {type(module).__name__} to take mask={mask!r}")
@@ -111,7 +111,7 @@ def why_none(module: nn.Module) -> str:
     """Why no ops could stand for a module, nor for any part of it; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
-    conversion = _Conversion("none")
+    conversion = _Converter("none")
     try:
         made = conversion.convert(module, "")
     except _Cannot as no:
@@ -150,7 +150,7 @@ class _Cannot(Exception):
 
 
 @dataclass
-class _Conversion:
+class _Converter:
     """One call of from_torch.
 
     Attributes:
@@ -293,7 +293,7 @@ def _unflatten(m: nn.Unflatten) -> Any:
     return ops.Unflatten(m.dim, m.unflattened_size)  # type: ignore[arg-type]
 
 
-def _attention(conversion: _Conversion, m: nn.MultiheadAttention, path: str) -> Any:
+def _attention(conversion: _Converter, m: nn.MultiheadAttention, path: str) -> Any:
     if not m._qkv_same_embed_dim:
         raise _Cannot(f"its keys and values come from other tensors, of kdim={m.kdim} and vdim={m.vdim} features")
     if m.bias_k is not None or m.add_zero_attn:
@@ -312,7 +312,7 @@ _FUNCTIONS: dict[Any, Callable[[], FusableOperation]] = {
 }
 
 
-def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path: str) -> Any:
+def _encoder_layer(conversion: _Converter, m: nn.TransformerEncoderLayer, path: str) -> Any:
     activation = m.activation
     if not isinstance(activation, nn.Module):
         if activation not in _FUNCTIONS:
@@ -330,12 +330,12 @@ def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path:
     return conversion.parts(listed, path)
 
 
-def _encoder(conversion: _Conversion, m: nn.TransformerEncoder, path: str) -> Any:
+def _encoder(conversion: _Converter, m: nn.TransformerEncoder, path: str) -> Any:
     layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers")}
     return conversion.parts(layers if m.norm is None else {**layers, "norm": m.norm}, path)
 
 
-def _decoder(conversion: _Conversion, m: nn.Module, path: str) -> Any:
+def _decoder(conversion: _Converter, m: nn.Module, path: str) -> Any:
     raise _Cannot("it attends to keys and values of another tensor, an input that a list of ops has to name")
 
 
@@ -358,7 +358,7 @@ _SINGLE: dict[type[nn.Module], Callable[[Any], Any]] = {
     nn.Unflatten: _unflatten,
 }
 # Class -> the list, of what has other modules or several products in it.
-_BLOCKS: dict[type[nn.Module], Callable[[_Conversion, Any, str], Any]] = {
+_BLOCKS: dict[type[nn.Module], Callable[[_Converter, Any, str], Any]] = {
     nn.Sequential: lambda conversion, m, path: conversion.parts(m._modules, path),
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,

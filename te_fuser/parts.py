@@ -92,7 +92,7 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedRegion:
     """Consecutive ops that are planned together, and the names that cross its ends."""
 
     fuser: Fuser
@@ -124,8 +124,8 @@ class Group:
             return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
 
 
-Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time
-GroupRun = Callable[[Group, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
+Part = Union[Border, FusedRegion]  # noqa: UP007 - a type alias at run time
+GroupRun = Callable[[FusedRegion, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
 
 
 def walk_parts(
@@ -171,4 +171,4 @@ def walk_parts(
 
 def names_read(part: Part) -> Iterable[str]:
     """The names that a part reads."""
-    return part.reads if isinstance(part, Group) else part.reads.values()
+    return part.reads if isinstance(part, FusedRegion) else part.reads.values()

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from te_fuser.distributed.spread import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
-from te_fuser.flatten import OpList, Options, flatten, qualified, runs_itself
+from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
@@ -29,7 +29,7 @@ from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.params.main_grad import spared
-from te_fuser.parts import Border, Group, GroupRun, Part, walk_parts
+from te_fuser.parts import Border, FusedRegion, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.fuser import Fuser
@@ -72,7 +72,7 @@ class Sequential(OpList):
         verify: bool | None = None,
     ) -> None:
         super().__init__(*ops)
-        self._given, self._around = Options(), Options()
+        self._given, self._around = ListOptions(), ListOptions()
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
         if not isinstance(self.verify, bool):
@@ -82,7 +82,7 @@ class Sequential(OpList):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
-        return {**self.__dict__, "_given": Options(self._given), "_around": Options(), "_structure": None}
+        return {**self.__dict__, "_given": ListOptions(self._given), "_around": ListOptions(), "_structure": None}
 
     # ------------------------------------------------------------------------------ list semantics
 
@@ -198,7 +198,7 @@ class Sequential(OpList):
         """
         found = Sequential.plans(self, x, outputs=outputs, device=device, **inputs)  # a preset's takes its calls
         if len(found) != 1:
-            by_options = any(part.notes for part in self._prepared() if isinstance(part, Group))
+            by_options = any(part.notes for part in self._prepared() if isinstance(part, FusedRegion))
             what = "plain modules and lists with other options" if by_options else "plain modules"
             raise ValueError(f"{what} split this list into {len(found)} plans; use plans(x)")
         return found[0]
@@ -228,14 +228,14 @@ class Sequential(OpList):
         roofline = device if device is None or isinstance(device, Device) else device_named(device)
         parts, wanted, values, found = self._prepared(), self._wanted(outputs), named_tensors(inputs), list[Plan]()
 
-        def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
             return results_like(found[-1].graph, wanted, x.device) if len(parts) > 1 else None
 
-        if type(parts[0]) is Group:
+        if type(parts[0]) is FusedRegion:
             check_input(x, planning=roofline is not None)
         try:
-            if len(parts) == 1 and isinstance(parts[0], Group):
+            if len(parts) == 1 and isinstance(parts[0], FusedRegion):
                 parts[0].run(run, x, values, wanted)
             else:
                 with looking() as look, pythons_draws_undone():
@@ -255,7 +255,7 @@ class Sequential(OpList):
         of two; `te_fuser.config.plans_kept` says how many there may be of each group of ops. Modules that run by
         themselves have their own.
         """
-        return [kept for part in self._prepared() if isinstance(part, Group) for kept in part.fuser.plans_kept()]
+        return [kept for part in self._prepared() if isinstance(part, FusedRegion) for kept in part.fuser.plans_kept()]
 
     def explain(
         self,
@@ -301,7 +301,7 @@ class Sequential(OpList):
 
         found = []
 
-        def run(group: Group, *call: Any) -> Any:
+        def run(group: FusedRegion, *call: Any) -> Any:
             plan, times, made = measured_run(group.fuser, *call)
             found.append((_with_notes(plan, group), times))
             return made
@@ -345,7 +345,7 @@ class Sequential(OpList):
         effort = Effort(rounds, seconds, margin)
         reports = []
 
-        def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             report, made = tune(group.fuser, x, given, wanted, effort)
             reports.append(report)
             return made
@@ -356,7 +356,9 @@ class Sequential(OpList):
     def _try(self, run: GroupRun, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> None:
         """Walk through the parts with `run`, which only measures, and leave the model as it was."""
 
-        def checked(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+        def checked(
+            group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]
+        ) -> Any:
             check_input(x)
             with spared(self.parameters()):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
@@ -369,7 +371,7 @@ class Sequential(OpList):
 
         It is a run: plain modules between ops are called as in forward, their hooks included.
         """
-        if type(self._prepared()[0]) is Group:
+        if type(self._prepared()[0]) is FusedRegion:
             check_tensor(x)
         for name, t in inputs.items():
             if t is not None:
@@ -423,11 +425,13 @@ def _structure_of(model: Sequential) -> _Structure:
     entering = entering_now(model)
     parts = flatten(model, facts, entering)
     first = parts[0]
-    plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held or entering)
+    plain = len(parts) == 1 and isinstance(first, FusedRegion) and not (first.verify or first.held or entering)
     return _Structure(facts, parts, first.fuser if plain else None, [((), ())], entering)  # type: ignore[union-attr]
 
 
-def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+def _run_group(
+    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> Any:
     if not group.verify or stands_in(x):
         return group.fuser.run(x, inputs, outputs)
     from te_fuser.verify import run_verified
@@ -435,7 +439,9 @@ def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     return run_verified(group.fuser, x, inputs, outputs)
 
 
-def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+def _reference(
+    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> Any:
     values = dict(inputs)
     keys = around(x.dtype)
     with only_reading() if keys else contextlib.nullcontext():
@@ -447,7 +453,7 @@ def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     return (y, *(values[n] for n in outputs)) if outputs else y
 
 
-def _with_notes(plan: Plan, group: Group) -> Plan:
+def _with_notes(plan: Plan, group: FusedRegion) -> Plan:
     return replace(plan, notes=(*plan.notes, *group.notes)) if group.notes else plan
 
 
@@ -480,7 +486,7 @@ def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
     found: list[tuple[int, str, list[str]]] = []
     plans = 0
     for part in parts:
-        if isinstance(part, Group):
+        if isinstance(part, FusedRegion):
             plans += 1
             continue
         module, why = part.module, runs_itself(part.module)

@@ -14,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.flatten import flatten
-from te_fuser.parts import Border, Group
+from te_fuser.parts import Border, FusedRegion
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -285,13 +285,13 @@ def test_what_decides_is_seen_on_an_instance_after_a_call() -> None:
     torch.testing.assert_close(model(X), X + plain)
     model.adds_input, inner.runs_alone = False, True
     torch.testing.assert_close(model(X), plain)
-    assert [type(part) for part in model._prepared()] == [Group, Border]
+    assert [type(part) for part in model._prepared()] == [FusedRegion, Border]
 
 
 def test_a_wrapped_class_keeps_the_promise() -> None:
     """As fully_shard makes one."""
     preset = Preset()
     preset.__class__ = type("Wrapped", (Preset,), {})
-    assert [type(part) for part in flatten(sequential(ops.Bias(8), preset))] == [Group]
+    assert [type(part) for part in flatten(sequential(ops.Bias(8), preset))] == [FusedRegion]
     hooked(preset)
-    assert [type(part) for part in flatten(sequential(ops.Bias(8), preset))] == [Group, Border]
+    assert [type(part) for part in flatten(sequential(ops.Bias(8), preset))] == [FusedRegion, Border]

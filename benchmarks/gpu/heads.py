@@ -24,7 +24,7 @@ from rich.table import Table
 import te_fuser
 from benchmarks.common import command_parser, write_record
 from te_fuser import ops
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
+from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 
 BF16, F32 = torch.bfloat16, torch.float32
 SETS, CALLS, ROUNDS = 4, 20, 15
@@ -145,7 +145,7 @@ def measured(case: Case) -> Iterator[Line]:
     dtype = F32 if case.tables == "angles" else BF16
     tables = [torch.randn(case.positions, 1, 1, case.head_dim, device="cuda", dtype=dtype) for _ in range(turning)]
     weights = {name: torch.ones(case.head_dim, device="cuda", dtype=BF16) for name in WEIGHTS}
-    given = Given(tables, weights=weights)
+    given = PassInputs(tables, weights=weights)
     ahead, back = (Turned(p, "sequence_first", 1e-6) for p in case.passes())
     forward = [lambda x=x: ahead(x, given) for x, _ in sets]  # type: ignore[misc]
     read = [x if case.norm else None for x, _ in sets]

@@ -116,7 +116,7 @@ class Maximum:
 
 
 @dataclass(frozen=True)
-class Counts:
+class KernelCounts:
     """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
 
     loads: int
@@ -218,9 +218,9 @@ class KernelDescription:
         text += "".join(f"\n{name} draws for {shared}" for name, shared in self.shared)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
-    def counts(self) -> Counts:
+    def counts(self) -> KernelCounts:
         """The figures by which a derived backward is compared with a hand-written one."""
-        return Counts(
+        return KernelCounts(
             loads=sum(load.axes == Axes.FULL for load in self.loads),
             stores=sum(store.axes == Axes.FULL for store in self.stores),
             row_sums=sum(len(stage) for stage in self.reductions),

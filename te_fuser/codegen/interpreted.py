@@ -11,7 +11,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import rounded
-from te_fuser.formula.random import Placed, RandomStream
+from te_fuser.formula.random import RandomStream, RankPlacement
 
 
 class InterpretedKernel:
@@ -60,7 +60,9 @@ class InterpretedKernel:
         names, shared = self.description.streams, dict(self.description.shared)
         places = numbers[len(names) :]
         return {
-            name: RandomStream(value, offset, k, placed=Placed(shared[name], *places) if name in shared else None)
+            name: RandomStream(
+                value, offset, k, placed=RankPlacement(shared[name], *places) if name in shared else None
+            )
             for name, k in zip(names, numbers, strict=False)
         }
 

@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
-from te_fuser.convert.call import Call, argument_names, cache_name
-from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left, why_shared
+from te_fuser.convert.call import LayerCall, argument_names, cache_name
+from te_fuser.convert.parts import LayerParts, become, has_own_forward, keeps_forward, why_left, why_shared
 from te_fuser.convert.watched import answers, modules_as_they_are, scalars_of
 from te_fuser.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
@@ -76,7 +76,7 @@ class _Now:
     lists: dict[Hashable, Sequential] = field(default_factory=dict)
 
 
-class Block(ops.Together):
+class DecoderBlock(ops.Together):
     """A layer of the class `was`, run by lists of ops. A family says what they consist of."""
 
     was: ClassVar[Any]
@@ -98,19 +98,19 @@ class Block(ops.Together):
 
     # ------------------------------------------------------------------------------- what a family says
 
-    def front(self, parts: Parts) -> list[nn.Module]:
+    def front(self, parts: LayerParts) -> list[nn.Module]:
         """From x to packed queries, keys and values, [all queries | all keys | all values], turned by their angles."""
         raise NotImplementedError
 
-    def norm_before(self, parts: Parts) -> list[nn.Module]:
+    def norm_before(self, parts: LayerParts) -> list[nn.Module]:
         """The norm of what attention reads."""
         raise NotImplementedError
 
-    def project(self, parts: Parts) -> list[nn.Module]:
+    def project(self, parts: LayerParts) -> list[nn.Module]:
         """The projection of attention's output; a part of the attention module."""
         raise NotImplementedError
 
-    def back(self, parts: Parts) -> list[nn.Module]:
+    def back(self, parts: LayerParts) -> list[nn.Module]:
         """From what attention gives to y; the layer's input is called "residual"."""
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class Block(ops.Together):
         """The modules whose numbers and flags these are."""
         return [self._attention()]
 
-    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def by_module(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """What the attention module gives of x."""
         raise NotImplementedError
 
@@ -153,14 +153,14 @@ class Block(ops.Together):
         if unturned or len(arguments) != len(args) + len(keywords) or names[0] not in arguments:
             return self.was.forward(self, *args, **keywords)  # type: ignore[no-any-return]  # raises
         x = arguments.pop(names[0])
-        call = Call(arguments, self.cache)
+        call = LayerCall(arguments, self.cache)
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         traced = traced or type(x) not in (torch.Tensor, nn.Parameter)
         if traced or any(GLOBAL_HOOKS) or self._is_beyond_lists(call):
             return self.was.forward(self, x, **arguments)  # type: ignore[no-any-return]
         return self.run(x, call)
 
-    def _is_beyond_lists(self, call: Call) -> bool:
+    def _is_beyond_lists(self, call: LayerCall) -> bool:
         """True for a call that says something of which lists of ops know nothing."""
         unknown = call.unknown()
         if unknown:
@@ -169,7 +169,7 @@ class Block(ops.Together):
             warnings.warn(f"{type(self).__name__} is {words}: it runs as transformers has it", stacklevel=3)
         return bool(unknown)
 
-    def run(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def run(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """y of x, [B, S, features], by lists."""
         now = self._now()
         how = self._how(x, call, now)
@@ -200,7 +200,7 @@ class Block(ops.Together):
         call.past.update(key, value, now.attention.layer_idx)
         return y  # type: ignore[no-any-return]
 
-    def _how(self, x: torch.Tensor, call: Call, now: _Now) -> str:
+    def _how(self, x: torch.Tensor, call: LayerCall, now: _Now) -> str:
         """Who runs attention: the op, by what it hides, or the model."""
         if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
@@ -254,7 +254,7 @@ class Block(ops.Together):
         return made.now
 
     def _make(self) -> _Made:
-        parts, attention = Parts(self), self._attention()
+        parts, attention = LayerParts(self), self._attention()
         why = why_left(attention, self.attention_class) or why_shared(attention) or self.attention_left()
         self._look(parts)
         if why is not None:
@@ -262,8 +262,8 @@ class Block(ops.Together):
             parts.left[self.attention] = why
         return _Made(Facts.of([modules_as_they_are(self), parts.facts()]), parts.left)
 
-    def _look(self, parts: Parts) -> None:
-        """Note of all parts what `Parts` notes."""
+    def _look(self, parts: LayerParts) -> None:
+        """Note of all parts what `LayerParts` notes."""
         if type(self._attention()).forward is self.attention_class.forward:
             self._ops(parts, "whole", "none")
             return
@@ -303,11 +303,11 @@ class Block(ops.Together):
             kept, key = self.__dict__["_te_fuser"].lists, (part, hides, *now.key)
             if (found := kept.get(key)) is None:
                 options = self.__dict__.get("_te_fuser_options", {})
-                found = kept[key] = Sequential(*self._ops(Parts(self), part, hides), **options)
+                found = kept[key] = Sequential(*self._ops(LayerParts(self), part, hides), **options)
             now.lists[part, hides] = found
         return found
 
-    def _ops(self, parts: Parts, part: str, hides: str) -> list[nn.Module]:
+    def _ops(self, parts: LayerParts, part: str, hides: str) -> list[nn.Module]:
         if part == "norm":
             return self.norm_before(parts)
         if part == "front":
@@ -330,7 +330,7 @@ class Block(ops.Together):
 
     def keep_joined(self) -> None:
         """Lay weights and biases that one product reads in one buffer each."""
-        parts = Parts(self)
+        parts = LayerParts(self)
         self._look(parts)
         for names in parts.joined:
             self.keep_together(*names)
@@ -352,7 +352,7 @@ class Block(ops.Together):
         return "run by te_fuser"
 
 
-def _sees_itself(x: torch.Tensor, call: Call, now: _Now) -> bool:
+def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
     """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
     past, number = call.past, now.attention.layer_idx
     if past is None:
@@ -364,7 +364,7 @@ def _sees_itself(x: torch.Tensor, call: Call, now: _Now) -> bool:
     return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not now.is_eager
 
 
-def _hides(x: torch.Tensor, call: Call, now: _Now) -> str:
+def _hides(x: torch.Tensor, call: LayerCall, now: _Now) -> str:
     """What attention to the layer's own positions hides."""
     mask = call.mask
     if mask is None:

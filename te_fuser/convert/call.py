@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """The arguments of a layer's call beside its input, by the names that its class has for them.
 
     Attributes:

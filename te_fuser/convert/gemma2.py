@@ -9,13 +9,13 @@ from transformers.models.gemma2 import modeling_gemma2 as theirs
 
 from te_fuser import ops
 from te_fuser.convert.gemma import GemmaLike
-from te_fuser.convert.parts import Parts
+from te_fuser.convert.parts import LayerParts
 
 
 class FourNorms(GemmaLike):
     """x + norm(attend(norm(x))), then x + norm(mlp(norm(x)))."""
 
-    def back(self, parts: Parts) -> list[nn.Module]:
+    def back(self, parts: LayerParts) -> list[nn.Module]:
         attended = [*self.norm(parts, "post_attention_layernorm"), ops.Add("residual"), ops.Fork("middle")]
         mlp = [*self.norm(parts, "pre_feedforward_layernorm"), *self.mlp_ops(parts)]
         return [*attended, *mlp, *self.norm(parts, "post_feedforward_layernorm"), ops.Add("middle")]

@@ -12,12 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from te_fuser import ops
 from te_fuser.convert.activations import activation_for
-from te_fuser.convert.block import Block
-from te_fuser.convert.call import Call
-from te_fuser.convert.parts import Parts, Theirs
+from te_fuser.convert.block import DecoderBlock
+from te_fuser.convert.call import LayerCall
+from te_fuser.convert.parts import LayerParts, Theirs
 
 
-class GPT2Block(Block, theirs.GPT2Block):
+class GPT2Block(DecoderBlock, theirs.GPT2Block):
     """transformers' layer, run by lists of ops: x + attend(norm(x)), then x + mlp(norm(x))."""
 
     was = theirs.GPT2Block
@@ -28,22 +28,22 @@ class GPT2Block(Block, theirs.GPT2Block):
     def why_not(cls, layer: Any) -> str | None:
         return "it attends to an encoder too" if hasattr(layer, "crossattention") else None
 
-    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def by_module(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         y, _ = self._attention()(x, **call.arguments)
         return y  # type: ignore[no-any-return]
 
     # --------------------------------------------------------------------------------------- lists
 
-    def norm_before(self, parts: Parts) -> list[nn.Module]:
+    def norm_before(self, parts: LayerParts) -> list[nn.Module]:
         return _norm(parts, "ln_1")
 
-    def front(self, parts: Parts) -> list[nn.Module]:
+    def front(self, parts: LayerParts) -> list[nn.Module]:
         return _conv(parts, "attn.c_attn")
 
-    def project(self, parts: Parts) -> list[nn.Module]:
+    def project(self, parts: LayerParts) -> list[nn.Module]:
         return [*_conv(parts, "attn.c_proj"), *_dropout(parts, "attn.resid_dropout")]
 
-    def back(self, parts: Parts) -> list[nn.Module]:
+    def back(self, parts: LayerParts) -> list[nn.Module]:
         return [ops.Add("residual"), ops.Fork("middle"), *_norm(parts, "ln_2"), *_mlp(parts), ops.Add("middle")]
 
     # ----------------------------------------------------------------------------------- attention
@@ -74,11 +74,11 @@ class GPT2Block(Block, theirs.GPT2Block):
         return attention.attn_dropout.p if attention.training else 0.0  # type: ignore[no-any-return]
 
 
-def _norm(parts: Parts, path: str) -> list[nn.Module]:
+def _norm(parts: LayerParts, path: str) -> list[nn.Module]:
     return parts.norm(path, nn.LayerNorm, lambda m: ops.LayerNorm(m.weight.shape[0], m.eps, device="meta"))
 
 
-def _conv(parts: Parts, path: str) -> list[nn.Module]:
+def _conv(parts: LayerParts, path: str) -> list[nn.Module]:
     """A Conv1D: a product with a weight [in, out], and a bias."""
     module: Any = parts.module(path)
     if parts.is_left(path, Conv1D):
@@ -88,14 +88,14 @@ def _conv(parts: Parts, path: str) -> list[nn.Module]:
     return [product, ops.Bound(ops.Bias(features[1], device="meta"), parts.owner, bias=f"{path}.bias")]
 
 
-def _dropout(parts: Parts, path: str) -> list[nn.Module]:
+def _dropout(parts: LayerParts, path: str) -> list[nn.Module]:
     module: Any = parts.module(path)
     if parts.is_left(path, nn.Dropout):
         return [Theirs(module)]
     return [ops.Dropout(module.p)] if module.training and module.p > 0 else []
 
 
-def _mlp(parts: Parts) -> list[nn.Module]:
+def _mlp(parts: LayerParts) -> list[nn.Module]:
     mlp: Any = parts.module("mlp")
     if parts.is_left("mlp", theirs.GPT2MLP):
         return [Theirs(mlp)]

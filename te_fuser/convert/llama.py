@@ -10,45 +10,45 @@ from transformers.models.llama import modeling_llama as theirs
 
 from te_fuser import ops
 from te_fuser.convert.activations import gate_for
-from te_fuser.convert.block import Block
-from te_fuser.convert.call import Call
-from te_fuser.convert.parts import Parts, Theirs
+from te_fuser.convert.block import DecoderBlock
+from te_fuser.convert.call import LayerCall
+from te_fuser.convert.parts import LayerParts, Theirs
 from te_fuser.ops.base import FusableOperation
 
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-class LlamaLike(Block):
+class LlamaLike(DecoderBlock):
     """x + attend(norm(x)), then x + down(act(gate(norm(x))) * up(norm(x)))."""
 
     norm_class: ClassVar[Any]
     mlp_class: ClassVar[Any]
 
-    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def by_module(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
         y, _ = self._attention()(hidden_states=x, **call.arguments)
         return y  # type: ignore[no-any-return]
 
     # --------------------------------------------------------------------------------------- lists
 
-    def norm_before(self, parts: Parts) -> list[nn.Module]:
+    def norm_before(self, parts: LayerParts) -> list[nn.Module]:
         return self.norm(parts, "input_layernorm")
 
-    def front(self, parts: Parts) -> list[nn.Module]:
+    def front(self, parts: LayerParts) -> list[nn.Module]:
         turn = ops.RotaryByAngles(cos_sin=("cos", "sin"), layout="batch_first", packing="blocked", **self._heads_are())
         return [*parts.linear(*_QUERIES_KEYS_VALUES), *self.norm_heads(parts), turn]
 
-    def norm_heads(self, parts: Parts) -> list[nn.Module]:
+    def norm_heads(self, parts: LayerParts) -> list[nn.Module]:
         """The norms of query and key heads; most have none."""
         return []
 
-    def project(self, parts: Parts) -> list[nn.Module]:
+    def project(self, parts: LayerParts) -> list[nn.Module]:
         return parts.linear("self_attn.o_proj")
 
-    def back(self, parts: Parts) -> list[nn.Module]:
+    def back(self, parts: LayerParts) -> list[nn.Module]:
         norm = self.norm(parts, "post_attention_layernorm")
         return [ops.Add("residual"), ops.Fork("middle"), *norm, *self.mlp_ops(parts), ops.Add("middle")]
 
-    def mlp_ops(self, parts: Parts) -> list[nn.Module]:
+    def mlp_ops(self, parts: LayerParts) -> list[nn.Module]:
         """The MLP, its gate and its linear half as one product."""
         mlp: Any = parts.module("mlp")
         if parts.is_left("mlp", self.mlp_class):
@@ -61,7 +61,7 @@ class LlamaLike(Block):
             return [Theirs(mlp)]
         return [*parts.linear("mlp.gate_proj", "mlp.up_proj"), gate, *parts.linear("mlp.down_proj")]
 
-    def norm(self, parts: Parts, path: str) -> list[nn.Module]:
+    def norm(self, parts: LayerParts, path: str) -> list[nn.Module]:
         """The norm of that path."""
         return parts.norm(path, self.norm_class, self.norm_op)
 

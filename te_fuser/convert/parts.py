@@ -38,7 +38,7 @@ class Theirs(nn.Module):
 
 
 @dataclass
-class Parts:
+class LayerParts:
     """The parts of one layer, as a list takes them.
 
     Attributes:

@@ -9,7 +9,7 @@ from transformers.models.qwen3 import modeling_qwen3 as theirs
 
 from te_fuser import ops
 from te_fuser.convert.llama import LlamaLike
-from te_fuser.convert.parts import Parts, why_left
+from te_fuser.convert.parts import LayerParts, why_left
 
 _NORMS = ("q_norm", "k_norm")
 
@@ -17,7 +17,7 @@ _NORMS = ("q_norm", "k_norm")
 class HeadNorms(LlamaLike):
     """A layer that norms query and key heads before they are turned."""
 
-    def norm_heads(self, parts: Parts) -> list[nn.Module]:
+    def norm_heads(self, parts: LayerParts) -> list[nn.Module]:
         for name in _NORMS:
             parts.note_eps(parts.module(f"self_attn.{name}"))
         if self.attention_left() is not None:

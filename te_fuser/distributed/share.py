@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.distributed.group import Group
-from te_fuser.formula.random import Placed, RandomStream, Shared
+from te_fuser.formula.random import RandomStream, RankPlacement, Shared
 from te_fuser.formula.rows import batch_layout
 
 
@@ -48,10 +48,10 @@ class Share:
         """Whether ranks have different parts, for which they draw different numbers."""
         return max(_size(self.rows), _size(self.columns)) > 1
 
-    def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> Placed:
+    def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> RankPlacement:
         """Where the rows and columns of a value of this shape lie in the whole."""
         block = max(math.prod(shape[self.dim % len(shape) : -1]), 1)
-        return Placed(self.shared(batch_dim, len(shape)), *self.ranks, block)
+        return RankPlacement(self.shared(batch_dim, len(shape)), *self.ranks, block)
 
 
 def _size(groups: tuple[Group, ...]) -> int:

@@ -8,8 +8,8 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One
     element = column % 8 uses word element // 2, its low half when element is even, its high half when odd
     keep    = its 16 bits >= round(probability * 65536)
 
-Where a rank has a part of the whole, row, column and width are those in the whole (`Placed`), so that all ranks draw
-together what one would.
+Where a rank has a part of the whole, row, column and width are those in the whole (`RankPlacement`), so that all ranks
+draw together what one would.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Placed:
+class RankPlacement:
     """Where a rank's rows and columns lie in the whole: of as many blocks in a row as there are ranks, it has one.
 
         whole row = row + block * (rank + row // block * (ranks - 1))
@@ -129,7 +129,7 @@ class RandomStream:
     stream: int
     batch_inner: int = 1
     batch_size: int = 1
-    placed: Placed | None = None  # None: the rank has all
+    placed: RankPlacement | None = None  # None: the rank has all
 
     def bits(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
         """16 random bits for each element of so many rows."""

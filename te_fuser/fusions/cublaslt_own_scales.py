@@ -92,7 +92,7 @@ def _lie(form: Form, role: int) -> str:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-class _Output(NamedTuple):
+class _ForwardProduct(NamedTuple):
     """y of x in 8 bits; what stands for x says how many rows there are."""
 
     of_weight: BlocksOf
@@ -213,10 +213,10 @@ def _choose(m: Match, method: str, kind: str) -> Body:
     return Body(backward, describe=describe, by_blocks=by_blocks)
 
 
-def _output_of(m: Match, kind: str) -> _Output:
+def _output_of(m: Match, kind: str) -> _ForwardProduct:
     form, weight = cast(OwnScalesMatMul, m[0]).form, m[0].dtype_of("weight")
     sides = "both" if _keeps_weight(m) else "rows"
-    return _Output(_quantizer(form, 1, weight, sides), _product(form, "y", kind), m.needs_grad)
+    return _ForwardProduct(_quantizer(form, 1, weight, sides), _product(form, "y", kind), m.needs_grad)
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:

@@ -158,7 +158,7 @@ class _SeparateAttention:
         heads_of: Group,
     ) -> None:
         self._heads_of = heads_of
-        padded = Padded(provider, moved_rows.ByKernel if compiled else moved_rows.ByTorch)
+        padded = Padded(provider, moved_rows.CompactByKernel if compiled else moved_rows.CompactByTorch)
         self._provider, self._names = provider, names
         self._way = padded if provider.by_structure and settings.mask.padded else provider
         self._blank = blank_rows.by_kernel if compiled else blank_rows.by_torch

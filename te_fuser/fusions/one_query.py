@@ -63,7 +63,7 @@ def _why_not_these_inputs(m: Match) -> str | None:
     return None if positions == 1 else "it takes one query of each sample, there are several"
 
 
-class _OneQuery:
+class _DecodeAttention:
     """The body: what no call changes is asked while planning."""
 
     def __init__(self, kernel: OneQuery, sequence_first: bool, lengths: bool, key_lengths: bool) -> None:
@@ -76,7 +76,7 @@ class _OneQuery:
         return one_query.attend(self._kernel, x, m["0.key"], m["0.value"], self._sequence_first, lengths, key_lengths)
 
 
-_body = functools.lru_cache(maxsize=512)(_OneQuery)
+_body = functools.lru_cache(maxsize=512)(_DecodeAttention)
 
 
 def _choose(m: Match, method: str) -> Callable[..., Any]:

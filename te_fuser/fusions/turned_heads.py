@@ -20,7 +20,7 @@ from te_fuser.fusions.declaration import Details, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.kernels import turned_heads as kernel
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
+from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.heads import LAYOUTS
 from te_fuser.ops.bias import Bias
@@ -71,7 +71,7 @@ class _Covered:
         columns = self.bias if f"{self.bias_at}.bias" in wanted else None
         return TurnedPass(self.heads, self.dtype, self.turning, self.norming, True, columns, names, self.stored)
 
-    def given(self, m: FusionCall, p: TurnedPass, x: torch.Tensor) -> Given:
+    def given(self, m: FusionCall, p: TurnedPass, x: torch.Tensor) -> PassInputs:
         """The tensors that a pass over x, or its gradient, reads of a call."""
         turning, at = self.turning, self.rotation
         starts = m[f"{at}.starts"] if turning is not None and turning.starts else None
@@ -81,10 +81,10 @@ class _Covered:
         if self.context.group.size > 1:
             positions = x.shape[LAYOUTS[self.layout][0]]
             tables = [self.context.own(table, positions) for table in tables]
-        return Given(tables, starts, offsets, weights)
+        return PassInputs(tables, starts, offsets, weights)
 
 
-class _Turned:
+class _QKNormRope:
     """The bodies of a match."""
 
     def __init__(self, covered: _Covered) -> None:
@@ -116,7 +116,7 @@ class _Turned:
 
 
 # One for all matches that are alike, so that plans of several lengths that run the same are seen to.
-_turned = functools.lru_cache(maxsize=512)(_Turned)
+_turned = functools.lru_cache(maxsize=512)(_QKNormRope)
 
 
 # ------------------------------------------------------------------------------------------ what is matched

@@ -316,7 +316,7 @@ def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
 
 
 @dataclass(frozen=True)
-class Given:
+class PassInputs:
     """What a call brings beside the heads.
 
     Attributes:
@@ -352,7 +352,7 @@ class Turned:
     def __call__(
         self,
         x: torch.Tensor,
-        given: Given,
+        given: PassInputs,
         *,
         read: torch.Tensor | None = None,
         scaled: Scaled | None = None,
@@ -396,7 +396,7 @@ class Turned:
         launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
         return out, sums
 
-    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: Given) -> Form:
+    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: PassInputs) -> Form:
         """What a call with three-dimensional heads and with tables that lie so is told."""
         shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
         if shape[0] * shape[1] > MOST_ROWS:
@@ -426,7 +426,7 @@ def _flat_table(table: torch.Tensor, turning: Turning | None) -> torch.Tensor:
     return table if table.stride(3) == 1 else table.contiguous()
 
 
-def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, ...]:
+def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[int, ...]:
     """Strides of both tables, their length, sequences, and whether each row has angles of its own."""
     if not tables:
         return (0,) * 7

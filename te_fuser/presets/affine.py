@@ -13,7 +13,7 @@ from te_fuser import ops
 from te_fuser.presets.arguments import Common, check_call, check_flag, check_size
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
-from te_fuser.presets.norm import Norm
+from te_fuser.presets.norm import PresetNorm
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Affine(Preset):
         self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
         sizes = _split(said.parameters_split, self.out_features)
         self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
-        self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
+        self.norm: PresetNorm | None = None if eps is None else said.norm(self.in_features, eps)
         self._call = (ops.Given(),)  # no child: it has no state
         self._declare(tuple(sizes.values()) or (self.out_features,))
         self.reset_parameters()

@@ -20,7 +20,7 @@ from te_fuser.ops.words import described, meant
 from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
-Arguments = TypeVar("Arguments", bound="Placed")
+Arguments = TypeVar("Arguments", bound="PlacementArguments")
 
 normal: Fill = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.023)
 OPTIONS = ("memory", "kernels", "fallback", "verify")  # of every list
@@ -80,7 +80,7 @@ SETTLED = frozenset(
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementArguments:
     """Where the parameters of a preset are: what every preset takes.
 
     Attributes:
@@ -139,7 +139,7 @@ class RandomState:
 
 
 @dataclass(frozen=True)
-class Common(Placed):
+class Common(PlacementArguments):
     """What presets with weights take, too.
 
     Attributes:
@@ -213,7 +213,7 @@ def check_call(preset: Any, call: Mapping[str, Any], names: Collection[str] | No
             raise TypeError(f"{type(preset).__name__} takes no argument {name!r} in a call{near}")
 
 
-def constructor_keywords(arguments: type[Placed], constructor: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_keywords(arguments: type[PlacementArguments], constructor: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a preset, of the `locals()` of its constructor: its `**keywords`, and others that it names."""
     named = {f.name: constructor[f.name] for f in fields(arguments) if f.name in constructor}
     return {**named, **constructor["keywords"]}
@@ -230,7 +230,7 @@ def stacklevel_of_user() -> int:
     return level
 
 
-def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any]) -> bool:
+def _asks_nothing(arguments: type[PlacementArguments], name: str, keywords: Mapping[str, Any]) -> bool:
     """True for a value by which an argument without effect here asks Transformer Engine for nothing, too."""
     nothing = WITHOUT_EFFECT.get(name, (False, None))
     if nothing is None or any(keywords[name] is n for n in nothing):
@@ -240,7 +240,7 @@ def _asks_nothing(arguments: type[Placed], name: str, keywords: Mapping[str, Any
     return name.startswith("ub_") and not overlaps
 
 
-def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.Signature:
+def signature_of(init: Callable[..., Any], arguments: type[PlacementArguments]) -> inspect.Signature:
     """The signature of a constructor, with its `**keywords` written out where it has some."""
     signature = inspect.signature(init)
     _, *own = signature.parameters.values()

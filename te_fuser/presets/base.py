@@ -17,13 +17,13 @@ from te_fuser.checkpointing import checkpoint
 from te_fuser.distributed.dtensor import filled
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.params.gradient_sums import LEFT, with_sum
-from te_fuser.parts import Group
+from te_fuser.parts import FusedRegion
 from te_fuser.presets.arguments import (
     OPTIONS,
     SETTLED,
     Common,
     Fill,
-    Placed,
+    PlacementArguments,
     RandomState,
     check_flag,
     check_positions,
@@ -124,7 +124,7 @@ class Preset(Together, Variants):
     """
 
     flattens = True
-    arguments: ClassVar[type[Placed]] = Common
+    arguments: ClassVar[type[PlacementArguments]] = Common
     common: Any
     _listed: frozenset[str] = frozenset()  # names of the ops of the list
     __signature__: ClassVar[inspect.Signature]
@@ -163,7 +163,7 @@ class Preset(Together, Variants):
                 )
         super().__setattr__(name, value)
 
-    def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
+    def keywords(self, arguments: type[PlacementArguments] = Common, **changed: Any) -> dict[str, Any]:
         """What this preset was given of these arguments, for the parts of it that are presets themselves."""
         common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
         group = None if self._group == ops.Group() else self._group
@@ -331,7 +331,7 @@ class Preset(Together, Variants):
 
         def prepare(listed: Sequential, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> None:
             parts = listed._prepared()
-            if len(parts) == 1 and isinstance(parts[0], Group):  # with hooks for all modules every op is a part
+            if len(parts) == 1 and isinstance(parts[0], FusedRegion):  # with hooks for all modules every op is a part
                 parts[0].fuser.prepare(x, inputs, listed._wanted(outputs))
 
         if not (x.is_meta or self._refusal):

@@ -11,7 +11,14 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention.heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import Placed, RandomState, check_call, check_flag, check_size, default_device
+from te_fuser.presets.arguments import (
+    PlacementArguments,
+    RandomState,
+    check_call,
+    check_flag,
+    check_size,
+    default_device,
+)
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall
 from te_fuser.presets.base import Asked, cut, understands
 from te_fuser.presets.context_parallel import ContextParallel, context_of
@@ -22,7 +29,7 @@ SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
 @dataclass(frozen=True)
-class DotProductAttentionArguments(Placed):
+class DotProductAttentionArguments(PlacementArguments):
     """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset.
 
     Attributes:

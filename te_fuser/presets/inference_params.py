@@ -21,7 +21,7 @@ _ENDS: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CacheRequest:
     """The caches that an attention wants.
 
     Attributes:
@@ -167,7 +167,7 @@ class InferenceParams:
                 elif longest:
                     cache.narrow(1 - self._batch_dim[key], 0, longest).index_fill_(self._batch_dim[key], rows, 0.0)
 
-    def rows(self, wanted: Wanted, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def rows(self, wanted: CacheRequest, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`.
 
         Raises:
@@ -191,7 +191,7 @@ class InferenceParams:
             self._lengths[device].put(list(self.sequences.values()), self._steps)
         return tuple(t[:batch] for t in self._lengths[device].tensors)
 
-    def check_writer(self, wanted: Wanted) -> None:
+    def check_writer(self, wanted: CacheRequest) -> None:
         """Refuse an attention whose caches another one writes in this step.
 
         Raises:
@@ -207,7 +207,7 @@ class InferenceParams:
             )
         self._writers[wanted.key] = weakref.ref(wanted.writer), step
 
-    def check(self, wanted: Wanted, heads: int) -> None:
+    def check(self, wanted: CacheRequest, heads: int) -> None:
         """Refuse an attention whose heads are not those that the caches were announced for.
 
         Raises:
@@ -272,7 +272,7 @@ class Lengths:
         self._all.copy_(filled, non_blocking=pinned)
 
 
-def cached(params: Any, wanted: Wanted, heads: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
+def cached(params: Any, wanted: CacheRequest, heads: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """What an attention with caches reads by name, for x [positions, batch, ..] or [batch, positions, ..].
 
     Args:
@@ -322,7 +322,9 @@ _MEGATRONS = (
 )
 
 
-def _alike(params: Any, wanted: Wanted, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _alike(
+    params: Any, wanted: CacheRequest, batch: int, positions: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """The same numbers for all samples, by `sequence_len_offset`."""
     start = int(params.sequence_len_offset)
     if start + positions > params.max_sequence_length:
@@ -339,7 +341,7 @@ def _full(number: int, batch: int, device: torch.device) -> torch.Tensor:
         return torch.full((batch,), number, dtype=torch.int32, device=device)
 
 
-def _memory(params: Any, wanted: Wanted, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory(params: Any, wanted: CacheRequest, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The caches, made at the first call; their last position is for what is no token."""
     lead = (params.max_sequence_length + 1, params.max_batch_size)
     shapes = [(*(lead if wanted.positions_first else lead[::-1]), size) for size in wanted.features]

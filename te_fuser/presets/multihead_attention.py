@@ -11,13 +11,20 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
-from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
+from te_fuser.presets.arguments import (
+    Fill,
+    PlacementArguments,
+    check_call,
+    check_flag,
+    check_size,
+    constructor_keywords,
+)
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of
-from te_fuser.presets.inference_params import Wanted, cached
+from te_fuser.presets.inference_params import CacheRequest, cached
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
 from te_fuser.presets.linear import Linear
@@ -205,7 +212,7 @@ class MultiheadAttention(ContextParallel):
         if not NORMS[self.common.qk_norm_type]:
             return ops.L2Norm(self.common.qk_norm_eps)
         kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[self.common.qk_norm_type]
-        return kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
+        return kind(self.channels, self.common.qk_norm_eps, **self.keywords(PlacementArguments))
 
     def _project(self, what: str, split: Mapping[str, int]) -> None:
         """The projection of x, behind a norm or not."""
@@ -396,7 +403,7 @@ class MultiheadAttention(ContextParallel):
                 f"{who}: rotary_pos_emb has {tables[0].shape[0]} positions, and sequences may have "
                 f"{params.max_sequence_length} (max_sequence_length): give angles for all"
             )
-        return cached(params, Wanted(who, key, self, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
+        return cached(params, CacheRequest(who, key, self, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
 
     @understands
     def forward(

@@ -11,14 +11,14 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norms import as_row
-from te_fuser.presets.arguments import Common, Placed, check_call, check_epsilon, check_size
+from te_fuser.presets.arguments import Common, PlacementArguments, check_call, check_epsilon, check_size
 from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
 
 @dataclass(frozen=True)
-class NormArguments(Placed):
+class NormArguments(PlacementArguments):
     """What a norm takes that is a preset."""
 
     hidden_size: int | None = None
@@ -46,15 +46,15 @@ class Normed(Common):
         super().__post_init__()
         self.choose("normalization", _OPS)
 
-    def norm(self, features: int, eps: float) -> Norm:
+    def norm(self, features: int, eps: float) -> PresetNorm:
         """The norm."""
         output = "layernorm_output" if self.return_layernorm_output else None
         gathered = bool(self.return_layernorm_output_gathered)
-        return Norm(features, eps, self.normalization, bool(self.zero_centered_gamma), output, gathered=gathered)
+        return PresetNorm(features, eps, self.normalization, bool(self.zero_centered_gamma), output, gathered=gathered)
 
 
 @dataclass(frozen=True)
-class Norm:
+class PresetNorm:
     """A norm in a preset's list, over parameters of the preset.
 
     Attributes:
@@ -148,7 +148,7 @@ class NormPreset(Preset):
         super().__init__(**keywords)
         self.normalized_shape = _sizes(normalized_shape, self.common.hidden_size)
         self.zero_centered_gamma = bool(self.common.zero_centered_gamma)
-        self.norm = Norm(math.prod(self.normalized_shape), eps, self.normalization, self.zero_centered_gamma)
+        self.norm = PresetNorm(math.prod(self.normalized_shape), eps, self.normalization, self.zero_centered_gamma)
         self.eps = eps
         self.norm.declare(self, "", self.normalized_shape)
         self.reset_parameters()

@@ -10,7 +10,14 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import Fill, Placed, check_call, check_flag, check_size, constructor_keywords
+from te_fuser.presets.arguments import (
+    Fill,
+    PlacementArguments,
+    check_call,
+    check_flag,
+    check_size,
+    constructor_keywords,
+)
 from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, first_or_later, understands
 from te_fuser.presets.context_parallel import ContextParallel
@@ -160,7 +167,7 @@ class TransformerLayer(ContextParallel):
         )
         if said.output_layernorm:
             gamma, kind = bool(said.zero_centered_gamma), _NORMS[said.normalization]
-            placed = self.keywords(Placed)
+            placed = self.keywords(PlacementArguments)
             self.layernorm = kind(hidden_size, said.layernorm_epsilon, zero_centered_gamma=gamma, **placed)
         if said.apply_residual_connection_post_layernorm:
             self._add_to_norms()

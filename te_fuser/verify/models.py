@@ -25,7 +25,7 @@ from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.row_op import RowOp
-from te_fuser.parts import Group, walk_parts
+from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.promises import memory_of, run_watched
@@ -173,7 +173,7 @@ class _Run:
         leaves = self._fused_leaves()
         (group,) = model._prepared()
         names = model._wanted(self.call.outputs)
-        assert isinstance(group, Group)
+        assert isinstance(group, FusedRegion)
         return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
 
     def rows(self) -> list[Row]:
@@ -255,7 +255,7 @@ class _Run:
         """What the steps do not keep of their promises, in a run of its own."""
         model, said = self.subject.fused, list[str]()
 
-        def run(group: Group, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
+        def run(group: FusedRegion, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
             return run_watched(group.fuser, x, given, wanted, said)
 
         def watched(x: torch.Tensor, outputs: tuple[str, ...], **named: torch.Tensor) -> Any:

@@ -102,15 +102,15 @@ def assert_alike(found: Any, wanted: Any, tolerance: float = 2e-6) -> None:
 @contextmanager
 def ways(model: Any) -> Iterator[list[str]]:
     """The ways in which attention is run in there, one for each layer's call."""
-    from te_fuser.convert.block import Block
+    from te_fuser.convert.block import DecoderBlock
 
     found: list[str] = []
-    real = Block._how
+    real = DecoderBlock._how
 
     def noted(self: Any, *args: Any) -> str:
         found.append(real(self, *args))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Block, "_how", noted)
+        patch.setattr(DecoderBlock, "_how", noted)
         yield found

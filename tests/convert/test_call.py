@@ -120,10 +120,12 @@ def test_a_layer_without_angles_raises_as_the_class_does(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_check_decodes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that drops its cache is right in one call, and found out all the same."""
-    from te_fuser.convert.block import Block, Call
+    from te_fuser.convert.block import DecoderBlock, LayerCall
 
-    real, dropped = Block.run, {CACHE: None, "attention_mask": None}
-    monkeypatch.setattr(Block, "run", lambda self, x, call: real(self, x, Call({**call.arguments, **dropped}, CACHE)))
+    real, dropped = DecoderBlock.run, {CACHE: None, "attention_mask": None}
+    monkeypatch.setattr(
+        DecoderBlock, "run", lambda self, x, call: real(self, x, LayerCall({**call.arguments, **dropped}, CACHE))
+    )
     model = model_of(family)
     with pytest.raises(RuntimeError, match="convert: the output by a DynamicCache of .* the model is as it was"):
         te_fuser.convert(model)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from te_fuser.codegen.description import Counts, KernelDescription, Target, describe
+from te_fuser.codegen.description import KernelCounts, KernelDescription, Target, describe
 from te_fuser.formula import Axes, expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Expr
@@ -57,7 +57,7 @@ def test_layer_norm_backward(zero_centered: bool) -> None:
     op = LayerNorm(N, zero_centered_gamma=zero_centered)
     x, leaves = full("x"), norm_leaves(op)
     found = backward([expr.value("y", op.compute(x, *leaves))], [x, *leaves])
-    assert found.counts() == Counts(loads=2, stores=1, row_sums=2, stages=1, column_sums=2)
+    assert found.counts() == KernelCounts(loads=2, stores=1, row_sums=2, stages=1, column_sums=2)
     assert sum(load.axes == Axes.ROWS for load in found.loads) == 2  # mean and rstd
 
 
@@ -74,14 +74,14 @@ def test_rms_norm_backward(zero_centered: bool) -> None:
     op = RMSNorm(N, zero_centered_gamma=zero_centered)
     x, leaves = full("x"), norm_leaves(op)
     found = backward([expr.value("y", op.compute(x, *leaves))], [x, *leaves])
-    assert found.counts() == Counts(loads=2, stores=1, row_sums=1, stages=1, column_sums=1)
+    assert found.counts() == KernelCounts(loads=2, stores=1, row_sums=1, stages=1, column_sums=1)
     assert sum(load.axes == Axes.ROWS for load in found.loads) == 1
 
 
 def test_l2_norm_backward() -> None:
     x = full("x")
     found = backward([expr.value("y", L2Norm().compute(x))], [x])
-    assert found.counts() == Counts(loads=2, stores=1, row_sums=1, stages=1, column_sums=0)
+    assert found.counts() == KernelCounts(loads=2, stores=1, row_sums=1, stages=1, column_sums=0)
 
 
 def test_bias_dropout_add_fork_layer_norm_backward() -> None:
@@ -94,7 +94,7 @@ def test_bias_dropout_add_fork_layer_norm_backward() -> None:
     total = expr.value("add.output", Add("skip").compute(dropped, skip))
     y = expr.value("y", norm.compute(total, *leaves))
     found = backward([y, total], [x, skip, shift, *leaves], kept=[total])
-    assert found.counts() == Counts(loads=3, stores=2, row_sums=2, stages=1, column_sums=3)
+    assert found.counts() == KernelCounts(loads=3, stores=2, row_sums=2, stages=1, column_sums=3)
     assert {load.name for load in found.loads if load.axes == Axes.FULL} == {"add.output", "d_y", "d_add.output"}
     assert len(found.streams) == 1
 
@@ -104,7 +104,7 @@ def test_bias_gelu_backward(op: RowOp) -> None:
     x, bias = full("x"), feature("bias")
     biased = expr.value("bias.output", Bias(N).compute(x, bias))
     found = backward([expr.value("y", op.compute(biased))], [x, bias])
-    assert found.counts() == Counts(loads=2, stores=1, row_sums=0, stages=0, column_sums=1)
+    assert found.counts() == KernelCounts(loads=2, stores=1, row_sums=0, stages=0, column_sums=1)
 
 
 @pytest.mark.parametrize("op", [SwiGLU(), GEGLU(), SwiGLU(gate_first=False)], ids=["swiglu", "geglu", "second"])
@@ -112,7 +112,7 @@ def test_gated_backward(op: RowOp) -> None:
     """One load of x, whose halves are offsets, and one store in two parts."""
     x = full("x", 2 * N)
     found = backward([expr.value("y", op.compute(x))], [x])
-    assert found.counts() == Counts(loads=2, stores=1, row_sums=0, stages=0, column_sums=0)
+    assert found.counts() == KernelCounts(loads=2, stores=1, row_sums=0, stages=0, column_sums=0)
     assert found.width == N and len(found.stores[0].parts) == 2
 
 

@@ -10,7 +10,7 @@ from te_fuser import fusions, ops
 from te_fuser.codegen.cuda_loader import load
 from te_fuser.kernels.attention import PROVIDERS, Speed, blank_rows, moved_rows
 from te_fuser.kernels.attention.blank_rows import Blanks, Side
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch
+from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.attention.mask import AttentionMask
 from tests.gpu.packing_providers import installed_version
@@ -120,18 +120,18 @@ def test_rows_that_are_moved(kind: str, sequence_first: bool, kernels: None) -> 
         mask = padded.mask_of(kind, positions).cuda()
         x = torch.randn(padded.B, positions, features, device="cuda", dtype=DTYPE)
         x = x.transpose(0, 1).contiguous() if sequence_first else x
-        (ours, _), (theirs, _) = (way.find(mask, None, positions, None) for way in (ByKernel, ByTorch))
+        (ours, _), (theirs, _) = (way.find(mask, None, positions, None) for way in (CompactByKernel, CompactByTorch))
         assert torch.equal(ours.lengths, theirs.lengths) and torch.equal(ours.offsets, theirs.offsets)
         count = int(ours.offsets[-1])
         rows = x.transpose(0, 1) if sequence_first else x
-        made, want = (way.together(rows, theirs)[:count] for way in (ByKernel, ByTorch))
+        made, want = (way.together(rows, theirs)[:count] for way in (CompactByKernel, CompactByTorch))
         assert torch.equal(made, want)
-        made = ByKernel.together(rows, ours)
+        made = CompactByKernel.together(rows, ours)
         for pieces in (1, 3) if features == 24 else (1, 8):
             to = [
                 torch.zeros(*rows.shape[:2], pieces, 8 + features // pieces, device="cuda", dtype=DTYPE) for _ in "ab"
             ]
-            for way, tensor in zip((ByKernel, ByTorch), to, strict=True):
+            for way, tensor in zip((CompactByKernel, CompactByTorch), to, strict=True):
                 way.back(made, ours, tensor[..., 8:])
             assert torch.equal(*to)
 

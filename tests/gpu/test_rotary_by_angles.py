@@ -15,7 +15,7 @@ from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
 from te_fuser.codegen.written import arch_on
 from te_fuser.config import config
-from te_fuser.kernels.turned_heads import Given, Groups, Turned, TurnedPass, Turning
+from te_fuser.kernels.turned_heads import Groups, PassInputs, Turned, TurnedPass, Turning
 from tests.fake_cuda import forget_written
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 
@@ -96,8 +96,8 @@ def test_more_elements_than_32_bits_count() -> None:
     x = torch.randn(180_000, 1, 3 * 32 * 128, device="cuda", dtype=BF16)
     angles = torch.rand(180_000, 1, 1, 128, device="cuda") * 1e4
     assert x.numel() > 2**31
-    y, _ = Turned(p, "sequence_first")(x, Given([angles]))
-    there, _ = Turned(p, "sequence_first")(x[-5:].clone(), Given([angles[-5:]]))
+    y, _ = Turned(p, "sequence_first")(x, PassInputs([angles]))
+    there, _ = Turned(p, "sequence_first")(x[-5:].clone(), PassInputs([angles[-5:]]))
     assert torch.equal(y[-5:], there)
 
 
@@ -107,7 +107,7 @@ def test_angles_are_as_pytorch_has_them() -> None:
     for scale in (1.0, 100.0, 1e4, 1e6, 1e8):
         angles = (torch.rand(4096, 1, 1, 64, device="cuda") - 0.5) * scale
         x = torch.cat((torch.ones(4096, 1, 32), torch.zeros(4096, 1, 32)), -1).cuda()  # gives cosines, then sines
-        y, _ = Turned(p, "sequence_first")(x, Given([angles]))
+        y, _ = Turned(p, "sequence_first")(x, PassInputs([angles]))
         wide = angles[:, :, 0].double()
         want = torch.cat((wide[..., :32].cos(), wide[..., 32:].sin()), -1)
         assert (y.double() - want).abs().max() < 2e-7

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.codegen import cuda_loader
 from te_fuser.distributed.share import own_state
-from te_fuser.formula.random import Placed, RandomStream, Shared
+from te_fuser.formula.random import RandomStream, RankPlacement, Shared
 from tests.codegen.corpus import outputs
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
 from tests.distributed.test_share import CASES, INNER, OUTER, OWN, drawing, places, whole_mask
@@ -35,7 +35,7 @@ def test_what_a_library_draws() -> None:
     device = torch.device("cuda")
 
     def drawn(rank: int) -> torch.Tensor:
-        placed = Placed(Shared(columns=2), column_rank=rank)
+        placed = RankPlacement(Shared(columns=2), column_rank=rank)
         with own_state(lambda: dataclasses.replace(RandomStream(1, 2, 3), placed=placed), device):
             q = torch.ones(1, 2, 64, 64, device=device, dtype=torch.bfloat16)
             return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)

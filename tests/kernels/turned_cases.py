@@ -11,7 +11,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.kernels.lanes import Scaled
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
+from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MOST_START = 8
@@ -134,7 +134,7 @@ class Case:
     def run(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the kernel gives: "y", "dx", "columns" and gradients of weights; "amax" where dx is scaled."""
         ahead, back = self.passes()
-        given = Given(call["tables"], call.get("starts"), call.get("offsets"), call["weights"])
+        given = PassInputs(call["tables"], call.get("starts"), call.get("offsets"), call["weights"])
         y, none = Turned(ahead, self.order, 1e-5)(call["x"], given)
         assert not none
         read = call["x"] if self.norm else None

@@ -16,7 +16,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.share import Share
-from te_fuser.formula.random import Placed, RandomStream, Shared
+from te_fuser.formula.random import RandomStream, RankPlacement, Shared
 from te_fuser.fuser.graph import lowering
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fusions.dot_product_attention import _Attention
@@ -126,7 +126,7 @@ def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
     op = ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")
     op.random_state = state  # type: ignore[assignment]
     attention = _Attention(Drawing(), op.settings(), None, 0)  # type: ignore[arg-type]
-    placed = Placed(Shared(columns=2), column_rank=rank)
+    placed = RankPlacement(Shared(columns=2), column_rank=rank)
     streams = {0: lambda: RandomStream(1, 2, 3, placed=placed)}
     torch.manual_seed(5)
     call = FusionCall([op], {}, frozenset(), streams, None, frozenset([0] if shared else []))

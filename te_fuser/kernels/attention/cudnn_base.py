@@ -18,7 +18,7 @@ from te_fuser.kernels.attention.conditions import (
 )
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
-from te_fuser.kernels.attention.views import AttentionCall
+from te_fuser.kernels.attention.views import AttentionInputs
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES
 from te_fuser.ops.attention.mask import PADDED
 
@@ -63,7 +63,7 @@ class CudnnProvider(CudaProvider):
         DROPS_SOME,
     )
 
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
         result = self._forward(
             call.q, call.k, call.v, call.bias, True, settings.dropout, call.causal, False, scale=settings.scale

@@ -46,7 +46,7 @@ class Tokens:
 Found = tuple[Tokens, Tokens | None]
 
 
-class ByTorch:
+class CompactByTorch:
     """Both by PyTorch, which moves all rows."""
 
     @staticmethod
@@ -95,12 +95,12 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
-class ByKernel:
+class CompactByKernel:
     """Both by kernels, on a GPU; plans compile them."""
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
-        """As `ByTorch.find`, in one launch and what adds up offsets."""
+        """As `CompactByTorch.find`, in one launch and what adds up offsets."""
         some = hidden if hidden is not None else key_hidden
         assert some is not None
         samples, some = len(some), some.contiguous()
@@ -119,7 +119,7 @@ class ByKernel:
 
     @staticmethod
     def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """As `ByTorch.together`; what lies behind the zeros is anything."""
+        """As `CompactByTorch.together`; what lies behind the zeros is anything."""
         x = readable(x, _ACCESS // x.element_size())
         if x.data_ptr() % _ACCESS:
             x = x.clone(memory_format=torch.contiguous_format)
@@ -129,7 +129,7 @@ class ByKernel:
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
-        """As `ByTorch.back`, where pieces lie in steps of 16 bytes."""
+        """As `CompactByTorch.back`, where pieces lie in steps of 16 bytes."""
         rows = rows.contiguous()
         _move(rows, as_one(x, reach(x)), rows, tokens, x, True)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_fuser.kernels.attention.blank_rows import Blank
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, Tokens
+from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch, Tokens
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Provider, Saved
 from te_fuser.kernels.attention.separate import Separate, Tensors
@@ -81,7 +81,7 @@ class Padded:
     """A provider, called for padding; `rows` moves them."""
 
     provider: Provider
-    rows: type[ByTorch] | type[ByKernel]
+    rows: type[CompactByTorch] | type[CompactByKernel]
 
     def forward_separate(
         self, settings: AttentionSettings, tensors: Tensors, blank: Blank
@@ -90,7 +90,7 @@ class Padded:
         whole = Separate.of(settings, tensors)
         if whole.is_empty:
             return self.provider.nothing(whole)
-        call = _Call.of(whole, tensors, self.rows)
+        call = _PaddedCalls.of(whole, tensors, self.rows)
         y, front = self.provider.forward_separate(call.by_lengths, call.front, blank)
         made, behind = self.provider.forward_separate(call.by_offsets, call.together(whole.inputs), None)
         call.back(made, "input", y)
@@ -101,7 +101,7 @@ class Padded:
         whole = Separate.of(settings, tensors)
         if whole.is_empty:
             return whole.zeros()
-        call, y = _Call.of(whole, tensors, self.rows), tensors["output"]
+        call, y = _PaddedCalls.of(whole, tensors, self.rows), tensors["output"]
         assert y is not None
         pairs = {name: pair for name in self.provider.emits if (pair := tensors[name]) is not None}
         front = {**call.front, "output": y, **{name: pair[0] for name, pair in pairs.items()}}
@@ -121,7 +121,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PaddedCalls:
     """Both calls: what is computed by lengths of the tensors `front`, and by offsets of those that are moved."""
 
     by_lengths: AttentionSettings
@@ -129,10 +129,10 @@ class _Call:
     front: dict[str, torch.Tensor | None]
     queries: Tokens
     keys: Tokens | None
-    rows: type[ByTorch] | type[ByKernel]
+    rows: type[CompactByTorch] | type[CompactByKernel]
 
     @classmethod
-    def of(cls, whole: Separate, tensors: Tensors, rows: type[ByTorch] | type[ByKernel]) -> _Call:
+    def of(cls, whole: Separate, tensors: Tensors, rows: type[CompactByTorch] | type[CompactByKernel]) -> _PaddedCalls:
         """Of a call with masks of padding."""
         q, k, _ = whole.heads
         keys = k.shape[2] if isinstance(whole.settings.heads, ApartHeads) else None

@@ -16,7 +16,7 @@ from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
-from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views, views_of
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients, Views, views_of
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
@@ -199,7 +199,7 @@ class Provider:
         """What `forward_separate` gives where nothing is seen."""
         return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
 
-    def _separate_call(self, call: Separate, hidden: torch.Tensor | None) -> AttentionCall:
+    def _separate_call(self, call: Separate, hidden: torch.Tensor | None) -> AttentionInputs:
         q, k, v = (self._readable(part) for part in call.heads)
         call = replace(call, heads=(q, k, v))
         return call.call(None if hidden is None else self._bias_for(hidden, call.heads))
@@ -217,18 +217,18 @@ class Provider:
         """Which rows see nothing, [.., .., .., 1]; None: the kernel zeroes them."""
         return None
 
-    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
+    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionInputs:
         causal = views.settings.causal
         if mask is None:
-            return AttentionCall(views, *views.split(qkv), bias=None, causal=causal)
+            return AttentionInputs(views, *views.split(qkv), bias=None, causal=causal)
         bias, causal = self._bias(views, mask, qkv)
-        return AttentionCall(views, *views.split(qkv), bias=bias, causal=causal)
+        return AttentionInputs(views, *views.split(qkv), bias=bias, causal=causal)
 
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         """The kernel's output [b, h, S, D] and what it gives for backward."""
         raise NotImplementedError
 
-    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionInputs, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         """The kernel's dq, dk, dv."""
         raise NotImplementedError
 

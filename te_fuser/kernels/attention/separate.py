@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 from te_fuser.ops.attention.heads import ApartHeads, inputs_of, of_layout, pack_gradients, split_inputs
 from te_fuser.ops.attention.mask import Band
@@ -69,9 +69,9 @@ class Separate:
         band = Band.of(self.settings.mask, tensors, (q.shape[2], k.shape[2]), apart, q.device)
         return band.with_given(tensors.get("attention_mask"))
 
-    def call(self, bias: torch.Tensor | None) -> AttentionCall:
+    def call(self, bias: torch.Tensor | None) -> AttentionInputs:
         """As a kernel is called."""
-        return AttentionCall(self, *self.heads, bias=bias, causal=self.settings.is_causal)
+        return AttentionInputs(self, *self.heads, bias=bias, causal=self.settings.is_causal)
 
     def output(self, heads: torch.Tensor) -> torch.Tensor:
         """[B, H, S, E] as the op's output."""

@@ -207,7 +207,7 @@ class Sized(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionInputs:
     """What a kernel is given: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
 
     views: Sized

@@ -96,7 +96,7 @@ class ProductProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class TunedAlgorithm:
     """What is kept for a problem: the algorithm and its place among the library's candidates, or why it was dropped."""
 
     algorithm: bytes = b""
@@ -114,14 +114,14 @@ class TunedProducts:
         self.path = path
         self._file = EntryFile(path, _FORMAT)
 
-    def find(self, key: str) -> Found | None:
+    def find(self, key: str) -> TunedAlgorithm | None:
         """What is kept for a problem, or None; a damaged entry counts as none."""
         entry = self._file.entries().get(key, {})
         candidate, dropped = entry.get("candidate"), entry.get("dropped", "")
         with contextlib.suppress(TypeError, ValueError):
             algorithm = bytes.fromhex(entry.get("algorithm", ""))
             if isinstance(candidate, int) and isinstance(dropped, str) and (dropped or len(algorithm) == _BYTES):
-                return Found(algorithm, candidate, dropped)
+                return TunedAlgorithm(algorithm, candidate, dropped)
         return None
 
     def put(self, key: str, algorithm: bytes, candidate: int, ratio: float) -> None:
@@ -155,7 +155,7 @@ def store_on(device: int) -> TunedProducts | None:
     return _stores.of(torch.cuda.get_device_name(device)) if device < torch.cuda.device_count() else None
 
 
-def found_for(form: ProductForm, problem: ProductProblem) -> Found | None:
+def found_for(form: ProductForm, problem: ProductProblem) -> TunedAlgorithm | None:
     """What is kept for a problem of a product, or None."""
     store = store_on(problem.device)
     return store.find(problem.key(form)) if store is not None else None

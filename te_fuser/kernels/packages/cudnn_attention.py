@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.cudnn_frontend import _IO_TYPES, Graph, made
+from te_fuser.kernels.packages.cudnn_frontend import _IO_TYPES, CudnnGraph, made
 
 # Sizes and strides of heads [b, h, S, D].
 Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,16 +38,18 @@ class Banded:
     device: int
 
 
-def graphs_for(problem: Banded) -> tuple[Graph, Graph] | str:
+def graphs_for(problem: Banded) -> tuple[CudnnGraph, CudnnGraph] | str:
     """Forward and backward, or why cuDNN does not take it.
 
     Forward runs on q, k, v, lengths of queries and keys if there are any, the output, and the log of sums of
     exponentials [b, h, S, 1]; backward on q, k, v, the output, its gradient, that log, the lengths, dq, dk, dv.
     """
 
-    def of(described: Callable[[Any, Banded, Any], tuple[Any, tuple[int, ...]]], direction: str) -> Graph | str:
+    def of(described: Callable[[Any, Banded, Any], tuple[Any, tuple[int, ...]]], direction: str) -> CudnnGraph | str:
         what = f"{direction} of attention"
-        return made(problem, lambda p: Graph(p, lambda cudnn, handle: described(cudnn, p, handle), what), direction)
+        return made(
+            problem, lambda p: CudnnGraph(p, lambda cudnn, handle: described(cudnn, p, handle), what), direction
+        )
 
     forward, backward = of(_forward, "forward"), of(_backward, "backward")
     if isinstance(forward, str) or isinstance(backward, str):

@@ -33,8 +33,8 @@ _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
 # (package, handle) -> a graph, and the numbers of its tensors.
 Described = Callable[[Any, Any], "tuple[Any, tuple[int, ...]]"]
-P = TypeVar("P", bound="Problem")
-G = TypeVar("G", bound="Graph")
+P = TypeVar("P", bound="CudnnProblem")
+G = TypeVar("G", bound="CudnnGraph")
 
 
 def unusable(cudnn_version: int) -> str | None:
@@ -77,14 +77,14 @@ class AttentionBackward:
     device: int
 
 
-class Problem(Protocol):
+class CudnnProblem(Protocol):
     """What a graph is built for: something on a device, which the words of an error show."""
 
     @property
     def device(self) -> int: ...
 
 
-class Graph:
+class CudnnGraph:
     """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run.
 
     Args:
@@ -93,7 +93,7 @@ class Graph:
         what: the words for it in errors.
     """
 
-    def __init__(self, problem: Problem, described: Described, what: str) -> None:
+    def __init__(self, problem: CudnnProblem, described: Described, what: str) -> None:
         self._device, self._words = problem.device, f"cuDNN's {what} failed for {problem}"
         self._cudnn, self._handle = _package(), _handle(problem.device)
         self._graph, self._uids = described(self._cudnn, self._handle)
@@ -155,7 +155,7 @@ class Graph:
         )
 
 
-class BackwardGraph(Graph):
+class BackwardGraph(CudnnGraph):
     """That of attention's backward on packed heads."""
 
     def __init__(self, problem: AttentionBackward) -> None:

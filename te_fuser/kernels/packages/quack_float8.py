@@ -147,11 +147,11 @@ def _run(
     if x.numel() and weight.numel():
         result, added = None if h is None else flat(h), None if addend is None else rows_of(addend)
         matrices = rows_of(x, MULTIPLE), rows_of(weight, MULTIPLE), result, added
-        prepare = functools.partial(_Product, epilogue, tuple(operands))
+        prepare = functools.partial(_Float8Product, epilogue, tuple(operands))
         run(_COMPUTED[epilogue], h is not None, (*matrices, *operands.values()), prepare, _FUSIONS)
 
 
-class _Product:
+class _Float8Product:
     """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
 
     def __init__(self, epilogue: str, operands: tuple[str, ...]) -> None:

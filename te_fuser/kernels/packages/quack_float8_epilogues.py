@@ -9,7 +9,7 @@ from quack.activation import sigmoid
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import RowVecLoad
 
-from te_fuser.kernels.packages.quack_pieces import Largest, as_bfloat16
+from te_fuser.kernels.packages.quack_pieces import LargestMagnitude, as_bfloat16
 
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 
@@ -30,7 +30,7 @@ def sum_with_bias_and_addend(acc: Any, c: Any, a_inverse: Any, b_inverse: Any, b
     return {"D": acc * (a_inverse * b_inverse) + bias + c}
 
 
-@gemm_epilogue(outputs=("activated",), ops={"bias": RowVecLoad("bias")}, outs={"amax": Largest("amax")})
+@gemm_epilogue(outputs=("activated",), ops={"bias": RowVecLoad("bias")}, outs={"amax": LargestMagnitude("amax")})
 def gelu_in_8_bits(acc: Any, a_inverse: Any, b_inverse: Any, bias: Any, scale: Any) -> dict[str, Any]:
     """(h, gelu(h) * scale, gelu(h) for its amax), of the same h as bfloat16 has it, in the tanh form."""
     h = as_bfloat16(acc * (a_inverse * b_inverse) + bias)

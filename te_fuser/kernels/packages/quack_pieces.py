@@ -15,7 +15,7 @@ def as_bfloat16(x: Any) -> Any:
     return x.to(BFloat16).to(Float32)
 
 
-class Largest(Scalar):  # type: ignore[misc, unused-ignore]
+class LargestMagnitude(Scalar):  # type: ignore[misc, unused-ignore]
     """Raises a number, float32 [], to the largest magnitude of what an epilogue gives under its name.
 
     Of non-negative numbers the bits have the same order, NaN's the last place: so NaN is kept, as other kernels do.

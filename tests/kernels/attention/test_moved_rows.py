@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import moved_rows
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, FindTokens, Tokens
+from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch, FindTokens, Tokens
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver
 from tests.kernels.attention.emulated import row_kernels
@@ -27,12 +27,12 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 
 
 @pytest.fixture
-def rows(request: pytest.FixtureRequest) -> type[ByTorch] | type[ByKernel]:
+def rows(request: pytest.FixtureRequest) -> type[CompactByTorch] | type[CompactByKernel]:
     """One of both ways."""
     if request.param == "torch":
-        return ByTorch
+        return CompactByTorch
     request.getfixturevalue("emulated")
-    return ByKernel
+    return CompactByKernel
 
 
 def hidden(samples: int, positions: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +64,7 @@ def check(found: Tokens, lengths: list[int], places: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("rows", WAYS, indirect=True)
 @pytest.mark.parametrize("sizes", [(6, 9), (5, 300), (1, 1), (3, 1000)])
-def test_find(rows: type[ByTorch] | type[ByKernel], sizes: tuple[int, int]) -> None:
+def test_find(rows: type[CompactByTorch] | type[CompactByKernel], sizes: tuple[int, int]) -> None:
     mask, other = hidden(*sizes), hidden(sizes[0], 7, seed=1).flip(0)
     positions, none = sizes[1], torch.zeros(sizes[0], 1, 1, sizes[1], dtype=torch.bool)
     found, nothing = rows.find(mask, None, positions, None)
@@ -81,7 +81,9 @@ def test_find(rows: type[ByTorch] | type[ByKernel], sizes: tuple[int, int]) -> N
 @pytest.mark.parametrize("rows", WAYS, indirect=True)
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("sizes", [(6, 9), (5, 70), (2, 3)])
-def test_together_and_back(rows: type[ByTorch] | type[ByKernel], sizes: tuple[int, int], sequence_first: bool) -> None:
+def test_together_and_back(
+    rows: type[CompactByTorch] | type[CompactByKernel], sizes: tuple[int, int], sequence_first: bool
+) -> None:
     """Of rows that lie in many ways, and to those in pieces."""
     mask, x = hidden(*sizes), torch.randn(*sizes, 24, generator=torch.Generator().manual_seed(3)).bfloat16()
     tokens, _ = rows.find(mask, None, sizes[1], None)
@@ -110,8 +112,8 @@ def test_launches(emulated: FakeDriver) -> None:
     """One to find tokens, one for each tensor, and no copy."""
     x = torch.randn(3, 8, 16).bfloat16()
     emulated.launches = emulated.copies = 0
-    tokens, _ = ByKernel.find(hidden(3, 8), None, 8, None)
-    ByKernel.back(ByKernel.together(x, tokens), tokens, x[:, :, None])
+    tokens, _ = CompactByKernel.find(hidden(3, 8), None, 8, None)
+    CompactByKernel.back(CompactByKernel.together(x, tokens), tokens, x[:, :, None])
     assert (emulated.launches, emulated.copies) == (3, 0)
 
 

@@ -11,7 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.kernels.attention.blank_rows import by_kernel, by_torch
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch
+from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch
 from te_fuser.kernels.attention.padding import Padded, reason_not, why_not_moved
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
@@ -33,7 +33,7 @@ def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(BY_NAME["cuda_flash"], "_forward_by_structure", operators.forward)
     monkeypatch.setattr(BY_NAME["cuda_flash"], "_backward_by_structure", operators.backward)
     fake_flash_attn.in_place(monkeypatch)
-    yield Padded(found, ByTorch)
+    yield Padded(found, CompactByTorch)
     fake_flash_attn.forget()
 
 
@@ -69,7 +69,7 @@ def test_by_kernels(provider: Padded, name: str, layout: str, kind: str, emulate
     op, tensors = case(name, layout, kind, dtype=torch.bfloat16)
     settings, dy = op.settings(), structured.output_gradient(op, tensors)
     found = []
-    for way, blank in ((provider, by_torch), (replace(provider, rows=ByKernel), by_kernel)):
+    for way, blank in ((provider, by_torch), (replace(provider, rows=CompactByKernel), by_kernel)):
         y, saved = way.forward_separate(settings, tensors, blank)
         made = way.backward_separate(settings, {**tensors, "output": y, **saved}, dy, blank)
         found.append({"output": y, **made})

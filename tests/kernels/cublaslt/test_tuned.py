@@ -13,7 +13,7 @@ import torch
 import te_fuser
 from te_fuser import _native
 from te_fuser.kernels.cublaslt import products, tuned
-from te_fuser.kernels.cublaslt.tuned import Found, ProductProblem, TunedProducts
+from te_fuser.kernels.cublaslt.tuned import ProductProblem, TunedAlgorithm, TunedProducts
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
@@ -80,7 +80,7 @@ def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: Fak
     assert library.last_workspace == 1024
     want = OUT.clone()
     _, problem, algorithm = keep(3)
-    assert tuned.found_for(FORM, problem) == Found(algorithm, 3)
+    assert tuned.found_for(FORM, problem) == TunedAlgorithm(algorithm, 3)
     assert str(tuned.found_for(FORM, problem)) == "tuned: candidate 3"
     assert [f.name for f in tmp_path.rglob("*.json")] == ["nvidia-h200.products.json"]
     a_new_process()
@@ -156,8 +156,8 @@ def test_what_was_kept_comes_back_and_is_forgotten(tmp_path: Path) -> None:
     store.put("b", algorithm, 2, 0.9)
     store.drop("b", "it is gone")
     for other in (store, TunedProducts(store.path)):
-        assert other.find("a") == Found(algorithm, 4) and other.find("c") is None
-        assert other.find("b") == Found(algorithm, 2, "it is gone")
+        assert other.find("a") == TunedAlgorithm(algorithm, 4) and other.find("c") is None
+        assert other.find("b") == TunedAlgorithm(algorithm, 2, "it is gone")
     store.forget("a")
     store.forget("a")
     assert TunedProducts(store.path).find("a") is None and store.find("b") is not None

@@ -17,7 +17,7 @@ from te_fuser.fuser.tune import tune as tuning
 from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products, tuned
 from te_fuser.kernels.cublaslt import tuning as module
-from te_fuser.kernels.cublaslt.tuned import Found, ProductForm, ProductProblem, TunedProducts
+from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, TunedAlgorithm, TunedProducts
 from te_fuser.kernels.cublaslt.tuning import example, places_of, tune_products
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -158,7 +158,7 @@ def keep(candidate: int) -> tuple[TunedProducts, ProductProblem, bytes]:
 
 def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(fake: FakeCublasLt) -> None:
     _, problem, algorithm = keep(3)
-    assert tuned.found_for(FORM, problem) == Found(algorithm, 3)
+    assert tuned.found_for(FORM, problem) == TunedAlgorithm(algorithm, 3)
     a_new_process()
     assert ran(fake, run) == [3]
     assert ran(fake, lambda: run(fast=False)) == [1], "another product"

@@ -6,7 +6,7 @@ import torch
 
 from te_fuser.kernels.attention.conditions import NO_DROPOUT, ONE_SIZE, SEVERAL_POSITIONS, runs_on, takes
 from te_fuser.kernels.attention.provider import Heads, Provider, Saved, Speed
-from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients, Views
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES
 from te_fuser.ops.attention.mask import PADDED
 from te_fuser.ops.products import half_gains
@@ -39,7 +39,7 @@ class CpuFlash(Provider):
         ONE_SIZE,
     )
 
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         out, logsumexp = self._forward(
             call.q, call.k, call.v, 0.0, call.causal, attn_mask=call.bias, scale=call.settings.scale
         )
@@ -47,7 +47,7 @@ class CpuFlash(Provider):
         shape = [logsumexp.shape[0] * logsumexp.shape[1] // heads, heads, call.positions]
         return out, {"logsumexp": torch.ops.aten._unsafe_view.default(logsumexp.contiguous(), shape)}
 
-    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionInputs, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         logsumexp = saved["logsumexp"].view(call.q.shape[:3])
         inputs = (dout, call.q, call.k, call.v, out, logsumexp, 0.0, call.causal)
         return self._backward(*inputs, attn_mask=call.bias, scale=call.settings.scale)

@@ -6,7 +6,7 @@ import torch
 
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.provider import Saved
-from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients
 
 
 class CudaCudnn(CudnnProvider):
@@ -18,7 +18,7 @@ class CudaCudnn(CudnnProvider):
 
     name = "cuda_cudnn"
 
-    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionInputs, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings = call.settings
         no_varying_lengths = (None, None, call.positions, call.keys)
         tensors = (dout, call.q, call.k, call.v, out, *(saved[name] for name in self.emits), call.bias)

@@ -22,7 +22,7 @@ from te_fuser.kernels.attention.structure import Sides
 from te_fuser.kernels.attention.views import output_form, packed_forms
 from te_fuser.kernels.packages import cudnn_attention, cudnn_frontend
 from te_fuser.kernels.packages.cudnn_attention import Banded
-from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, Graph
+from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, CudnnGraph
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
 from te_fuser.ops.attention.heads import ApartHeads
 from te_fuser.ops.attention.mask import BY_OFFSETS
@@ -144,7 +144,7 @@ class CudaCudnnFrontend(CudnnProvider):
         sides.blank(found, blank)
         return found
 
-    def _graphs_of(self, call: Separate) -> tuple[Graph, Graph]:
+    def _graphs_of(self, call: Separate) -> tuple[CudnnGraph, CudnnGraph]:
         q, k, _ = call.heads
         graphs = _graphs(call.settings, q.shape[0], q.shape[2], k.shape[2], q.dtype, q.device.index)
         if isinstance(graphs, str):
@@ -173,7 +173,7 @@ def _lengths(call: Separate, sides: Sides) -> list[torch.Tensor]:
 @functools.lru_cache(maxsize=_GRAPHS_KEPT)
 def _graphs(
     settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype, device: int
-) -> tuple[Graph, Graph] | str:
+) -> tuple[CudnnGraph, CudnnGraph] | str:
     """Both graphs of a problem beyond packed heads, made once; or why there are none."""
     mask = settings.mask
     call = Separate.on_meta(settings, samples, positions, keys, dtype)

@@ -7,7 +7,7 @@ import torch
 from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, ONE_SIZE, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
-from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES
 from te_fuser.ops.attention.mask import PADDED
 
@@ -48,14 +48,14 @@ class CudaEfficient(CudaProvider):
         DROPS_SOME,
     )
 
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
         out, logsumexp, seed, offset = self._forward(
             call.q, *self._repeated(call), self._whole(call), True, settings.dropout, call.causal, scale=settings.scale
         )
         return out, self._saved(logsumexp, seed, offset)
 
-    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionInputs, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings = call.settings
         out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes its positions to be h * D apart
         dq, dk, dv, _ = self._backward(
@@ -70,7 +70,7 @@ class CudaEfficient(CudaProvider):
         dk, dv = (part.unflatten(1, (groups, per_group)).sum(2) for part in (dk, dv))
         return dq, dk, dv
 
-    def _repeated(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _repeated(self, call: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values for each query head; of one group a view with stride 0."""
         per_group = call.q.shape[1] // call.k.shape[1]
         if per_group == 1:
@@ -78,6 +78,6 @@ class CudaEfficient(CudaProvider):
         k, v = (part[:, :, None].expand(-1, -1, per_group, -1, -1).flatten(1, 2) for part in (call.k, call.v))
         return k, v
 
-    def _whole(self, call: AttentionCall) -> torch.Tensor | None:
+    def _whole(self, call: AttentionInputs) -> torch.Tensor | None:
         """The bias with every size written out."""
         return None if call.bias is None else call.bias.expand(*call.q.shape[:3], call.keys)

@@ -20,7 +20,7 @@ from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved, Speed, function_of, why_no_operator
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.structure import Sides, Slots, counts_from_the_end, window_of
-from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
 
 # Of tokens [T, H, D] and int32 offsets [N + 1] of sequences, or of [B, S, H, D].
@@ -149,13 +149,13 @@ class CudaFlash(CudaProvider):
         heads = heads.transpose(1, 2)
         return self._readable(heads if slots is None else heads.flatten(0, 1))
 
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
         result = self._forward(call.q, call.k, call.v, settings.dropout, call.causal, False, scale=settings.scale)
         out, logsumexp, _, _, _, _, seed, offset, _ = result
         return out, self._saved(logsumexp, seed, offset)
 
-    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionInputs, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings = call.settings
         logsumexp, seed, offset = (saved[name] for name in self.emits)
         no_varying_lengths = (None, None, call.positions, call.keys)
