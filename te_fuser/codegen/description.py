@@ -39,7 +39,7 @@ class Load:
     dtype: str  # a name of the table of dtypes
 
 
-PLACES = ("row_rank", "column_rank", "row_block")  # where a rank's part lies, see `te_fuser.formula.random.Placed`
+PLACES = ("row_rank", "column_rank", "row_block")  # of a rank's part, see `formula.random.RankPlacement`
 Layout = Literal["rows", "transposed", "blocks", "transposed_blocks"]
 TOKENS = 16  # a multiple of so many is a row of what is stored transposed
 BLOCK = 128  # numbers that have a scale of their own, where it is stored by blocks

@@ -98,7 +98,8 @@ class DotProductAttention(ContextParallel):
         attention_type: "self" or "cross".
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: ranks that cut the sequences, see
             `set_context_parallel_group`.
-        **keywords: these, where parameters are, see `te_fuser.presets.arguments.Placed`, and options of lists.
+        **keywords: these, where parameters are, see `te_fuser.presets.arguments.PlacementArguments`, and options of
+            lists.
     """
 
     flattens = True
