@@ -126,7 +126,7 @@ def _loops(d: KernelDescription, cost: Callable[[Expr], int]) -> list[Loop]:
     late = [r for r in unread if id(r) not in needed]
     loops = []
     for stage in d.reductions:
-        early = tuple(r for r in stage if id(r) in read | needed)
+        early = tuple(r for r in stage if id(r) in read or id(r) in needed)
         if early:
             loops.append(Loop(early, tuple(r.args[0] for r in early), [], last=False))
     if late or feature_roots:

@@ -251,7 +251,8 @@ def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]
         ahead = [_TILE_AHEAD]  # rows of a tile that a thread does at once
         if description.in_blocks:  # where none is put together by fours, 64 bytes were best
             row = vector * _travelling_bytes(description)
-            ahead = sorted(_BLOCK_AHEAD, key=lambda n: (n * row < _BLOCK_BYTES, abs(n * row - _BLOCK_BYTES)))  # noqa: B023
+            off = {n: (n * row < _BLOCK_BYTES, abs(n * row - _BLOCK_BYTES)) for n in _BLOCK_AHEAD}
+            ahead = sorted(_BLOCK_AHEAD, key=off.__getitem__)
         ways = itertools.product((0, 1), ahead, _tile_lanes(description, vector))
         found = [s for way in ways for s in _tiles_of(description, vector, *way, limits)]
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found

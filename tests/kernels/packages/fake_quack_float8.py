@@ -42,7 +42,7 @@ class RowVecLoad:
 
 
 @dataclasses.dataclass(frozen=True)
-class Largest:
+class LargestMagnitude:
     """Raises a number to the largest magnitude."""
 
     name: str
@@ -101,7 +101,7 @@ class Package:
             "quack.epilogue.ops": {"RowVecLoad": RowVecLoad},
             quack_float8._HOST: {"run_gemm_epi_plan": self.run_gemm_epi_plan},
             quack_float8._HOPPER: {"GemmSm90": GemmSm90},
-            PIECES: {"Largest": Largest, "as_bfloat16": as_bfloat16},
+            PIECES: {"LargestMagnitude": LargestMagnitude, "as_bfloat16": as_bfloat16},
         }
         self.modules = {name: types.ModuleType(name) for name in there}
         for name, found in there.items():
@@ -111,7 +111,7 @@ class Package:
         """A product whose epilogue is a function of the accumulator, of numbers and of rows, element by element."""
         ops, outs = ops or {}, outs or {}
         assert all(op == RowVecLoad(name) for name, op in ops.items())
-        assert all(out == Largest(name) for name, out in outs.items())
+        assert all(out == LargestMagnitude(name) for name, out in outs.items())
         return lambda body: Epilogue(self, body, outputs, ops, outs)
 
     def run_gemm_epi_plan(self, plan, A, B, D, C, epi_values):  # noqa: N803
