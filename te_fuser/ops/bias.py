@@ -9,12 +9,11 @@ import torch
 
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.spread import FEATURES, Spread, Told
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Bias(Cut, RowOp):
@@ -29,7 +28,6 @@ class Bias(Cut, RowOp):
         device: the parameter's, torch's default if None.
     """
 
-    autocast = "follow"
     sized = True
     bias: torch.nn.Parameter | None
 
@@ -70,6 +68,3 @@ class Bias(Cut, RowOp):
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias
-
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("torch.add", torch.add, ("input", "bias"), addend="bias", at_once=False)

@@ -35,7 +35,6 @@ class QuantizeGradient(RowOp):
     Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
 
-    prototype_arguments = {"dtype": torch.float8_e5m2}
     raised_in_backward: ClassVar[str] = "amax"
     measured_in_backward: ClassVar[str] = "own_amax"
     hands_through = True
@@ -62,10 +61,6 @@ class QuantizeGradient(RowOp):
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> QuantizeGradient:
-        return cls(**{**cls.prototype_arguments, "scale": f"{name}_scale", **changed})
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale!r}"

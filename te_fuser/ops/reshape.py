@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from te_fuser.distributed.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
-from te_fuser.ops.tensor_function import TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
@@ -67,16 +65,6 @@ class Reshape(UnfusedOperation):
     def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
         return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("Tensor.reshape", operator.methodcaller("reshape", self.shape))
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Reshape:
-        return cls(-1, features, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Reshape:
-        return Reshape(-1, features)
-
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape))
 
@@ -110,13 +98,6 @@ class Flatten(Reshape):
         blocks = x.dim == self.start_dim < 0 and self.end_dim == -1
         return FEATURES if blocks else super().spread(x, told)
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Flatten:
-        return cls(**{"start_dim": 0, "end_dim": -2, **changed})
-
-    def example(self, features: int, rng: torch.Generator) -> Flatten:
-        return Flatten(0, -2)
-
     def extra_repr(self) -> str:
         return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
@@ -148,13 +129,6 @@ class Unflatten(Reshape):
         """Of features that are cut, blocks that are cut; else as x."""
         blocks = x == FEATURES and self.dim == -1 and self.unflattened_size[0] == -1
         return rows(-len(self.unflattened_size)) if blocks else super().spread(x, told)
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Unflatten:
-        return cls(**{"dim": -1, "unflattened_size": (1, features), **changed})
-
-    def example(self, features: int, rng: torch.Generator) -> Unflatten:
-        return Unflatten(-1, (1, features))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, unflattened_size={self.unflattened_size}"

@@ -14,7 +14,6 @@ from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.context import Context
-from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
@@ -51,8 +50,6 @@ class RotaryByAngles(OfPositions):
     """
 
     idles_without = _TABLES
-    prototype_arguments = {"head_dim": 8, "heads": 2}
-    other_choices = {"layout": "batch_first", "style": "interleaved"}
 
     def __init__(
         self,
@@ -197,10 +194,6 @@ class RotaryByAngles(OfPositions):
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dy turned back."""
         return {"input": self._turned(call, dy, -1)}
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        layout = {"layout": "sequence_first", "offsets": None} if self.offsets else {}
-        return alike(self, features, head_dim=features, heads=1, kv_heads=None, **layout)
 
     def _turned(self, call: OpCall, x: torch.Tensor, direction: int) -> torch.Tensor:
         """x turned, in one tensor that each span of heads is written into."""
