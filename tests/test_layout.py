@@ -145,6 +145,7 @@ DEEPEST = 9
 CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {
+    "te_fuser.ops.autocast",  # a table of policies
     "te_fuser.ops.base",
     "te_fuser.ops.checks",  # of arguments, not an op
     "te_fuser.ops.own_scales",  # of tensors, not an op
@@ -171,6 +172,7 @@ OP_HELPERS = {
     "attention/mask",
     "attention/math",
     "attention/scores",
+    "autocast",
     "base",
     "checks",
     "construction",
@@ -453,6 +455,7 @@ FUSION_FILES = [
         "match",
         "pattern",
         "registry",
+        "torch_functions",
     )
     and p not in ROW_FILES
 ]

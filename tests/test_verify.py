@@ -16,7 +16,8 @@ from te_fuser.codegen.compiler import find_compiler
 from te_fuser.compare import same_bits
 from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Details, Fusion, fusion, registry
-from te_fuser.verify import VerificationError, VerifyReport, models, verify
+from te_fuser.verify import VerificationError, VerifyReport, example, models, verify
+from te_fuser.verify.examples import example_of
 from tests.twins import randomize
 
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
@@ -274,15 +275,20 @@ def test_ops_can_be_given() -> None:
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + x
 
-    with pytest.raises(ValueError, match=r"cannot make a Twice.*'how'.*define Twice.prototype.*verify\(fusion, ops="):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot make a Twice.*'how'.*by @example\(\.\.\.\) .*verify\(fusion, ops=",
+    ):
         check(twice)
     assert check(twice, ops=[[Twice(1)]]).passed
 
 
+@example(
+    make=lambda features, rng, **others: Centred(torch.randn(features, generator=rng), **others),
+    choices={"sign": "minus"},
+)
 class Centred(ops.RowOp):
     """y = x - offset or offset - x."""
-
-    other_choices = {"sign": "minus"}
 
     def __init__(self, offset: torch.Tensor, sign: str = "plus") -> None:
         super().__init__()
@@ -290,13 +296,6 @@ class Centred(ops.RowOp):
 
     def compute(self, x: Any, offset: Any) -> Any:
         return x - offset if self.sign == "plus" else offset - x
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Centred:
-        return cls(torch.zeros(features), **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Centred:
-        return Centred(torch.randn(features, generator=rng), self.sign)
 
 
 def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
@@ -310,6 +309,7 @@ def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
         check(wrong)
 
 
+@example(arguments={"power": 2.0})
 class Weighted(ops.RowOp):
     """y = x * weight**power."""
 
@@ -318,16 +318,14 @@ class Weighted(ops.RowOp):
         self.power, self.flat = power, flat
         self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
 
-    prototype_arguments = {"power": 2.0}
-
     def compute(self, x: Any, weight: Any) -> Any:
         return x if self.flat else x * weight**self.power
 
 
 def test_an_op_is_made_by_its_constructor() -> None:
-    made = Weighted.prototype(5, "free", flat=True)
+    made = example_of(Weighted, 5, torch.Generator(), flat=True)
     assert isinstance(made, Weighted) and made.weight.shape == (5,) and (made.power, made.flat) == (2.0, True)
-    like = Weighted(4, 3.0).example(7, torch.Generator())
+    like = example_of(Weighted, 7, torch.Generator(), power=3.0)
     assert isinstance(like, Weighted) and (like.weight == torch.full((7,), 2.0)).all() and like.power == 3.0
 
     @fusion(forward=[Weighted], details=Details(registered=False))
@@ -338,29 +336,22 @@ def test_an_op_is_made_by_its_constructor() -> None:
         check(squared)
 
 
-def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Centred, "example")
-
-    @fusion(forward=[Centred], details=Details(registered=False))
-    def centred(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x - m[0].offset
-
-    with pytest.raises(ValueError, match=r"Centred gives no example\): define .* and \.example\(features, rng\)"):
-        check(centred)
-
-
 @pytest.mark.parametrize(
-    ("method", "made", "words"),
+    ("row", "words"),
     [
-        ("prototype", classmethod(lambda cls, features, name, **changed: 3), "'int' object has no attribute 'example'"),
-        ("prototype", classmethod(lambda cls, features, name, **changed: {}["size"]), "'size'"),
-        ("example", lambda self, features, rng: None, "its example is None"),
+        ({}, "missing 1 required positional argument: 'offset'"),
+        ({"make": lambda: 3}, "its example is 3"),
+        ({"make": lambda: {}["size"]}, "'size'"),
+        ({"arguments": lambda features, name: None}, "'NoneType' object is not .*"),
     ],
 )
-def test_an_op_whose_example_is_none(monkeypatch: pytest.MonkeyPatch, method: str, made: Any, words: str) -> None:
-    monkeypatch.setattr(Centred, method, made)
-    entry = fusion(forward=[Centred], name="centred", details=Details(registered=False))(lambda m, x: x - m[0].offset)
-    with pytest.raises(ValueError, match=rf"cannot make a Centred by itself \({words}\): define Centred.prototype"):
+def test_an_op_that_its_row_does_not_make(row: dict[str, Any], words: str) -> None:
+    @example(**row)
+    class Other(Centred):
+        """One with a row of its own."""
+
+    entry = fusion(forward=[Other], name="other", details=Details(registered=False))(lambda m, x: x - m[0].offset)
+    with pytest.raises(ValueError, match=rf"cannot make a Other by itself \(.*({words})\): say how by @example\("):
         check(entry)
 
 

@@ -43,6 +43,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     float8_matmul_gelu_quack,
     partly_float8_mat_mul,
     cublaslt_own_scales,
+    torch_functions,
 )
 
 __all__ = [

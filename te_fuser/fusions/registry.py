@@ -138,8 +138,8 @@ _version = 0
 _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
 _only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
-# Names like others: kernels of several row ops; see by_torch; kernels that quantize by blocks what products read;
-# exchanges of ranks by copy engines; kernels that add up what ranks have sent so.
+# Names like others: kernels of several row ops; functions of PyTorch's; kernels that quantize by blocks what products
+# read; exchanges of ranks by copy engines; kernels that add up what ranks have sent so.
 STRETCH, RECORDED, BY_BLOCKS, PEER_COPIES, PEER_SUMS = _OWN = (
     "stretch",
     "torch_functions",

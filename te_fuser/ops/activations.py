@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
-from torch.nn import functional
-
 from te_fuser.formula import erf, relu, sigmoid, tanh
-from te_fuser.ops.base import Spec
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Identity(RowOp):
@@ -46,9 +41,6 @@ class ReLU(RowOp):
     def compute(self, x: Any) -> Any:
         return relu(x)
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("F.relu", functional.relu, keeps={"input": ("output",)})
-
 
 class SReLU(RowOp):
     """The square of ReLU: y = max(x, 0)^2, pointwise.
@@ -73,9 +65,6 @@ class SiLU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * sigmoid(x)
-
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("F.silu", functional.silu, keeps={"input": ("input",)})
 
 
 # 0.5 * (1 + tanh(u)) = sigmoid(2 u): one exponential and no cancellation in the negative tail.
@@ -118,18 +107,12 @@ class GELU(RowOp):
     Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016).
     """
 
-    other_choices = {"approximate": "none"}
-
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
         self.approximate = known_form(self, approximate)
 
     def compute(self, x: Any) -> Any:
         return GELU_FORMS[self.approximate](x)
-
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        gelu = functools.partial(functional.gelu, approximate=self.approximate)
-        return TorchFunction("F.gelu", gelu, keeps={"input": ("input",)})
 
 
 class QGELU(RowOp):

@@ -19,13 +19,18 @@ import torch.nn.utils.parametrize
 from te_fuser.facts import Facts
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.ops.words import TakesArguments
 from te_fuser.params.binding import Binding, PlannedParametrizations
 from te_fuser.record import record
 
 Op = TypeVar("Op", bound="FusableOperation")
+# Members that features' tables took over -> the decorator that gives a class its row.
+_MOVED = {
+    **dict.fromkeys(("autocast", "wide_parameters"), "@autocast_policy(...) of te_fuser.ops.autocast"),
+    **dict.fromkeys(("example", "prototype", "prototype_arguments", "other_choices"), "@example of te_fuser.verify"),
+    "by_torch": "@torch_function(...) of te_fuser.ops.tensor_function",
+}
 
 
 @dataclass(frozen=True)
@@ -193,21 +198,15 @@ class FusableOperation(TakesArguments, torch.nn.Module):
     kind: ClassVar[type[FusableOperation]]
     role: ClassVar[str]  # what plans and kernels call it and its tensors; by default the class's name in snake case
     family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
-    # Under torch.autocast: "lower" casts x and parameters down, "float32" x up; "follow" takes x as it comes, and where
-    # that is in the lower dtype, as after a product, fusions read float32 parameters in it too; formulas need not.
-    autocast: ClassVar[str | None] = None
-    make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
-    wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[str] = ""  # "input", or a named input: it moves nothing, its output is a view of that
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
-    other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
-    by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone
-    prototype_arguments: ClassVar[Mapping[str, Any]] = {}  # argument -> what verify gives where it gives nothing else
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in filter(_MOVED.__contains__, cls.__dict__):
+            raise TypeError(f"{cls.__name__}.{name} is not read any more: put {_MOVED[name]} above the class")
         parametrized = cls.__module__ == torch.nn.utils.parametrize.__name__  # register_parametrization made the class
         if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation) and not parametrized:
             cls.kind = cls
@@ -324,23 +323,6 @@ class FusableOperation(TakesArguments, torch.nn.Module):
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
-        """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
-
-        By default the constructor gets these, `prototype_arguments`, and its `features` and `name`.
-        """
-        return of_kind(cls, features, name, {**cls.prototype_arguments, **changed})
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        """An op like this one for `features` input features, for verify, the fuzzer and the benchmark.
-
-        By default the constructor gets the attributes that are called as its arguments are, and parameters random
-        numbers where it takes a device.
-        """
-        made = alike(self, features)
-        return randomized(made, rng) if any(p.is_meta for p in made.parameters()) else made
 
     def extra_repr(self) -> str:
         hidden = ("training", "revision")

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Bias(Cut, RowOp):
@@ -27,7 +25,6 @@ class Bias(Cut, RowOp):
         device: the parameter's, torch's default if None.
     """
 
-    autocast = "follow"
     sized = True
     bias: torch.nn.Parameter | None
 
@@ -53,6 +50,3 @@ class Bias(Cut, RowOp):
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias
-
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("torch.add", torch.add, ("input", "bias"), addend="bias", at_once=False)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Cast(RowOp):
@@ -18,8 +15,6 @@ class Cast(RowOp):
     Raises:
         TypeError: for a dtype that is none of float32, bfloat16, float16, float64.
     """
-
-    prototype_arguments = {"dtype": torch.bfloat16}
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,11 +31,5 @@ class Cast(RowOp):
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("Tensor.to", operator.methodcaller("to", self.dtype))
-
     def extra_repr(self) -> str:
         return str(self.dtype)
-
-
-FusableOperation.make_cast = Cast

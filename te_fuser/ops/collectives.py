@@ -66,7 +66,6 @@ class Collective(OfRanks, UnfusedOperation):
     family = True
     carried: Carried | None = None
     reads = ()
-    prototype_arguments = {"group": Group()}
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -276,8 +275,6 @@ class AllToAll(Collective):
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
     """
-
-    prototype_arguments = {**Collective.prototype_arguments, "cut": 0, "join": 1}
 
     def __init__(self, group: Any, cut: int, join: int, parts: tuple[int, ...] = (1,), balanced: bool = False) -> None:
         super().__init__(group)

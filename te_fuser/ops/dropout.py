@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import keep_mask
 from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import check_batch_dim, check_probability, whole_number
@@ -24,8 +22,6 @@ class Dropout(RowOp):
 
     Source: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (2014).
     """
-
-    prototype_arguments = {"p": 0.25}
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
@@ -61,8 +57,6 @@ class DropPath(RowOp):
     Source: Huang et al., "Deep networks with stochastic depth" (2016).
     """
 
-    prototype_arguments = {"p": 0.25, "batch_dim": 0}
-
     def __init__(self, p: float, batch_dim: int) -> None:
         super().__init__()
         self.p = check_probability(p)
@@ -82,6 +76,3 @@ class DropPath(RowOp):
     def infer(self, x: Spec) -> Spec:
         check_batch_dim(self, x, self.sample_dim)
         return super().infer(x)
-
-    def example(self, features: int, rng: torch.Generator) -> DropPath:
-        return DropPath(self.p, self.sample_dim)

@@ -156,11 +156,6 @@ class PartlyFloat8MatMul(Float8MatMul):
 
     input_dtypes = ()
     takes_gradients_in = ()
-    wide_parameters = (
-        "weight",
-        *products.NUMBERS,
-        *[f"{role}_amax" for role in ("input", "weight", "output_gradient")],
-    )
 
     def __init__(self, matmul: MatMul, *, kept: tuple[bool, bool, bool], **given: Any) -> None:
         super().__init__(matmul, **given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -85,12 +84,6 @@ class GatedUnit(RowOp):
             return super().reference(call, x)
         return super().reference(call, x.unflatten(-1, (-1, 2 * size))).flatten(-2)  # type: ignore[union-attr]
 
-    def example(self, features: int, rng: torch.Generator) -> GatedUnit:
-        """The same gate, in blocks that go into so many features."""
-        if self.glu_interleave_size is None:
-            return alike(self, features)
-        return alike(self, features, glu_interleave_size=math.gcd(self.glu_interleave_size, max(features // 2, 1)))
-
 
 class GLU(GatedUnit):
     """Gate by a sigmoid: y = sigmoid(gate) * linear, [..., 2n] -> [..., n].
@@ -114,8 +107,6 @@ class GEGLU(GatedUnit):
 
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
-
-    other_choices = {"approximate": "none"}
 
     def __init__(
         self, gate_first: bool = True, glu_interleave_size: int | None = None, approximate: str = "tanh"

@@ -37,7 +37,6 @@ class KeyValueCache(OfHeads):
     """
 
     writes = ("key_cache", "value_cache")
-    prototype_arguments = {"head_dim": 8, "heads": 2, "kv_heads": 1}
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from te_fuser.ops.bound import Bound, bound_parts
 from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.cut import SHARING, Cut
 from te_fuser.ops.matmul import MatMul, init_linear_weight
-from te_fuser.ops.parameters import alike, empty, randomized
+from te_fuser.ops.parameters import empty
 from te_fuser.params.scales import HoldsScales
 
 
@@ -118,6 +118,3 @@ class Linear(Cut, HoldsScales):
         for part in self.lower():
             x = part.op.reference(call, x)
         return x
-
-    def example(self, features: int, rng: torch.Generator) -> Linear:
-        return randomized(alike(self, features), rng, spread=max(features, 1) ** -0.5)

@@ -13,9 +13,9 @@ from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
-from te_fuser.ops.parameters import alike, empty, randomized
-from te_fuser.ops.products import is_torchs, linear, product
-from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
+from te_fuser.ops.parameters import empty
+from te_fuser.ops.products import linear, product
+from te_fuser.ops.tensor_function import forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
 from te_fuser.params.scales import HoldsScales
@@ -80,7 +80,6 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
         RuntimeError: in backward, when the weight should have a main_grad and has none that fits.
     """
 
-    autocast = "lower"
     weight: torch.nn.Parameter | None
     delay_wgrad_compute: bool = False
     _gathered: bool = False  # whether what a column gathers has been gathered before it
@@ -153,21 +152,11 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
             weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",), delayed=later)
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        if not is_torchs(x.rows, self.in_features, self.out_features, x.dtype, x.device):
-            return None
-        keeps = {"input": ("weight",), "weight": ("input",)}
-        linear = torch.nn.functional.linear
-        return TorchFunction("F.linear", linear, ("input", "weight"), keeps, at_once=False, takes_addend=True)
-
     op_forward = forward_of(_forward, "input", "weight")
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
     weight_gradient = gradient_of("weight", weight_gradient_of, "dy", "input")
     main_gradient = gradient_of("weight", main_gradient_of, "dy", "input", "weight")
     new_main_gradient = gradient_of("weight", _new_main_gradient, "dy", "input", "weight")
-
-    def example(self, features: int, rng: torch.Generator) -> MatMul:
-        return randomized(alike(self, features), rng, spread=max(features, 1) ** -0.5)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from te_fuser.formula import Axes, row_mean, row_sum, rsqrt
 from te_fuser.ops.base import LoweredOp, NamedInput, OpCall, Spec
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import check_batch_dim, check_eps, check_features, check_floating, check_name, feature_size
 from te_fuser.ops.cut import Cut
-from te_fuser.ops.parameters import alike, empty, fill, randomized
+from te_fuser.ops.parameters import alike, empty, fill
 from te_fuser.ops.reshape import Flatten, Unflatten
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Norm(Cut, RowOp):
@@ -32,7 +30,6 @@ class Norm(Cut, RowOp):
 
     family = True
     modes = ()
-    autocast = "float32"
     sized = True
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
@@ -101,9 +98,6 @@ class Norm(Cut, RowOp):
         plain = "" if self.elementwise_affine else ", elementwise_affine=False"
         return f"features={row}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}{plain}"
 
-    def example(self, features: int, rng: torch.Generator) -> Norm:
-        return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)
-
 
 def as_row(norm: str, sizes: tuple[int, ...]) -> Flatten:
     """Make one dimension of the last ones, which are to have these sizes, for a norm of that name."""
@@ -133,9 +127,6 @@ def _check_sizes(norm: str, x: Spec, sizes: tuple[int, ...]) -> None:
     if x.shape[-len(sizes) :] != sizes:
         wanted = f"[..., {', '.join(map(str, sizes))}]"
         raise ValueError(f"{norm} was made for {wanted}, got {list(x.shape)}: give it {wanted}")
-
-
-_FEW = 8
 
 
 def normalize(x: Any, eps: float, features: int) -> Any:
@@ -184,19 +175,6 @@ class LayerNorm(Norm):
         y = y * (weight + 1.0 if self.zero_centered_gamma else weight)
         return y if bias is None else y + bias
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        # PyTorch's errs several times as much over few features, and on a CPU it adds up half precision in that.
-        coarse = self.features < _FEW or (x.device.type == "cpu" and x.dtype.itemsize < 4)
-        if self.zero_centered_gamma or coarse:
-            return None
-        sizes, eps, there = (self.features,), self.eps, [name for name in ("weight", "bias") if name in names]
-
-        def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Any:
-            return functional.layer_norm(x, sizes, weight, bias, eps)
-
-        keeps = {"input": ("input", *there[:1]), "weight": ("input",)}
-        return TorchFunction("F.layer_norm", layer_norm, ("input", *there), keeps, statistics=2)
-
 
 class RMSNorm(Norm):
     """Divide each row by its root mean square: y = x / sqrt(mean(x^2) + eps) * weight.
@@ -241,8 +219,6 @@ class L2Norm(RowOp):
     Source: Henry et al., "Query-key normalization for Transformers" (2020).
     """
 
-    autocast = "float32"
-
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = check_eps(self, eps)
@@ -273,7 +249,6 @@ class AdaptiveLayerNorm(RowOp):
     Source: Peebles and Xie, "Scalable diffusion models with Transformers" (2022), section 3.2.
     """
 
-    autocast = "float32"
     promotes = True
 
     def __init__(
@@ -324,10 +299,3 @@ class AdaptiveLayerNorm(RowOp):
                     f"AdaptiveLayerNorm takes {name!r} of shape {list(wanted)} (samples along dimension "
                     f"{self.sample_dim} of {list(x.shape)}), got {list(inputs[argument].shape)}"
                 )
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> AdaptiveLayerNorm:
-        return cls(features, scale=f"{name}_scale", shift=f"{name}_shift", batch_dim=0, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> AdaptiveLayerNorm:
-        return alike(self, features, batch_dim=self.sample_dim)

@@ -26,6 +26,7 @@ class OpTable(Generic[Row]):
     Args:
         feature: a name that no other table has.
         default: the row of ops that have none.
+        inherited: whether a class without a row has its nearest base's.
 
     Example:
         >>> limits = OpTable("limit", default=1.0)
@@ -35,9 +36,9 @@ class OpTable(Generic[Row]):
         2.0
     """
 
-    def __init__(self, feature: str, default: Row) -> None:
+    def __init__(self, feature: str, default: Row, inherited: bool = True) -> None:
         self._attribute = f"_{feature}_row"
-        self._default = default
+        self._default, self._inherited = default, inherited
 
     def add(self, row: Row, *classes: type) -> None:
         """Give classes of ops a row."""
@@ -55,6 +56,8 @@ class OpTable(Generic[Row]):
 
     def of(self, kind: type) -> Row:
         """The row of a class of ops."""
+        if not self._inherited:
+            return kind.__dict__.get(self._attribute, self._default)  # type: ignore[no-any-return]
         found: Row = getattr(kind, self._attribute, self._default)
         return found
 

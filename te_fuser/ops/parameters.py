@@ -1,4 +1,4 @@
-"""Parameters of ops, made or filled with random numbers, and ops made like another one."""
+"""Parameters of ops, made and filled, and ops made like another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from te_fuser.ops.checks import check_parameters_dtype
 
 Op = TypeVar("Op", bound=torch.nn.Module)
-_SIZES = ("features", "in_features")  # what constructors call the number of input features
 
 
 def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
@@ -29,22 +28,6 @@ def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
         torch.nn.init.constant_(parameter, number)
 
 
-def randomized(op: Op, rng: torch.Generator, center: float = 0.0, spread: float = 0.5) -> Op:
-    """`op`, made on the meta device, with normally distributed parameters."""
-    op = op.to_empty(device=rng.device)
-    with torch.no_grad():
-        for parameter in op.parameters():
-            parameter.normal_(center, spread, generator=rng)
-    return op
-
-
-def of_kind(kind: type[Op], features: int, name: str, given: dict[str, Any]) -> Op:
-    """An op of that kind: `given` goes to its constructor, and the sizes and the name that it takes."""
-    takes = inspect.signature(kind).parameters
-    known = {**dict.fromkeys((*_SIZES, "out_features"), features), "name": name}
-    return kind(**{**{argument: value for argument, value in known.items() if argument in takes}, **given})
-
-
 def alike(op: Op, features: int, **changed: Any) -> Op:
     """An op of the same kind for so many input features, made on the meta device where it takes one.
 
@@ -56,7 +39,7 @@ def alike(op: Op, features: int, **changed: Any) -> Op:
     given: dict[str, Any] = {}
     for name, argument in inspect.signature(type(op)).parameters.items():
         value = getattr(op, name, argument.empty)
-        if name in _SIZES:
+        if name in ("features", "in_features"):
             given[name] = features
         elif name == "device":
             given[name] = "meta"
@@ -65,5 +48,5 @@ def alike(op: Op, features: int, **changed: Any) -> Op:
         elif not (value is argument.empty or callable(value) or isinstance(value, torch.Tensor)):
             given[name] = value
         elif argument.default is argument.empty and name not in changed:
-            raise NotImplementedError(f"{type(op).__name__} gives no example")
+            raise NotImplementedError(f"{type(op).__name__} keeps no attribute {name!r} of its constructor's argument")
     return type(op)(**{**given, **changed})

@@ -37,7 +37,6 @@ class Quantize(RowOp):
     Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
 
-    prototype_arguments = {"dtype": torch.float8_e4m3fn}
     raised_in_forward: ClassVar[str] = "amax"
     measured_in_forward: ClassVar[str] = "own_amax"
 
@@ -78,10 +77,6 @@ class Quantize(RowOp):
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Quantize:
-        return cls(**{**cls.prototype_arguments, "scale": f"{name}_scale", **changed})
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale!r}"

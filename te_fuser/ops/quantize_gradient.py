@@ -38,7 +38,6 @@ class QuantizeGradient(RowOp):
     Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
 
-    prototype_arguments = {"dtype": torch.float8_e5m2}
     raised_in_backward: ClassVar[str] = "amax"
     measured_in_backward: ClassVar[str] = "own_amax"
 
@@ -61,10 +60,6 @@ class QuantizeGradient(RowOp):
         if self.own is None or not call.fresh:
             return super().reference(call, x)
         return _Measured.apply(x, call["scale"], call["inverse"], self.dtype, self.own)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> QuantizeGradient:
-        return cls(**{**cls.prototype_arguments, "scale": f"{name}_scale", **changed})
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale!r}"

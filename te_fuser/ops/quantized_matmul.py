@@ -42,7 +42,6 @@ class QuantizedMatMul(UnfusedOperation):
     """
 
     input_dtypes = tuple(FLOAT8.values())
-    prototype_arguments = {"dtype": torch.float32}
 
     def __init__(
         self,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
-from te_fuser.ops.tensor_function import TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
@@ -60,16 +58,6 @@ class Reshape(UnfusedOperation):
     def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
         return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
 
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("Tensor.reshape", operator.methodcaller("reshape", self.shape))
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Reshape:
-        return cls(-1, features, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Reshape:
-        return Reshape(-1, features)
-
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape))
 
@@ -98,13 +86,6 @@ class Flatten(Reshape):
     def kept(self) -> range:
         return range(max(self.start_dim, 0))
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Flatten:
-        return cls(**{"start_dim": 0, "end_dim": -2, **changed})
-
-    def example(self, features: int, rng: torch.Generator) -> Flatten:
-        return Flatten(0, -2)
-
     def extra_repr(self) -> str:
         return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
@@ -131,13 +112,6 @@ class Unflatten(Reshape):
 
     def kept(self) -> range:
         return range(sys.maxsize if self.dim == -1 else max(self.dim, 0))
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Unflatten:
-        return cls(**{"dim": -1, "unflattened_size": (1, features), **changed})
-
-    def example(self, features: int, rng: torch.Generator) -> Unflatten:
-        return Unflatten(-1, (1, features))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, unflattened_size={self.unflattened_size}"

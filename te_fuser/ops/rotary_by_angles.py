@@ -11,9 +11,8 @@ import torch
 from te_fuser.ops import op_table
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfPositions
-from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
-from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
@@ -49,9 +48,6 @@ class RotaryByAngles(OfPositions):
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-
-    prototype_arguments = {"head_dim": 8, "heads": 2}
-    other_choices = {"layout": "batch_first", "style": "interleaved"}
 
     def __init__(
         self,
@@ -182,10 +178,6 @@ class RotaryByAngles(OfPositions):
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dy turned back."""
         return {"input": self._turned(call, dy, -1)}
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        layout = {"layout": "sequence_first", "offsets": None} if self.offsets else {}
-        return alike(self, features, head_dim=features, heads=1, kv_heads=None, **layout)
 
     def _turned(self, call: OpCall, x: torch.Tensor, direction: int) -> torch.Tensor:
         """x turned, in one tensor that each span of heads is written into."""

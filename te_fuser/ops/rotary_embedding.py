@@ -21,10 +21,9 @@ from te_fuser.ops import op_table
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
 from te_fuser.ops.attention.of_heads import OfPositions
-from te_fuser.ops.base import FusableOperation, OpCall, Spec
+from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import finite_number, whole_number
 from te_fuser.ops.context import Spans, blocks_of
-from te_fuser.ops.parameters import alike
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 
@@ -143,8 +142,6 @@ class RotaryEmbedding(OfPositions):
     """
 
     reads = ()
-    prototype_arguments = {"head_dim": 8, "heads": 2}
-    other_choices = {"layout": "batch_first", "packing": "blocked", "style": "interleaved"}
 
     def __init__(
         self,
@@ -197,16 +194,6 @@ class RotaryEmbedding(OfPositions):
         """As x."""
         self.packed.check(type(self).__name__, x)
         return x
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        """The same embedding of other heads, with as many of their features turning as here or all.
-
-        Raises:
-            ValueError: `features` has no head size of 2 or more, as prime numbers have none.
-        """
-        packed = self.packed.like(features, smallest=2)
-        heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
-        return alike(self, features, **heads, rotary_dim=min(self.rotary_dim, packed.head_dim // 2 * 2))
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The formula, recorded by autograd."""

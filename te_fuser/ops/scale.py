@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.checks import feature_size, real_number
-from te_fuser.ops.parameters import empty, fill, randomized
+from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
 
 
@@ -53,8 +53,3 @@ class Scale(RowOp):
 
     def compute(self, x: Any, weight: Any = None) -> Any:
         return x * (self.value if weight is None else weight)
-
-    def example(self, features: int, rng: torch.Generator) -> Scale:
-        if self.weight is None:
-            return Scale(value=self.value)
-        return randomized(Scale(features if self.features is not None else (), device="meta"), rng, center=1.0)

@@ -23,8 +23,6 @@ class Softmax(RowOp):
         dim: -1; what goes over another dimension stays torch.nn's module.
     """
 
-    autocast = "float32"
-
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
         check_last(self, dim)
@@ -42,8 +40,6 @@ class LogSoftmax(RowOp):
     Args:
         dim: -1; what goes over another dimension stays torch.nn's module.
     """
-
-    autocast = "float32"
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__()

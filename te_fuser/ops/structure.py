@@ -11,7 +11,7 @@ from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
+from te_fuser.ops.tensor_function import forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
@@ -84,9 +84,6 @@ class Add(RowOp):
 
     def compute(self, x: Any, other: Any) -> Any:
         return x + other
-
-    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
-        return TorchFunction("torch.add", torch.add, ("input", "other"))
 
 
 class Take(UnfusedOperation):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from te_fuser.ops.base import OpCall
+from te_fuser.ops.op_table import Kind, OpTable
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
@@ -26,8 +28,7 @@ class TensorFunction:
 class TorchFunction:
     """A function of PyTorch's that an op amounts to, which autograd records and differentiates.
 
-    An op's `by_torch(x, names)` gives it, or None, for x and the parameters and named inputs that are bound, all in the
-    dtype of x. It holds for the class that defines it, not for subclasses.
+    x, and the parameters and named inputs that are bound, all have one dtype.
 
     Attributes:
         name: what plans call it.
@@ -47,6 +48,26 @@ class TorchFunction:
     at_once: bool = True
     takes_addend: bool = False
     addend: str = ""
+
+
+TORCH_FUNCTIONS: OpTable[TorchFunction | Callable[..., TorchFunction | None] | None] = OpTable(
+    "torch_function", default=None, inherited=False
+)
+
+
+def torch_function(found: TorchFunction | Callable[..., TorchFunction | None]) -> Callable[[Kind], Kind]:
+    """Decorator that names the function of PyTorch's that a class of ops amounts to; a subclass may mean another.
+
+    Args:
+        found: the function; or f(op, x, names) -> the function, or None where there is none, for what is known of x
+            (`Spec`) and the names of the parameters and named inputs that are bound.
+
+    Raises:
+        TypeError: when it is neither.
+    """
+    if not isinstance(found, TorchFunction) and not inspect.isfunction(found):
+        raise TypeError(f"torch_function takes a TorchFunction, or a function (op, x, names) of it, got {found!r}")
+    return TORCH_FUNCTIONS.row(found)
 
 
 def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:

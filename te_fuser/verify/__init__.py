@@ -18,6 +18,7 @@ from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.words import no_tensor
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants
+from te_fuser.verify.examples import example
 from te_fuser.verify.fusions import FusionCheck
 from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, listed_ops, with_owners
 from te_fuser.verify.report import VerificationError, VerifyReport
@@ -168,4 +169,4 @@ def _finished(report: VerifyReport, raise_on_failure: bool) -> VerifyReport:
     return report
 
 
-__all__ = ["Row", "VerificationError", "VerifyReport", "run_verified", "verify"]
+__all__ = ["Row", "VerificationError", "VerifyReport", "example", "run_verified", "verify"]

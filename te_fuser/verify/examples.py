@@ -1,19 +1,21 @@
-"""Lists of ops that a fusion's pattern matches."""
+"""How an op of a class is made, and lists of ops that a fusion's pattern matches."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from te_fuser import ops
 from te_fuser.fusions import Fusion, OneOf, Optional, Repeat
 from te_fuser.fusions.pattern import PatternPart
-from te_fuser.ops import GELU, MatMul, op_table
+from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, Spec, output_specs
+from te_fuser.ops.op_table import Kind, OpTable
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -23,10 +25,118 @@ _MOST_LISTS = 12
 _MOST_VARIANTS = 16
 # What stands for a pattern part that takes any op.
 _STANDS_FOR: dict[type[FusableOperation], type[FusableOperation]] = {
-    FusableOperation: GELU,
-    RowOp: GELU,
-    UnfusedOperation: MatMul,
+    FusableOperation: ops.GELU,
+    RowOp: ops.GELU,
+    UnfusedOperation: ops.MatMul,
 }
+
+
+@dataclass(frozen=True)
+class OpExample:
+    """How an op of a class is made.
+
+    Its constructor gets, where it takes these, the number of input features as `features`, `in_features` and
+    `out_features`, a free `name`, and "meta" as `device`. Parameters on that device get random numbers.
+
+    Attributes:
+        arguments: what else it gets; or a function (features, name) that gives this.
+        choices: argument -> another text to try; switches and floating-point numbers are changed without being named.
+        make: called in place of the constructor; gets a torch.Generator as `rng`, too, where it takes one.
+        normal: op -> mean and standard deviation of its random numbers.
+    """
+
+    arguments: Mapping[str, Any] | Callable[[int, str], Mapping[str, Any]] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    make: Callable[..., FusableOperation] | None = None
+    normal: Callable[[Any], tuple[float, float]] = lambda op: (0.0, 0.5)
+
+
+EXAMPLES = OpTable("example", default=OpExample())
+
+
+def example(**attributes: Any) -> Callable[[Kind], Kind]:
+    """Decorator that gives a class of ops, and those derived from it, an `OpExample` of these attributes."""
+    return EXAMPLES.row(OpExample(**attributes))
+
+
+def example_of(
+    kind: type[FusableOperation], features: int, rng: torch.Generator, name: str = "value", /, **changed: Any
+) -> FusableOperation:
+    """An op of a class for so many input features; `changed` has arguments of its own, and `name` is a free one.
+
+    Raises:
+        TypeError: when its row makes no op.
+    """
+    row = EXAMPLES.of(kind)
+    known: dict[str, Any] = dict.fromkeys(("features", "in_features", "out_features"), features)
+    known |= {"name": name, "device": "meta", **({"rng": rng} if row.make else {})}
+    takes = inspect.signature(row.make or kind).parameters
+    arguments = row.arguments(features, name) if callable(row.arguments) else row.arguments
+    op = (row.make or kind)(**{k: v for k, v in known.items() if k in takes} | {**arguments, **changed})
+    if not isinstance(op, FusableOperation):
+        raise TypeError(f"its example is {op!r}")
+    if any(p.is_meta for p in op.parameters()):
+        op.to_empty(device=rng.device)
+        with torch.no_grad():
+            for parameter in op.parameters():
+                parameter.normal_(*row.normal(op), generator=rng)
+    return op
+
+
+def _packed(features: int, smallest: int = 1) -> dict[str, int]:
+    """Heads whose queries, keys and values are of that size, as many of each where that can be, of about 8 features."""
+    dims = [dim for dim in range(smallest, features // 3 + 1) if features % dim == 0]
+    if not dims:
+        raise ValueError(
+            f"no packed queries, keys and values have {features} features: that is (heads + 2 * kv_heads) * head_dim "
+            f"with head_dim >= {smallest}; take a multiple of {3 * smallest}"
+        )
+    dim = min(dims, key=lambda dim: (features // dim % 3 != 0, abs(dim - 8)))
+    total = features // dim
+    heads, kv_heads = (total - 2, 1) if total % 3 else (total // 3, total // 3)
+    return {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+
+
+def _one_head(features: int, name: str) -> dict[str, int]:
+    return {"head_dim": features, "heads": 1}
+
+
+EXAMPLES.add(OpExample(normal=lambda op: (0.0, max(op.in_features, 1) ** -0.5)), ops.MatMul, ops.Linear)
+EXAMPLES.add(OpExample(normal=lambda op: (0.0 if op.zero_centered_gamma else 1.0, 0.5)), ops.Norm)
+EXAMPLES.add(OpExample(normal=lambda op: (1.0, 0.5)), ops.Scale)
+EXAMPLES.add(OpExample(choices={"approximate": "none"}), ops.GELU, ops.GEGLU)
+EXAMPLES.add(OpExample({"p": 0.25}), ops.Dropout)
+EXAMPLES.add(OpExample({"p": 0.25, "batch_dim": 0}), ops.DropPath)
+EXAMPLES.add(OpExample({"dtype": torch.bfloat16}), ops.Cast)
+EXAMPLES.add(OpExample({"dtype": torch.float32}), ops.QuantizedMatMul)
+EXAMPLES.add(OpExample({"group": ops.Group()}), ops.Collective)
+EXAMPLES.add(OpExample({"group": ops.Group(), "cut": 0, "join": 1}), ops.AllToAll)
+EXAMPLES.add(OpExample({"head_dim": 8, "heads": 2, "kv_heads": 1}), ops.QueriesApart, ops.KeyValueCache)
+EXAMPLES.add(OpExample({"start_dim": 0, "end_dim": -2}), ops.Flatten)
+EXAMPLES.add(OpExample(lambda features, name: {"dim": -1, "unflattened_size": (1, features)}), ops.Unflatten)
+EXAMPLES.add(OpExample(make=lambda features: ops.Reshape(-1, features)), ops.Reshape)
+EXAMPLES.add(OpExample(lambda _, name: {"dtype": torch.float8_e4m3fn, "scale": f"{name}_scale"}), ops.Quantize)
+EXAMPLES.add(OpExample(lambda _, name: {"dtype": torch.float8_e5m2, "scale": f"{name}_scale"}), ops.QuantizeGradient)
+EXAMPLES.add(OpExample(_one_head, {"norm": "LayerNorm"}, normal=lambda op: (1.0, 0.5)), ops.HeadNorm)
+EXAMPLES.add(OpExample(_one_head, {"layout": "batch_first", "style": "interleaved"}), ops.RotaryByAngles)
+EXAMPLES.add(
+    OpExample(lambda _, name: {"scale": f"{name}_scale", "shift": f"{name}_shift", "batch_dim": 0}),
+    ops.AdaptiveLayerNorm,
+)
+EXAMPLES.add(
+    OpExample(
+        lambda features, _: {**(heads := _packed(features, 2)), "rotary_dim": min(8, heads["head_dim"] // 2 * 2)},
+        {"layout": "batch_first", "packing": "blocked", "style": "interleaved"},
+    ),
+    ops.RotaryEmbedding,
+)
+EXAMPLES.add(
+    OpExample(
+        lambda features, _: {**_packed(features), "mask": "none", "layout": "sequence_first"},
+        {"mask": "causal", "layout": "batch_first", "packing": "blocked"},
+    ),
+    ops.DotProductAttention,
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +186,10 @@ def examples(fusion: Fusion, features: int, rng: torch.Generator) -> Iterator[Ex
         yield Example(label, tuple(_chain(kinds, features, rng, None)))
         for place, argument, other in itertools.islice(_changes(kinds), _MOST_VARIANTS):
             try:
-                ops = tuple(_chain(kinds, features, rng, (place, argument, other)))
+                made = tuple(_chain(kinds, features, rng, (place, argument, other)))
             except (ValueError, TypeError):
                 continue  # not every made-up number is one that the op takes
-            yield Example(f"{label} with {argument}={other!r}", ops, True)
+            yield Example(f"{label} with {argument}={other!r}", made, True)
 
 
 def _chain(
@@ -103,15 +213,11 @@ def _made(
     kind: type[FusableOperation], features: int, name: str, changed: dict[str, Any], rng: torch.Generator
 ) -> FusableOperation:
     try:
-        made = kind.prototype(features, name, **changed).example(features, rng)
-        if not isinstance(made, FusableOperation):
-            raise TypeError(f"its example is {made!r}")
-        return made
+        return example_of(kind, features, rng, name, **changed)
     except (TypeError, NotImplementedError, AttributeError, LookupError) as error:
         raise ValueError(
-            f"verify cannot make a {kind.__name__} by itself ({error}): define {kind.__name__}.prototype(features, "
-            "name, **changed) and .example(features, rng), or give the ops to verify with, "
-            "verify(fusion, ops=[[...], ...])"
+            f"verify cannot make a {kind.__name__} by itself ({error}): say how by @example(...) of "
+            "te_fuser.verify above the class, or give the ops to verify with, verify(fusion, ops=[[...], ...])"
         ) from error
 
 
@@ -123,5 +229,5 @@ def _changes(kinds: Kinds) -> Iterator[tuple[int, str, Any]]:
                 yield place, argument, not default
             elif isinstance(default, float):
                 yield place, argument, default * 2.0 + 0.125
-            elif argument in kind.other_choices:
-                yield place, argument, kind.other_choices[argument]
+            elif argument in (choices := EXAMPLES.of(kind).choices):
+                yield place, argument, choices[argument]

@@ -10,7 +10,7 @@ from te_fuser import ops
 from te_fuser.verify.cases import Case
 from te_fuser.verify.models import Subject, example_call
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.formula.test_row_ops import OPS
+from tests.formula.test_row_ops import row_op
 from tests.needs import needs_compiler
 from tests.twins import randomize, results_and_gradients, tensor
 
@@ -61,7 +61,7 @@ IN_PLANS = (
 
 @pytest.mark.parametrize("name", IN_PLANS)
 def test_ops_alone(name: str, driver: FakeDriver, emulation: Emulation) -> None:
-    op = OPS[name].example(24, torch.Generator().manual_seed(1))
+    op = row_op(name, 24)
     subject = Subject(te_fuser.Sequential(op, kernels="generated"), torch.bfloat16, torch.device("cpu"))
     with emulation.in_plans():
         for leading, layout in (((5, 7), "contiguous"), ((0, 4), "contiguous"), ((3, 11), "misaligned")):

@@ -14,10 +14,9 @@ import torch
 from te_fuser import Residual, Sequential, fusions, ops
 from te_fuser.formula.random import keep_bits, threshold
 from te_fuser.fuser.run.loading import draw_seed
-from te_fuser.ops.row_op import RowOp
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Subject, example_call
-from tests.formula.test_row_ops import OPS
+from tests.formula.test_row_ops import OPS, row_op
 from tests.gpu.captures import captured
 from tests.twins import randomize
 
@@ -29,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OF_PACKAGES = [name for name in fusions.names() if re.search("quack|frontend|flash_attn_4", name)]
 # Op -> why no generated kernel runs it.
 LEFT_OUT = {"cast": "makes float64", "add": "reads its branch from a Fork", "fork": "has no kernel of its own"}
-ROW_OPS = {name: op for name, op in OPS.items() if name not in LEFT_OUT}
+ROW_OPS = [name for name in OPS if name not in LEFT_OUT]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -145,22 +144,16 @@ def failures(
     return [str(row) for row in found if promised or "not repeated" not in row.note]
 
 
-def op_of(name: str, features: int) -> RowOp:
-    made = ROW_OPS[name].example(features, torch.Generator().manual_seed(1))
-    assert isinstance(made, RowOp)
-    return made
-
-
 def halves(name: str) -> int:
     """Gated units take two halves."""
-    return 2 if issubclass(type(ROW_OPS[name]), ops.GatedUnit) else 1
+    return 2 if issubclass(OPS[name][0], ops.GatedUnit) else 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("name", ROW_OPS)
 def test_row_ops(name: str, dtype: torch.dtype) -> None:
     features = 40 * halves(name)
-    assert not failures(Sequential(op_of(name, features), kernels="generated"), dtype, features)
+    assert not failures(Sequential(row_op(name, features), kernels="generated"), dtype, features)
 
 
 SIZES = (1, 3, 257, 1000, 4096, 8200)
@@ -173,7 +166,7 @@ SIZED = ("layer_norm", "rms_norm", "l2_norm", "gelu_tanh", "swiglu", "bias", "sc
 def test_feature_sizes(name: str, features: int) -> None:
     features *= halves(name)
     for dtype in (torch.float32, torch.bfloat16):
-        model = Sequential(op_of(name, features), kernels="generated")
+        model = Sequential(row_op(name, features), kernels="generated")
         assert not failures(model, dtype, features, (37,))
 
 
@@ -191,7 +184,7 @@ def test_layer_norm_of_one_feature() -> None:
 
 @pytest.mark.parametrize("features", [20000, 65536])
 def test_rows_that_no_block_holds(features: int) -> None:
-    model = Sequential(op_of("layer_norm", features), kernels="generated")
+    model = Sequential(row_op("layer_norm", features), kernels="generated")
     assert not failures(model, torch.bfloat16, features, (19,))
 
 

@@ -31,6 +31,12 @@ def test_rows_by_class() -> None:
     assert OpTable("another", 0.0).of(Base) == 0.0
 
 
+def test_rows_of_one_class_alone() -> None:
+    table = OpTable("test_rows_of_one_class_alone", 1.0, inherited=False)
+    table.add(2.0, Base)
+    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, 1.0, 1.0]
+
+
 def test_a_parametrized_op_has_its_row() -> None:
     table = OpTable("test_a_parametrized_op", 1.0)
     table.add(2.0, ops.MatMul)

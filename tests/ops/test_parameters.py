@@ -84,11 +84,13 @@ def test_zero_centered_weights_start_at_zero() -> None:
         assert (kind(4, zero_centered_gamma=True).weight == 0).all()  # type: ignore[union-attr]
 
 
-def test_examples_draw_from_the_generator_they_get_alone() -> None:
-    before = torch.get_rng_state()
-    for make in MAKERS.values():
-        make(device="meta").example(8, torch.Generator().manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), before)
+def test_an_op_that_cannot_be_made_like_itself() -> None:
+    class Own(ops.RMSNorm):
+        def __init__(self, features: tuple[int, ...], own: int) -> None:
+            super().__init__(features)
+
+    with pytest.raises(NotImplementedError, match="Own keeps no attribute 'own' of its constructor's argument"):
+        Own((2, 3), 1)(torch.zeros(5, 2, 3))
 
 
 def test_repr_says_what_an_op_was_made_with() -> None:

@@ -230,14 +230,3 @@ def test_infer():
         op.infer(Spec((7, 64), torch.float32, torch.device("cpu")))
     with pytest.raises(TypeError, match="convert the input"):
         op.infer(Spec((7, 2, 64), torch.int32, torch.device("cpu")))
-
-
-def test_examples_take_their_features():
-    rng = torch.Generator()
-    for features in (6, 9, 16, 64, 100, 768):
-        for op in (make()[0], make(64, heads=2, kv_heads=2, rotary_dim=16, style="interleaved")[0]):
-            example = op.example(features, rng)
-            spec = Spec((7, 2, features), torch.float32, torch.device("cpu"))
-            assert example.infer(spec) == spec and example.style == op.style
-    with pytest.raises(ValueError, match="no packed queries, keys and values have 7 features"):
-        make()[0].example(7, rng)

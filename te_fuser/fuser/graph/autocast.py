@@ -9,7 +9,8 @@ import torch
 
 from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.ops.base import FusableOperation, LoweredOp, Spec, output_specs
+from te_fuser.ops.autocast import AUTOCAST, cast_to
+from te_fuser.ops.base import LoweredOp, Spec, output_specs
 
 
 def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
@@ -30,14 +31,14 @@ class _Flow:
 
     def run(self, item: ListedOp) -> Iterable[ListedOp]:
         """One op, and what comes before it."""
-        op = item.lowered.op
-        wanted = _dtype_of(op, self.x, self.target)
+        runs_in = AUTOCAST.of(type(item.lowered.op)).runs_in
+        wanted = _dtype_of(runs_in, self.x, self.target)
         if wanted is not None and self.x.dtype != wanted:
-            cast = LoweredOp(FusableOperation.make_cast(wanted), {})
+            cast = LoweredOp(cast_to(wanted), {})
             yield ListedOp(cast, f"{item.path}.cast", {}, (), stream=item.stream)
             self.x = replace(self.x, dtype=wanted)
         given = {name: self.parameters[b.key].spec.dtype for name, b in item.lowered.bindings.items()}
-        yield replace(item, casts=_casts(op, self.x.dtype, given, self.target, wanted))
+        yield replace(item, casts=_casts(runs_in, self.x.dtype, given, self.target, wanted))
         self._pass_through(item)
 
     def _pass_through(self, item: ListedOp) -> None:
@@ -51,25 +52,25 @@ class _Flow:
         self.x = found["output"]
 
 
-def _dtype_of(op: FusableOperation, x: Spec, target: torch.dtype) -> torch.dtype | None:
+def _dtype_of(runs_in: str | None, x: Spec, target: torch.dtype) -> torch.dtype | None:
     """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
-    if op.autocast in (None, "follow") or x.dtype == torch.float64 or not x.dtype.is_floating_point:
+    if runs_in in (None, "follow") or x.dtype == torch.float64 or not x.dtype.is_floating_point:
         return None
-    if op.autocast == "lower":
+    if runs_in == "lower":
         return target
     return torch.float32 if x.device.type == "cuda" else None
 
 
 def _casts(
-    op: FusableOperation,
+    runs_in: str | None,
     x: torch.dtype,
     parameters: Mapping[str, torch.dtype],
     target: torch.dtype,
     wanted: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
     """Name -> dtype of the parameters that are cast for an op, which runs in `x`; it was asked to run in `wanted`."""
-    if op.autocast == "lower" and x == target:
+    if runs_in == "lower" and x == target:
         return {name: x for name, dtype in parameters.items() if dtype != x}
-    if op.autocast == "follow" and x == target or op.autocast == "float32" and x == wanted:
+    if runs_in == "follow" and x == target or runs_in == "float32" and x == wanted:
         return {name: x for name, dtype in parameters.items() if dtype not in (x, torch.float64)}
     return {}

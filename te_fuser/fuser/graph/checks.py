@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING, STORED, text_of
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.autocast import AUTOCAST
 from te_fuser.ops.base import FusableOperation, NamedInput, Spec
 from te_fuser.ops.checks import check_floating as refuse_integers
 from te_fuser.ops.row_op import RowOp
@@ -63,7 +64,7 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, given: Mapping[str, 
         if name in listed.casts or spec.dtype == x.dtype or x.dtype not in FLOATING.values():
             continue
         narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
-        if not (narrow and (isinstance(op, RowOp) or name in op.wide_parameters)):
+        if not (narrow and (isinstance(op, RowOp) or name in AUTOCAST.of(type(op)).wide_parameters)):
             raise TypeError(
                 f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; convert the input "
                 f"with .to({spec.dtype}), or the model with .to({x.dtype})"

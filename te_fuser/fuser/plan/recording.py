@@ -15,7 +15,7 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.tensor_function import TorchFunction
+from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -141,9 +141,9 @@ def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_Call] | None:
 
 
 def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
-    """The function that the op's own class names for what it reads here, which all has one dtype."""
-    x, line = problem.graph.values[node.input].spec, node.op.by_torch
-    if line is None or "by_torch" not in node.op.kind.__dict__:  # a subclass may mean something else
+    """The function that is named for the op's kind and what it reads here, which all has one dtype."""
+    x, named = problem.graph.values[node.input].spec, TORCH_FUNCTIONS.of(node.op.kind)
+    if named is None:
         return None
     specs = [problem.parameter_ref(node, name).spec(problem.graph) for name in node.parameters]
     specs += [problem.graph.values[v].spec for v in node.named_in.values()]
@@ -151,10 +151,11 @@ def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
         return None
     if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
         return None
-    found = line(x, (*node.parameters, *node.named_in))
+    if isinstance(named, TorchFunction):
+        return named
+    found = named(node.op, x, (*node.parameters, *node.named_in))
     if not (found is None or isinstance(found, TorchFunction)):
-        kind = node.op.kind.__name__
-        raise TypeError(f"{kind}.by_torch gives a te_fuser.ops.tensor_function.TorchFunction, or None, got {found!r}")
+        raise TypeError(f"torch_function of {node.op.kind.__name__} gives a TorchFunction, or None, got {found!r}")
     return found
 
 

@@ -26,6 +26,7 @@ from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.plan.ranges import Gives, Leaf, Range
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.ops.autocast import AUTOCAST
 from te_fuser.ops.base import outputs_by_name
 from te_fuser.ops.row_op import RowOp
 
@@ -135,7 +136,7 @@ class Stretch:
             spec = self.graph.parameter_specs[index]
             axes, width = parameter_axes(spec.shape), math.prod(spec.shape)
             dtype, ref = spec.dtype, parameter_ref(index)
-            if name in node.casts and node.op.autocast == "lower":  # else it is as well read as it is
+            if name in node.casts and AUTOCAST.of(type(node.op)).runs_in == "lower":  # else it is as well read as it is
                 dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])
             self.leaves[found] = Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
         leaf = self.leaves[found]

@@ -39,9 +39,9 @@ from te_fuser.ops.attention.heads import (
 from te_fuser.ops.attention.mask import COUNTS, HIDDEN_BY, PADDINGS, SAYS_MASK, AttentionMask, Band
 from te_fuser.ops.attention.math import Terms, kept, raised
 from te_fuser.ops.attention.scores import AttentionScores, Places, alibi_slopes, at_places, summed_by_place
-from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look, must_say
-from te_fuser.ops.parameters import alike, empty, fill
+from te_fuser.ops.parameters import empty, fill
 
 TOKENS, APART = "tokens", "apart"
 # What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.
@@ -166,9 +166,6 @@ class DotProductAttention(SharedAttention):
     random_state: Callable[[], AbstractContextManager[Any]] | None = None
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
-    wide_parameters = ("sink",)
-    prototype_arguments = {"heads": 2, "head_dim": 8, "mask": "none", "layout": "sequence_first"}
-    other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
     @must_say(mask=SAYS_MASK, layout=SAYS_LAYOUT)
     def __init__(
@@ -345,22 +342,6 @@ class DotProductAttention(SharedAttention):
         if isinstance(heads, ApartHeads):
             keys = heads.lengths(self._lifted(inputs[next(iter(heads.apart.names))]).shape)[1]
         return (8 if x.dtype == torch.float64 else 4) * self.heads * samples * positions * keys
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        """The same attention with other heads; what reads more inputs becomes plain, since an example has one.
-
-        Raises:
-            ValueError: fewer than 3 features.
-        """
-        packed = self.packed if isinstance(self.packed, PackedHeads) else PackedHeads(self.heads, self.kv_heads, 1)
-        packed = replace(packed, head_dim=self.head_dim).like(features)
-        heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
-        mask = self.hides.alone()
-        plain = "causal" if mask == AttentionMask(causal=True) else "none" if mask == AttentionMask() else mask
-        scores = replace(self.scores, bias=None, by_position=False, alibi=bool(self.scores.alibi))
-        layout = "batch_first" if self.layout == TOKENS else self.layout
-        others = {"mask": plain, "scale": None, "layout": layout, "packing": packed.packing, "scores": scores}
-        return alike(self, features, **heads, **others)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """An explicit softmax, recorded by autograd."""

@@ -6,9 +6,9 @@ import torch
 
 from te_fuser.ops.attention.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.attention.of_heads import OfHeads
-from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
+from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
-from te_fuser.ops.parameters import alike, empty, fill, randomized
+from te_fuser.ops.parameters import empty, fill
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
 
@@ -33,10 +33,6 @@ class HeadNorm(OfHeads):
         TypeError: for an argument of another kind.
         ValueError: for counts that do not fit, or when x has another feature size.
     """
-
-    autocast = "follow"
-    prototype_arguments = {"head_dim": 8, "heads": 2}
-    other_choices = {"norm": "LayerNorm"}
 
     def __init__(
         self,
@@ -108,9 +104,6 @@ class HeadNorm(OfHeads):
             for role, part in zip(self._counts, heads.split(list(self._counts.values())), strict=True):
                 found[f"{role}{name}"] = part.sum(0).to(dy.dtype)
         return found
-
-    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        return randomized(alike(self, features, head_dim=features, heads=1, kv_heads=None), rng, center=1.0)
 
     def _normed(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = heads.to(torch.promote_types(heads.dtype, torch.float32))

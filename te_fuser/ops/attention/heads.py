@@ -7,7 +7,7 @@ size of a head, E that of a value's. Query head g * R + r reads key/value head g
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -205,23 +205,6 @@ class PackedHeads(Heads):
         for part, source in zip(self.split(packed), (dq, dk, dv), strict=True):
             part.copy_(source)
         return packed
-
-    def like(self, features: int, smallest: int = 1) -> PackedHeads:
-        """Heads much like these whose packed size is `features`, with head_dim >= `smallest`.
-
-        Raises:
-            ValueError: when no number of heads gives that size.
-        """
-        dims = [dim for dim in range(smallest, features // 3 + 1) if features % dim == 0]
-        group = self.per_group + 2
-        for dim in sorted(dims, key=lambda dim: (features // dim % group != 0, abs(dim - self.head_dim))):
-            total = features // dim
-            per_group, groups = (self.per_group, total // group) if total % group == 0 else (total - 2, 1)
-            return replace(self, heads=per_group * groups, kv_heads=groups, head_dim=dim)
-        raise ValueError(
-            f"no packed queries, keys and values have {features} features: that is (heads + 2 * kv_heads) * head_dim "
-            f"with head_dim >= {smallest}; take a multiple of {3 * smallest}"
-        )
 
 
 @dataclass(frozen=True)

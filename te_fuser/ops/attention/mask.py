@@ -179,10 +179,6 @@ class AttentionMask:
         """Whether each query surely sees a key."""
         return not self.beyond and self.given is None
 
-    def alone(self) -> AttentionMask:
-        """The same without what other inputs say."""
-        return AttentionMask(self.causal, self.corner, self.window)
-
     def check(self, op: str, samples: int, others: Mapping[str, Spec], tokens: bool) -> None:
         """Raise, in words, when lengths and offsets are not whole numbers of their shape.
 

@@ -30,7 +30,6 @@ class QueriesApart(OfHeads):
 
     reads = ()
     values = ("key_value",)
-    prototype_arguments = {"head_dim": 8, "heads": 2, "kv_heads": 1}
 
     def __init__(self, head_dim: int, *, heads: int, kv_heads: int, packing: str = "interleaved") -> None:
         super().__init__()

@@ -14,6 +14,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER
+from te_fuser.ops.autocast import autocast_policy
 from tests.fuser.models import our_mlp, torch_mlp
 from tests.fusions.products import autocast_on_cuda
 from tests.twins import randomize, sequential, tensor
@@ -182,6 +183,90 @@ def test_norms_in_half_precision_under_cuda_autocast(kind):
     assert plan.graph.values[plan.graph.output].spec.dtype == torch.float32
     (norm,) = (s for s in plan.forward if s.name.endswith("norm_fwd"))
     assert {str(r.form.dtype) for r in norm.reads()} == {"None"}
+
+
+class Mixing(ops.UnfusedOperation):
+    """y = (x weight) scale, without a policy."""
+
+    reads = ("input", "weight", "scale")
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(tensor(8, 8, grad=False).float())
+        self.scale = nn.Parameter(tensor(8, grad=False, seed=1).float())
+
+    def op_forward(self, call, x):
+        return x @ call["weight"] * call["scale"].to(x.dtype)
+
+    def op_backward(self, call, dy):
+        x, weight, scale = (call[name] for name in self.reads)
+        dh, rows = dy * scale.to(dy.dtype), x.reshape(-1, 8)
+        scaled = ((x @ weight) * dy).reshape(-1, 8).sum(0).to(scale.dtype)
+        return dh @ weight.mT, {"weight": rows.mT @ dh.reshape(-1, 8), "scale": scaled}
+
+
+@autocast_policy("lower")
+class Lower(Mixing):
+    """The same with one."""
+
+
+class Heir(Lower):
+    """One with its base's."""
+
+
+@autocast_policy(wide_parameters=("scale",))
+class Wide(Mixing):
+    """One that takes its scale in float32 behind what is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight.data = self.weight.data.bfloat16()
+
+
+@autocast_policy("float32")
+class Squared(ops.RowOp):
+    """y = x^2."""
+
+    def compute(self, x):
+        return x * x
+
+
+@pytest.mark.parametrize("kind, dtype", [(Mixing, torch.float32), (Lower, torch.bfloat16), (Heir, torch.bfloat16)])
+def test_an_op_of_a_user_runs_in_the_dtype_of_its_policy(kind, dtype):
+    op, x = kind(), tensor(5, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = op(x)
+    dy = tensor(5, 8, grad=False, seed=2)
+    got = y, *torch.autograd.grad(y, [x, *op.parameters()], dy.to(y.dtype))
+    exact, x64 = kind().double(), x.detach().double().requires_grad_()
+    meant = x64 @ exact.weight * exact.scale
+    wanted = meant, *torch.autograd.grad(meant, [x64, *exact.parameters()], dy)
+    assert y.dtype == dtype and {g.dtype for g in got[1:]} == {torch.float32}
+    for mine, truth in zip(got, wanted, strict=True):
+        assert (mine.double() - truth).abs().max() <= 8 * torch.finfo(dtype).eps * truth.abs().max()
+
+
+def test_an_op_of_a_user_runs_in_float32_on_gpus():
+    model = te_fuser.Sequential(ops.Linear(64, 64), Squared(), ops.Linear(64, 64)).to("meta")
+    with autocast_on_cuda():
+        plan = model.plan(torch.empty(32, 64, device="meta"), device="h200")
+    dtypes = {n.op.kind: plan.graph.values[n.output].spec.dtype for n in plan.graph.nodes}
+    assert dtypes[Squared] == torch.float32 and dtypes[ops.MatMul] == torch.bfloat16
+
+
+def test_parameters_that_a_policy_leaves_in_float32():
+    x = tensor(5, 8, dtype=torch.bfloat16)
+    meant = x.detach().double() @ Wide().weight.double() * Wide().scale.double()
+    assert (Wide()(x).double() - meant).abs().max() <= 2**-6 * meant.abs().max()
+    narrow = Mixing()
+    narrow.weight.data = narrow.weight.data.bfloat16()
+    with pytest.raises(TypeError, match="parameter scale is float32, its input bfloat16"):
+        narrow(x)
+
+
+def test_a_policy_that_is_none():
+    with pytest.raises(ValueError, match="autocast_policy takes 'lower', 'float32', 'follow' or None, got 'higher'"):
+        autocast_policy("higher")
 
 
 def test_what_autocast_cannot_mend_is_not_blamed_on_its_absence():

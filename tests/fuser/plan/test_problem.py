@@ -12,19 +12,18 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, Fusion, OneOf, Optional, Repeat
+from te_fuser.verify import example
 from tests.twins import assert_as_meant, randomize, sequential, tensor
 
 X = tensor(6, 8)
 
 
+@example(make=lambda features: randomize(GatedProjection(features, features)))
 class GatedProjection(ops.FusedOperation):
     """SwiGLU(x W^T + b)."""
 
     def __init__(self, features: int = 8, inner: int = 8) -> None:
         super().__init__(up=ops.Linear(features, 2 * inner), gate=ops.SwiGLU())
-
-    def example(self, features: int, rng: torch.Generator) -> GatedProjection:
-        return randomize(GatedProjection(features, features))
 
 
 class Other(GatedProjection):

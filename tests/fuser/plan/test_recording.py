@@ -16,6 +16,7 @@ from te_fuser import Residual, Sequential, fusions, ops
 from te_fuser.fuser.plan import device
 from te_fuser.fuser.plan.device import DEVICES, cpu_device
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.ops.tensor_function import TorchFunction, torch_function
 from te_fuser.verify.report import VerificationError
 from tests.recorded import recorded
 
@@ -247,16 +248,16 @@ def test_it_is_shown() -> None:
     assert "torch F.linear" in measured
 
 
+@torch_function(TorchFunction("thrice", lambda t: 3.0 * t))
 class Wrong(ops.RowOp):
     """Names a function that is not its formula."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         return 2.0 * x
 
-    def by_torch(self, x: object, names: tuple[str, ...]) -> object:
-        from te_fuser.ops.tensor_function import TorchFunction
 
-        return TorchFunction("thrice", lambda t: 3.0 * t)
+class Heir(Wrong):
+    """Another op."""
 
 
 @pytest.mark.usefixtures("dear_nodes")
@@ -271,13 +272,21 @@ def test_verify_sees_a_wrong_function() -> None:
     right(x).sum().backward()
 
 
-def test_by_torch_gives_nothing_but_such_a_function() -> None:
+@pytest.mark.usefixtures("dear_nodes")
+def test_a_function_is_named_for_its_class_alone() -> None:
+    x = numbers(3, 8)
+    assert not is_recorded(Sequential(Heir(), ops.Bias(8)).plan(x))
+    te_fuser.verify(Sequential(Heir(), ops.Bias(8)), x.detach())
+
+
+def test_a_torch_function_is_nothing_but_such_a_function() -> None:
+    with pytest.raises(TypeError, match=r"torch_function takes a TorchFunction, or a function \(op, x, names\)"):
+        torch_function(torch.tanh)
+
+    @torch_function(lambda op, x, names: torch.tanh)  # type: ignore[arg-type, return-value]
     class Bare(ops.RowOp):
         def compute(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2.0
 
-        def by_torch(self, x: object, names: tuple[str, ...]) -> object:
-            return torch.tanh
-
-    with pytest.raises(TypeError, match="Bare.by_torch gives a .*TorchFunction, or None, got <built-in"):
+    with pytest.raises(TypeError, match="torch_function of Bare gives a TorchFunction, or None, got <built-in"):
         Sequential(Bare())(numbers(3, 8))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
-from te_fuser.ops.attention.heads import Apart, PackedHeads
+from te_fuser.ops.attention.heads import Apart
 from te_fuser.ops.attention.mask import MASKS
 from te_fuser.ops.base import OpCall, Spec
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
@@ -370,23 +370,6 @@ def test_flops():
         DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
         == 4 * 2 * 4 * 55 * 8
     )
-
-
-def test_examples_take_their_features():
-    rng = torch.Generator()
-    for features in (3, 7, 16, 24, 100, 768):
-        for op in (
-            DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first"),
-            DotProductAttention(2, 64, mask="causal_and_given", layout="sequence_first"),
-        ):
-            example = op.example(features, rng)
-            assert example.infer(spec(7, 2, features)).features == example.heads * example.head_dim
-            assert not example.named_inputs()
-    assert DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first").example(
-        64, rng
-    ).packed == PackedHeads(4, 2, 8)
-    with pytest.raises(ValueError, match="no packed queries, keys and values have 2 features"):
-        DotProductAttention(1, 1, mask="none", layout="sequence_first").example(2, rng)
 
 
 def test_a_changed_attribute_is_a_changed_op():

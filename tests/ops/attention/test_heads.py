@@ -10,7 +10,7 @@ import torch
 from te_fuser import ops
 from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
-from te_fuser.ops.attention.heads import Apart, ApartHeads, PackedHeads
+from te_fuser.ops.attention.heads import Apart, ApartHeads
 from te_fuser.ops.attention.math import kept
 from te_fuser.ops.base import OpCall, Spec
 from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
@@ -165,9 +165,3 @@ def test_what_cannot_be_is_refused():
         Apart(value_dim=0)
     with pytest.raises(ValueError, match="packing='both' is unknown"):
         DotProductAttention(2, 4, packing="both", mask="none", layout="sequence_first")
-
-
-def test_examples_are_packed():
-    op = DotProductAttention(4, 8, packing=Apart(value_dim=5), layout="batch_first", mask="none")
-    example = op.example(48, torch.Generator())
-    assert example.packed == PackedHeads(2, 2, 8, "batch_first") and not example.named_inputs()
