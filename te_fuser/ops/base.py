@@ -30,6 +30,11 @@ _MOVED = {
     **dict.fromkeys(("autocast", "wide_parameters"), "@autocast_policy(...) of te_fuser.ops.autocast"),
     **dict.fromkeys(("example", "prototype", "prototype_arguments", "other_choices"), "@example of te_fuser.verify"),
     "by_torch": "@torch_function(...) of te_fuser.ops.tensor_function",
+    **dict.fromkeys(("spread", "takes_spread", "of_rank", "each_rank"), "@sharding_rule(...) of te_fuser.parallel"),
+    **{
+        name: f"@op_table.{name}.row(...) of te_fuser.ops"
+        for name in ("exports", "idles_without", "hands_through", "global_state", "gradient_dtype")
+    },
 }
 
 

@@ -104,6 +104,8 @@ def test_a_row_says_what_it_may_say() -> None:
         ("other_choices", {}, "@example of te_fuser.verify"),
         ("autocast", "lower", "@autocast_policy(...) of te_fuser.ops.autocast"),
         ("by_torch", None, "@torch_function(...) of te_fuser.ops.tensor_function"),
+        ("spread", lambda self, x, told: x, "@sharding_rule(...) of te_fuser.parallel"),
+        ("exports", True, "@op_table.exports.row(...) of te_fuser.ops"),
     ],
 )
 def test_a_member_that_nobody_reads(name: str, value: object, decorator: str) -> None:
