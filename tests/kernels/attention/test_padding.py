@@ -21,6 +21,7 @@ from tests.kernels.attention.cases import BY_NAME
 from tests.kernels.attention.emulated import row_kernels
 from tests.kernels.attention.padded import KINDS, LAYOUTS, MASKS, ONE, SAME, TWO, B, case
 from tests.kernels.attention.providers.test_flash_structure import Operators
+from tests.kernels.emulated import emulating
 from tests.kernels.packages import fake_flash_attn
 from tests.needs import needs_compiler
 
@@ -53,11 +54,7 @@ def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: st
         torch.testing.assert_close(found, want[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    with row_kernels(tmp_path_factory.mktemp("rows")) as driver:
-        yield driver
+emulated = emulating(row_kernels)
 
 
 @needs_compiler
