@@ -1,14 +1,19 @@
-"""FlashAttention-2 told of windows, lengths and offsets, by operators that compute on the CPU."""
+"""What providers call that are told the structure, in its place on the CPU: operators of PyTorch, and packages."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.attention import structured, varlen
+from tests.kernels.attention import varlen
 from tests.kernels.attention.cases import BY_NAME
+from tests.kernels.packages import fake_cudnn, fake_flash_attn
 
-PROVIDER = BY_NAME["cuda_flash"]
+TOLD = ("cuda_flash", "cuda_flash_attn_4", "cuda_cudnn_frontend")
 
 
 class Operators:
@@ -57,31 +62,22 @@ class Operators:
         return varlen.backward(varlen.Kernel(scale, window), spans, query, key, value, out, grad_out, logsumexp)[:3]
 
 
-@pytest.fixture
-def operators(monkeypatch):
-    played = Operators()
-    monkeypatch.setattr(PROVIDER, "_forward_by_structure", played.forward)
-    monkeypatch.setattr(PROVIDER, "_backward_by_structure", played.backward)
-    return played
+class Lenient(Operators):
+    """The real ones compute something for sequences that are longer than they are told."""
+
+    def _checked(self, *given):
+        return given[-2:]
 
 
-CASES = {name: (op, tensors) for name, op, tensors in structured.cases() if op.settings().mask.beyond}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name, operators):
-    op, tensors = CASES[name]
-    dy = structured.output_gradient(op, tensors)
-    ours, want = structured.by_provider(PROVIDER, op, tensors, dy), structured.by_op(op, tensors, dy)
-    assert ours.keys() == want.keys() and len(operators.calls) == 2
-    for key, tensor in want.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "no longer than" in name])
-def test_bounds_grow_with_sequences(name, operators):
-    op, tensors = next((op, tensors) for n, op, tensors in structured.cases(times=3) if n == name)
-    dy = structured.output_gradient(op, tensors)
-    ours, want = structured.by_provider(PROVIDER, op, tensors, dy), structured.by_op(op, tensors, dy)
-    for key, tensor in want.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+@contextlib.contextmanager
+def in_place(kind: type[Operators] = Operators, all_rows: bool = True) -> Iterator[dict[str, Any]]:
+    """All of them: provider -> what it calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        operators = kind()
+        operators.all_rows = all_rows
+        for way in ("forward", "backward"):
+            patch.setattr(BY_NAME["cuda_flash"], f"_{way}_by_structure", getattr(operators, way))
+        packages = [fake.in_place(patch) for fake in (fake_flash_attn, fake_cudnn)]
+        yield dict(zip(TOLD, (operators, *packages), strict=True))
+    for fake in (fake_flash_attn, fake_cudnn):
+        fake.forget()
