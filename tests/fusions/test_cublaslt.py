@@ -1,89 +1,167 @@
-"""The rows of cuBLASLt's: what they say of their products; matmul and matmul_backward in plans, and why not."""
+"""The rows of cuBLASLt's: what they say of their products, and that these are right. Where they are taken: plans.py."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import te_fuser
-from te_fuser import fusions, ops
-from te_fuser.fuser.graph.refs import RECOMPUTED
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import cublaslt, cublaslt_masks, cublaslt_sums
+from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import configured
-from tests.fusions.products import autocast_on_cuda, covered, plan, reasons
-
-
-def test_both_directions_on_a_gpu() -> None:
-    p = plan(ops.MatMul(4096, 1024))
-    assert covered(p.forward) == [("matmul", 0, 1)]
-    assert covered(p.backward) == [("matmul_backward", 0, 1)] * 2
-    dgrad, wgrad = p.backward
-    assert [n for n, _ in dgrad.outputs] == ["input"] and [n for n, _ in wgrad.outputs] == ["0.weight"]
-    assert dgrad.chain and not wgrad.chain
-    x, w, y = 8192 * 4096 * 2, 4096 * 1024 * 2, 8192 * 1024 * 2
-    assert [(s.cost.read, s.cost.written) for s in (*p.forward, dgrad, wgrad)] == [(x + w, y), (y + w, x), (y + x, w)]
-
-
-def test_only_what_is_needed_runs() -> None:
-    model = te_fuser.Sequential(ops.MatMul(64, 64), ops.MatMul(64, 64)).to("meta", torch.bfloat16)
-    model[1].weight.requires_grad_(False)
-    p = model.plan(torch.empty(16, 64, dtype=torch.bfloat16, device="meta"), device="h200")
-    assert [(s.start, [n for n, _ in s.outputs]) for s in p.backward] == [(1, ["input"]), (0, ["0.weight"])]
-
-
-def test_a_weight_gradient_waits_for_what_is_computed_again() -> None:
-    p = plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), ops.SiLU(), memory="lean")
-    names = [s.name for s in p.backward]
-    assert names == ["silu_bwd", "matmul_backward", "layer_norm_bwd", "matmul_backward"]
-    assert dict(p.backward[-1].inputs)["input"].kind is RECOMPUTED
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"device": None, "rows": 8}, "cuBLASLt runs on cuda, the input is on cpu"),
-        ({"kernels": "reference"}, "this plan is one of PyTorch's operations alone"),
-        (
-            {"dtype": torch.float64},
-            "cuBLASLt's products are in bfloat16, float16 and float32, and this one is in float64",
-        ),
-    ],
-)
-def test_reasons(options: dict[str, object], reason: str) -> None:
-    p = plan(ops.MatMul(64, 64), features=64, **options)  # type: ignore[arg-type]
-    assert reasons(p, "matmul") == reasons(p, "matmul_backward") == {reason}
-    assert [s.name for s in p.forward] == ["mat_mul"]
-
-
-def test_under_autocast_the_weight_is_read_as_it_is_cast() -> None:
-    model = te_fuser.Sequential(ops.MatMul(64, 64)).to("meta")
-    x = torch.empty(16, 64, device="meta", requires_grad=True)
-    with autocast_on_cuda():
-        p = model.plan(x, device="h200")
-    assert [s.name for s in p.forward] == ["cast_fwd", "cast_parameter", "matmul"]
-
-
-# ---- the table -----------------------------------------------------------------------------------------------------
+from tests.fake_cublaslt import FakeCublasLt
+from tests.fusions.models import relu_mlp
+from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons
+from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS = [row for module in (cublaslt, cublaslt_masks, cublaslt_sums) for row in module._ROWS]
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_says_what_its_products_read_and_make(row: cublaslt.ProductRow) -> None:
+def test_row_of_a_product_says_what_it_reads_and_makes(row: cublaslt.ProductRow) -> None:
     """As the native products know it: an output, and then what their epilogues read or write beside it."""
     entry = fusions.get(row.name)
     assert entry.direction == row.direction and entry.doc == row.doc and row.doc.endswith(".")
     kinds = [(row.forward, row.takes, entry.gives)] if row.forward else []
     kinds += [(node.method, ("dy", *node.reads), node.produces) for node in row.backward]
     for kind, reads, makes in kinds:
-        product = configured(kind, torch.bfloat16, torch.bfloat16)
+        product = configured(kind, BF16, BF16)
         given = len(reads) + len(makes)
         assert given == len(product.arguments), (kind, reads, makes)
 
 
-def test_what_runs_is_the_product_of_the_matchs_dtype() -> None:
+def bodies(p: Plan, *names: str) -> list[Any]:
+    """What steps of these fusions run."""
+    return [s.task.body.function for s in (*p.forward, *p.backward) if s.name in names]  # type: ignore[union-attr]
+
+
+def test_body_of_a_match_is_the_product_of_its_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        p = plan(ops.MatMul(64, 64), features=64, dtype=dtype)
-        bodies = [s.task.body.function for s in (*p.forward, *p.backward)]  # type: ignore[union-attr]
-        wanted = [configured(kind, dtype, dtype) for kind in ("forward", "dgrad", "wgrad")]
-        assert [b.__self__ for b in bodies] == wanted
+        found = bodies(plan(ops.MatMul(64, 64), features=64, dtype=dtype), "matmul", "matmul_backward")
+        assert [b.__self__ for b in found] == [configured(kind, dtype, dtype) for kind in ("forward", "dgrad", "wgrad")]
+    (body,) = bodies(plan(ops.Linear(64, 64), features=64), "matmul_bias")
+    assert body.__self__ is configured("forward_bias", BF16, BF16)
+    on_cpu = plan(ops.Linear(64, 64), features=64, rows=8, device=None)
+    assert bodies(on_cpu, "matmul_bias") == [cublaslt.linear_bias]  # of bfloat16
+    wide = plan(ops.Linear(64, 64), features=64, dtype=torch.float64)
+    assert bodies(wide, "matmul_bias") == [F.linear]
+
+
+# ---- matmul_bias, on a CPU too ---------------------------------------------------------------------------------------
+
+
+def forward_steps(model: Sequential, x: torch.Tensor, **how: Any) -> list[str]:
+    return [s.name for s in model.plan(x, **how).forward]
+
+
+def test_matmul_bias_declared_reads_like_any_other() -> None:
+    entry = fusions.get("matmul_bias")
+    assert repr(entry) == "<fusion 'matmul_bias' forward: MatMul, Bias>" and entry.doc
+    with fusions.disabled("matmul_bias"):
+        assert forward_steps(sequential(ops.Linear(8, 8)), tensor(5, 8)) == ["mat_mul", "bias_fwd"]
+
+
+@pytest.mark.parametrize("rows", [(), (5,), (2, 3), (0,), (2, 0)])
+def test_matmul_bias_of_any_rows_is_one_call_and_right(rows: tuple[int, ...]) -> None:
+    for parts in ([ops.Linear(8, 16)], [ops.MatMul(8, 16), ops.Bias(16)]):
+        model, x = sequential(*parts), tensor(*rows, 8)
+        assert forward_steps(model, x) == ["matmul_bias"]
+        (y,) = assert_as_meant(model, x)
+        torch.testing.assert_close(y, F.linear(x, *model.parameters()))
+
+
+def test_matmul_bias_without_a_bias_or_read_between_is_not_taken() -> None:
+    alone = sequential(ops.Linear(8, 8, bias=False), ops.GELU())
+    assert forward_steps(alone, tensor(5, 8)) == ["mat_mul", "gelu_fwd"]
+    model, x = sequential(ops.MatMul(8, 8), ops.Output("product"), ops.Bias(8)), tensor(5, 8)
+    assert "matmul_bias" not in forward_steps(model, x, outputs=("product",))
+    assert_as_meant(model, x, ("product",))
+
+
+def test_matmul_bias_of_two_dtypes_is_not_taken_and_gradients_keep_theirs() -> None:
+    model = sequential(ops.Linear(8, 8), dtype=BF16)
+    model[0].bias = torch.nn.Parameter(model[0].bias.detach().float())
+    x = tensor(64, 8, dtype=BF16)
+    assert reasons(model.plan(x), "matmul_bias") == {"weight and bias differ in dtype"}
+    y = model(x)
+    exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
+    assert y.dtype == BF16 and (y - exact).abs().max() <= 0.02 * exact.abs().max()
+    gradients = torch.autograd.grad(y.sum(), [x, *model.parameters()])
+    assert [g.dtype for g in gradients] == [BF16, BF16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matmul_bias_in_low_precision_is_as_good_as_torch(dtype: torch.dtype) -> None:
+    model = sequential(ops.Linear(32, 16), dtype=dtype)
+    x = tensor(40, 32, dtype=dtype)
+    assert forward_steps(model, x) == ["matmul_bias"]
+    y, torchs = model(x), F.linear(x, model[0].weight, model[0].bias)
+    exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
+    ulp = torch.finfo(dtype).eps * exact.abs().max()
+    assert (y.double() - exact).abs().max() <= 2 * (torchs.double() - exact).abs().max() + ulp
+
+
+# ---- masks of ReLU, by a library on the CPU -------------------------------------------------------------------------
+
+MASK, MASK_AND_BIAS = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
+
+
+def test_mask_without_bias_leaves_its_gradient_to_a_kernel_and_explain_says_why() -> None:
+    with fusions.only(free(fusions.get(MASK)), fusions.STRETCH):
+        assert ("bias_bwd", 1, 2) in covered(plan(*relu_mlp()).backward)
+    model = Sequential(*relu_mlp()).to("meta", BF16)
+    x = torch.empty(8192, 4096, dtype=BF16, device="meta", requires_grad=True)
+    assert f"{MASK} (backward; ops 2-3): predicted" in str(model.explain(x, device="h200"))
+
+
+@pytest.fixture
+def library() -> Iterator[FakeCublasLt]:
+    with library_on_the_cpu() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("rows", [(7,), (2, 3), (0,), ()])
+def test_products_with_masks_are_those_of_float64(library: FakeCublasLt, rows: tuple[int, ...]) -> None:
+    x, w, b, dy, w2 = (tensor(*s, dtype=torch.float32) for s in ((*rows, 9), (130, 9), (130,), (*rows, 5), (5, 130)))
+    y, mask = products.multiply("forward_bias_relu_mask", x, w, b)
+    h = x.double() @ w.double().T + b.double()
+    torch.testing.assert_close(y.double(), h.relu(), rtol=1e-6, atol=1e-5)
+    assert mask.shape == (*rows, 32) and mask.dtype == torch.uint8
+    dh = torch.where(h > 0, dy.double() @ w2.double(), 0.0)
+    alone, (with_sums, sums) = (products.multiply(kind, dy, w2, mask) for kind in ("dgrad_drelu", "dgrad_drelu_sum"))
+    torch.testing.assert_close(alone.double(), dh, rtol=1e-6, atol=1e-5)
+    assert torch.equal(alone, with_sums)
+    torch.testing.assert_close(sums.double(), dh.reshape(-1, 130).sum(0), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [MASK, MASK_AND_BIAS])
+def test_fusion_by_a_mask_is_what_the_ops_mean(name: str, library: FakeCublasLt) -> None:
+    lists = [[ops.MatMul(19, 131), ops.Bias(131), ops.ReLU(), ops.MatMul(131, 6)]]
+    entry = dataclasses.replace(fusions.get(name), when=lambda m: m.needs_grad or "no backward")
+    report = te_fuser.verify(entry, ops=lists, dtypes=[BF16], device="cpu", kernels="reference")
+    assert report.passed and len(report.rows) > 100
+    assert library.products
+
+
+def test_mask_that_is_wrong_is_found_by_verify(library: FakeCublasLt) -> None:
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, mask = products.multiply("forward_bias_relu_mask", x, weight, bias)
+        mask[-1, 0] ^= 1
+        return y, mask
+
+    right = fusions.get(MASK)
+    assert right.choose is not None
+    wrong = dataclasses.replace(
+        right, when=None, choose=lambda m, method: forward if method == "forward" else right.choose(m, method)
+    )
+    lists = [[ops.MatMul(8, 8), ops.Bias(8), ops.ReLU(), ops.MatMul(8, 8)]]
+    with pytest.raises(te_fuser.VerificationError, match="gradient"):
+        te_fuser.verify(wrong, ops=lists, dtypes=[torch.float32], device="cpu", kernels="reference")

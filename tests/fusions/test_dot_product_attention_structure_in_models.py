@@ -8,10 +8,8 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.kernels.attention import Provider, Speed
-from tests.kernels.attention import padded, structured
+from tests.kernels.attention import padded, structured, told
 from tests.kernels.attention.cases import BY_NAME
-from tests.kernels.attention.providers.test_flash_structure import Operators
-from tests.kernels.packages import fake_flash_attn
 from tests.twins import assert_as_meant, sequential
 
 CASES = {name: (op, tensors) for name, op, tensors in structured.cases() if op.settings().mask.beyond}
@@ -41,37 +39,27 @@ def check(name: str, model: te_fuser.Sequential, inputs: structured.Tensors) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_flash_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    provider, played = BY_NAME["cuda_flash"], Operators()
-    monkeypatch.setattr(provider, "_forward_by_structure", played.forward)
-    monkeypatch.setattr(provider, "_backward_by_structure", played.backward)
-    take(provider, monkeypatch)
-    check("attention_cuda_flash", *model_of(*CASES[name]))
+def test_flash_attention_in_a_model_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(BY_NAME["cuda_flash"], monkeypatch)
+    with told.in_place():
+        check("attention_cuda_flash", *model_of(*CASES[name]))
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_flash_attention_4(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    provider = BY_NAME["cuda_flash_attn_4"]
-    fake_flash_attn.in_place(monkeypatch)
-    take(provider, monkeypatch)
-    op, tensors = SINKS[name]
-    model, inputs = model_of(op, tensors)
+def test_flash_attention_4_in_a_model_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(BY_NAME["cuda_flash_attn_4"], monkeypatch)
+    model, inputs = model_of(*SINKS[name])
     assert any(isinstance(p, torch.nn.Parameter) for p in model.parameters())
-    check("attention_cuda_flash_attn_4", model, inputs)
-    fake_flash_attn.forget()
+    with told.in_place():
+        check("attention_cuda_flash_attn_4", model, inputs)
 
 
 @pytest.mark.parametrize("kind", ["end", "anywhere"])
 @pytest.mark.parametrize("name", padded.MASKS)
-def test_padding_by_a_boolean_tensor(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_by_a_boolean_tensor_in_a_model_is_told(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By both providers, which are told lengths and offsets."""
-    flash, played = BY_NAME["cuda_flash"], Operators()
-    played.all_rows = False
-    monkeypatch.setattr(flash, "_forward_by_structure", played.forward)
-    monkeypatch.setattr(flash, "_backward_by_structure", played.backward)
-    fake_flash_attn.in_place(monkeypatch)
-    for provider in (flash, BY_NAME["cuda_flash_attn_4"]):
-        take(provider, monkeypatch)
-        for layout in padded.LAYOUTS:
-            check(f"attention_{provider.name}", *model_of(*padded.case(name, layout, kind)))
-    fake_flash_attn.forget()
+    with told.in_place(all_rows=False):
+        for provider in (BY_NAME["cuda_flash"], BY_NAME["cuda_flash_attn_4"]):
+            take(provider, monkeypatch)
+            for layout in padded.LAYOUTS:
+                check(f"attention_{provider.name}", *model_of(*padded.case(name, layout, kind)))

@@ -102,13 +102,6 @@ def test_a_gradient_in_another_dtype_is_taken_where_the_fusion_says_so(taken: tu
     assert_near(got, [y.detach(), *torch.autograd.grad(y.square().sum(), double)], 0.1)
 
 
-def test_the_dtypes_of_gradients_are_of_backward() -> None:
-    with pytest.raises(ValueError, match="a forward fusion has no takes_gradients_in; that is for backward, joint"):
-        fusion(forward=[ops.SiLU], details=Details(takes_gradients_in=(torch.float16,)))(lambda m, x: x)
-    with pytest.raises(TypeError, match="takes_gradients_in are dtypes, got 'float16'"):
-        fusion(backward=[ops.SiLU], details=Details(takes_gradients_in=("float16",)))(lambda m, dy: dy)  # type: ignore[arg-type]
-
-
 # ----------------------------------------------------------------------------------------------------- forms
 
 

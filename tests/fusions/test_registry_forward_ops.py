@@ -94,29 +94,6 @@ def test_it_verifies(bias_silu: Fusion) -> None:
     assert report.rows
 
 
-def test_only_joint_fusions_have_it() -> None:
-    with pytest.raises(ValueError, match="forward_ops is a number of ops of a joint fusion.* got 1 for a forward one"):
-        fusion(
-            forward=[ops.SiLU],
-            details=Details(forward_ops=1, registered=False),
-        )
-    with pytest.raises(ValueError, match="got -1 for a joint one"):
-        fusion(
-            joint=[ops.SiLU],
-            details=Details(forward_ops=-1, registered=False),
-        )
-    with pytest.raises(ValueError, match="backward_ops is a number of ops.* got slice"):
-        fusion(
-            joint=[ops.SiLU, ops.Bias],
-            details=Details(backward_ops=slice(None, None, 2), registered=False),
-        )
-    with pytest.raises(ValueError, match="backward_ops is a number of ops.* for a backward one"):
-        fusion(
-            backward=[ops.SiLU, ops.Bias],
-            details=Details(backward_ops=slice(1), registered=False),
-        )
-
-
 # ---- a window of each direction ------------------------------------------------------------------------------------
 
 

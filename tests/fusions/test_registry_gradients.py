@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import te_fuser
@@ -124,8 +123,3 @@ def test_a_gradient_inside_that_nobody_makes() -> None:
     with fusions.only(declared(**SLOPE)(_Slope)):
         found = reasons(sequential(ops.MatMul(8, 6), ops.SiLU()).plan(tensor(5, 8, grad=False)), "slope")
     assert found == {"nobody needs the gradients that it makes 0.d_output with"}
-
-
-def test_declarations_that_mean_nothing() -> None:
-    with pytest.raises(ValueError, match="a forward fusion has no gradients; that is for backward"):
-        apart(backward=None, forward=[ops.MatMul])

@@ -11,80 +11,11 @@ from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, Optional, Repeat
 from te_fuser.ops.base import Gradient
 from tests.fusions.declared import declared
-from tests.fusions.registered import FREE, X
+from tests.fusions.registered import FREE, X, mlp
 from tests.refused import refused
 from tests.twins import assert_as_meant, sequential, tensor
 
 NAN, INF = float("nan"), float("inf")
-
-
-def test_a_pattern_that_can_never_match():
-    with pytest.raises(ValueError, match=r"fusion 'mine': Linear is lowered .* name those instead"):
-        te_fuser.fusion(forward=[ops.Linear, ops.GELU], name="mine")(lambda m, x: x)
-
-
-def test_a_fusion_that_emits_too_little_for_every_backward():
-    """It is left out, the plan names what is missing, and the model runs without it."""
-
-    @te_fuser.fusion(forward=[ops.MatMul, ops.GELU], name="mine", cost=lambda m: fusions.Cost(seconds=0.0))
-    def mine(m, x):
-        raise AssertionError("must not run")
-
-    model = sequential(ops.MatMul(8, 8), ops.GELU(), ops.MatMul(8, 8))
-    (reason,) = (r.reason for r in model.plan(X).refusals if r.name == "mine")
-    assert "mat_mul.output" in reason and "gives only" in reason
-    assert_as_meant(model, X)
-
-
-@pytest.mark.parametrize(
-    "number", [{"seconds": NAN}, {"read": INF}, {"launches": -1}, {"efficiency": 0}, {"flops": "1"}]
-)
-@pytest.mark.parametrize("whole", [lambda c: c, lambda c: (c, fusions.Cost())])
-def test_a_cost_that_nothing_takes(number, whole):
-    """Of a fusion in one direction, and of one in both."""
-    cost, (name, value) = whole(fusions.Cost(**number)), *number.items()
-    given = {"cost": lambda m: cost, "name": "mine", "details": Details(registered=False)}
-    if isinstance(cost, tuple):
-        body = type("Body", (), {"forward": staticmethod(lambda m, x: x), "backward": staticmethod(lambda m, dy: dy)})
-        mine = te_fuser.fusion(joint=[ops.GELU, ops.SiLU], reads=["input"], **given)(body)
-    else:
-        mine = te_fuser.fusion(forward=[ops.GELU, ops.SiLU], **given)(lambda m, x: x)
-    model = sequential(ops.GELU(), ops.SiLU())
-    with fusions.only(mine):
-        refused(TypeError, [f"^fusion 'mine': its `cost` gives a Cost of {name}={value!r}"], lambda: model(X))
-
-
-def test_costs_where_one_is_wanted():
-    mine = te_fuser.fusion(
-        forward=[ops.GELU, ops.SiLU],
-        cost=lambda m: (fusions.Cost(), fusions.Cost()),
-        name="mine",
-        details=Details(registered=False),
-    )(lambda m, x: x)
-    with fusions.only(mine):
-        refused(
-            TypeError,
-            ["fusion 'mine': its `cost` gives tuple, not a Cost"],
-            lambda: sequential(ops.GELU(), ops.SiLU())(X),
-        )
-
-
-def test_a_fusion_that_gives_another_shape_than_its_ops():
-    def lie(x, weight):
-        return (x @ weight.t())[:, :4]
-
-    declared = te_fuser.fusion(
-        forward=[ops.MatMul],
-        name="lie",
-        details=Details(takes=("input", "0.weight")),
-        cost=lambda m: fusions.Cost(seconds=0.0),
-    )
-    declared(lie)
-    model = te_fuser.Sequential(ops.MatMul(8, 8), ops.GELU())
-    words = r"^fusion 'lie' over op 0 \(MatMul '0'\): mat_mul.output is float32 \[6, 4\] cpu, the plan says float32"
-    with pytest.raises(ValueError, match=words):
-        model(X.detach().float())
-
 
 DECLARED_WRONG = {
     "no_pattern": ({}, "exactly one of forward=, backward=, joint=, got none"),
@@ -148,45 +79,197 @@ DECLARED_WRONG = {
         r"'matmul_bias' is registered; unregister\('matmul_bias'\)",
     ),
     "name_of_the_kernel": ({"forward": [ops.GELU], "name": "stretch"}, "a fusion named 'stretch' is registered"),
+    "forward_ops_of_forward": (
+        {"forward": [ops.SiLU], "forward_ops": 1},
+        "forward_ops is a number of ops of a joint fusion.* got 1 for a forward one",
+    ),
+    "forward_ops_below_none": ({"joint": [ops.SiLU], "forward_ops": -1}, "got -1 for a joint one"),
+    "forward_ops_of_text": (
+        {"joint": [ops.GELU], "forward_ops": "1"},
+        "forward_ops is a number of ops of a joint fusion, or a slice of them, got '1'",
+    ),
+    "backward_ops_in_steps": (
+        {"joint": [ops.SiLU, ops.Bias], "backward_ops": slice(None, None, 2)},
+        "backward_ops is a number of ops.* got slice",
+    ),
+    "backward_ops_of_backward": (
+        {"backward": [ops.SiLU, ops.Bias], "backward_ops": slice(1)},
+        "backward_ops is a number of ops.* for a backward one",
+    ),
+    "gradients_in_forward": (
+        {"forward": [ops.MatMul], "gradients": [Gradient(("input",), (), "dx")]},
+        "a forward fusion has no gradients; that is for backward",
+    ),
+    "dtypes_of_gradients_in_forward": (
+        {"forward": [ops.SiLU], "takes_gradients_in": (torch.float16,)},
+        "a forward fusion has no takes_gradients_in; that is for backward, joint",
+    ),
+}
+# And of another type.
+OF_ANOTHER_TYPE = {
+    "dtypes": (
+        {"forward": None, "backward": [ops.SiLU], "takes_gradients_in": ("float16",)},
+        "takes_gradients_in are dtypes, got 'float16'",
+    ),
+    "gradients": (
+        {"forward": None, "backward": [ops.GELU], "gradients": ["input"]},
+        r"gradients are ops.base.Gradient\(produces, reads, method\), got \['input'\]",
+    ),
+    "one name": ({"emits": "0.output"}, r"emits is a sequence of names, got '0.output'; write \('0.output',\)"),
+    "keyword": ({"emit": ["0.output"]}, r"fusion\(\) got an unexpected keyword argument 'emit'"),
+    "when": ({"when": True}, "fusion: when is a function of the match, got True; write a lambda"),
+    "cost": ({"cost": Cost(seconds=1.0)}, r"fusion: cost is a function of the match, got Cost\(read"),
+    "choose": ({"choose": 3, "takes": ["input"]}, "fusion: choose is a function of the match, got 3"),
+    "details": ({"details": {"registered": False}}, r"details is fusions.Details\(...\), got {'registered': False}"),
+    "a kind": ({"forward": ops.GELU}, r"a pattern is a list of kinds of ops, got .*GELU.*; write \[...\] around it"),
+    "name": ({"name": 3}, "a fusion has a name: give a text as name=, or a function or class to decorate, got 3"),
+    "nothing": ({"body": None}, "fusion 'mine': a forward fusion decorates a function, got None"),
+    "a class": ({"body": dict}, "fusion 'mine': a forward fusion decorates a function, got <class 'dict'>"),
 }
 
 
-@pytest.mark.parametrize("name", DECLARED_WRONG)
-def test_wrong_declarations(name):
-    options, words = DECLARED_WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        declared(**{"name": "mine", **options})(lambda m, x: x)
+@pytest.mark.parametrize("name", [*DECLARED_WRONG, *OF_ANOTHER_TYPE])
+def test_declaration_that_is_wrong_is_refused(name):
+    of_type = name in OF_ANOTHER_TYPE
+    options, words = (OF_ANOTHER_TYPE if of_type else DECLARED_WRONG)[name]
+    options = {"name": "mine", "body": len, **({"forward": [ops.GELU]} if of_type else {}), **options}
+    body, declare = options.pop("body"), te_fuser.fusion if "details" in options else declared
+    with pytest.raises(TypeError if of_type else ValueError, match=words):
+        declare(**options)(body)
+    assert "mine" not in fusions.names()
+
+
+class Both:
+    """A body that gives what it is given."""
+
+    forward, backward = staticmethod(lambda m, x: x), staticmethod(lambda m, dy: dy)
 
 
 @pytest.mark.parametrize(
-    ("options", "body", "words"),
-    [
-        ({"when": True}, len, "fusion: when is a function of the match, got True; write a lambda"),
-        ({"cost": Cost(seconds=1.0)}, len, r"fusion: cost is a function of the match, got Cost\(read"),
-        ({"choose": 3, "takes": ["input"]}, len, "fusion: choose is a function of the match, got 3"),
-        ({"details": {"registered": False}}, len, r"details is fusions.Details\(...\), got {'registered': False}"),
-        ({"forward": ops.GELU}, len, r"a pattern is a list of kinds of ops, got .*GELU.*; write \[...\] around it"),
-        ({"name": 3}, len, "a fusion has a name: give a text as name=, or a function or class to decorate, got 3"),
-        ({}, None, "fusion 'mine': a forward fusion decorates a function, got None"),
-        ({}, dict, "fusion 'mine': a forward fusion decorates a function, got <class 'dict'>"),
-    ],
+    "number", [{"seconds": NAN}, {"read": INF}, {"launches": -1}, {"efficiency": 0}, {"flops": "1"}]
 )
-def test_declarations_of_another_type(options, body, words):
-    declare = te_fuser.fusion if "details" in options else declared
-    with pytest.raises(TypeError, match=words):
-        declare(**{"forward": [ops.GELU], "name": "mine", **options})(body)
-
-
-def test_gradients_of_another_type():
-    with pytest.raises(TypeError, match=r"gradients are ops.base.Gradient\(produces, reads, method\), got \['input'\]"):
-        declared(backward=[ops.GELU], gradients=["input"])
-
-
-def test_windows_of_another_type():
-    with pytest.raises(
-        ValueError, match="forward_ops is a number of ops of a joint fusion, or a slice of them, got '1'"
+def test_cost_of_a_number_that_is_none_is_refused_before_anything_runs(number):
+    """Of a fusion in one direction, and of one in both; costs of both where one is wanted, too."""
+    cost, ((name, value),) = Cost(**number), number.items()
+    one, both = {"forward": [ops.GELU, ops.SiLU]}, {"joint": [ops.GELU, ops.SiLU], "reads": ["input"]}
+    words = f"^fusion 'mine': its `cost` gives a Cost of {name}={value!r}"
+    for pattern, given, why in (
+        (one, cost, words),
+        (both, (cost, Cost()), words),
+        (one, (Cost(), Cost()), "fusion 'mine': its `cost` gives tuple, not a Cost"),
     ):
-        declared(joint=[ops.GELU], forward_ops="1")
+        body = Both if pattern is both else Both.forward
+        mine = declared(**pattern, cost=lambda m, c=given: c, name="mine", registered=False)(body)
+        model = sequential(ops.GELU(), ops.SiLU())
+        with fusions.only(mine):
+            refused(TypeError, [why], lambda model=model: model(X))
+
+
+def lie(x, weight):
+    return (x @ weight.t())[:, :4]
+
+
+def backward_of(pattern, body, **options):
+    return {"backward": pattern, "body": lambda m, dy: body(m, dy), **options}
+
+
+BIAS_GELU = [ops.Bias, ops.GELU]
+# What is wrong when plans are made, or in a call and its backward -> what is declared, the error, and its words.
+RUN_WRONG = {
+    "cost is a number": (
+        {"cost": lambda m: 3.0},
+        TypeError,
+        r"its `cost` gives float, not a Cost; write Cost\(seconds=3.0\)",
+    ),
+    "cost is a text": ({"cost": lambda m: "1 us"}, TypeError, "its `cost` gives str, not a Cost; write fusions.Cost"),
+    "cost fails": ({"cost": lambda m: m.rows}, RuntimeError, "its `cost` failed, AttributeError"),
+    "choice is a number": (
+        {"takes": ["input"], "choose": lambda m, method: 3},
+        TypeError,
+        "its `choose` gives 3, not a function or a Body of one",
+    ),
+    "choice is of nothing": (
+        {"takes": ["input"], "choose": lambda m, method: fusions.Body(None)},
+        TypeError,
+        "its `choose` gives None",
+    ),
+    "choice fails": (
+        {"takes": ["input"], "choose": lambda m, method: {}[method]},
+        RuntimeError,
+        r"its `choose` failed, KeyError\('forward'\)",
+    ),
+    "condition fails": (
+        {"when": lambda m: m[0].no_such_thing > 0},
+        RuntimeError,
+        "its condition `when` failed, AttributeError.*no_such_thing",
+    ),
+    "another shape": (
+        {"forward": [ops.MatMul], "takes": ("input", "0.weight"), "body": lie},
+        ValueError,
+        r"over op 1 .*: mat_mul.output is float64 \[6, 4\] cpu, the plan says float64",
+    ),
+    "no tensor": ({"body": lambda m, x: None}, TypeError, "over op 3 .*must return a tensor, got NoneType"),
+    "not emitted": (
+        {"forward": BIAS_GELU, "emits": ["0.output"], "body": lambda m, x: F.gelu(x + m[0].bias)},
+        RuntimeError,
+        r"over op 2 .*, op 3 .* declares '0.output' but did not emit it",
+    ),
+    "no stream": (
+        {"forward": BIAS_GELU, "emits": ["0.output"], "body": lambda m, x: m.random(0)},
+        KeyError,
+        r"op 0 of the match draws nothing as it is now; ask m\[0\].op.draws\(\) first",
+    ),
+    "reads what is not there": (
+        backward_of([ops.Bias], lambda m, dy: dy, reads=["0.wieght"]),
+        ValueError,
+        "'0.wieght' names nothing in its match; use \"input\"",
+    ),
+    "reads what it does not say": (
+        backward_of([ops.GELU], lambda m, dy: dy * m["input"]),
+        KeyError,
+        "'input' is not declared in reads, emits or saves",
+    ),
+    "too few gradients": (
+        backward_of(BIAS_GELU, lambda m, dy: dy),
+        RuntimeError,
+        r"over op 2 .*: its backward gave no gradient for '0.bias'",
+    ),
+    "gradients without names": (
+        backward_of(BIAS_GELU, lambda m, dy: (dy, dy.sum(0))),
+        TypeError,
+        r"over op 2 .*must return dx, or \(dx, {name: gradient}\), got \(T",
+    ),
+    "three of them": (
+        backward_of(BIAS_GELU, lambda m, dy: (dy, {}, dy)),
+        TypeError,
+        r"over op 2 .*must return dx, or \(dx, {name: gradient}\), got \(T",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUN_WRONG)
+def test_fusion_that_breaks_its_word_is_named(name):
+    options, error, words = RUN_WRONG[name]
+    given = {"body": F.gelu, "name": "mine", **({} if "backward" in options else {"forward": [ops.GELU]}), **FREE}
+    given |= options
+    body = given.pop("body")
+    declared(**given)(body)
+    named = "" if error is KeyError else "fusion 'mine'"
+    with pytest.raises(error, match=f"{named}.*{words}"):
+        mlp()(X).sum().backward()
+
+
+def test_a_fusion_that_emits_too_little_for_every_backward():
+    """It is left out, the plan names what is missing, and the model runs without it."""
+
+    @te_fuser.fusion(forward=[ops.MatMul, ops.GELU], name="mine", cost=lambda m: fusions.Cost(seconds=0.0))
+    def mine(m, x):
+        raise AssertionError("must not run")
+
+    model = sequential(ops.MatMul(8, 8), ops.GELU(), ops.MatMul(8, 8))
+    (reason,) = (r.reason for r in model.plan(X).refusals if r.name == "mine")
+    assert "mat_mul.output" in reason and "gives only" in reason
+    assert_as_meant(model, X)
 
 
 def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
@@ -194,36 +277,6 @@ def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
         te_fuser.fusion(forward=[ops.MatMul, part], emits=["5.output"], name="mine", details=Details(registered=False))(
             lambda m, x: x
         )
-
-
-@pytest.mark.parametrize(
-    ("cost", "error", "words"),
-    [
-        (lambda m: 3.0, TypeError, r"fusion 'mine': its `cost` gives float, not a Cost; write Cost\(seconds=3.0\)"),
-        (lambda m: "1 us", TypeError, r"fusion 'mine': its `cost` gives str, not a Cost; write fusions.Cost"),
-        (lambda m: m.rows, RuntimeError, "fusion 'mine': its `cost` failed, AttributeError"),
-    ],
-)
-def test_a_cost_that_is_none(cost, error, words):
-    mine = te_fuser.fusion(forward=[ops.GELU], name="mine", cost=cost, details=Details(registered=False))(
-        lambda m, x: x
-    )
-    with fusions.only(mine), pytest.raises(error, match=words):
-        te_fuser.Sequential(ops.GELU()).plan(X)
-
-
-@pytest.mark.parametrize(
-    ("choose", "error", "words"),
-    [
-        (lambda m, method: 3, TypeError, "fusion 'mine': its `choose` gives 3, not a function or a Body of one"),
-        (lambda m, method: fusions.Body(None), TypeError, "fusion 'mine': its `choose` gives None"),
-        (lambda m, method: {}[method], RuntimeError, r"fusion 'mine': its `choose` failed, KeyError\('forward'\)"),
-    ],
-)
-def test_a_choice_that_is_none(choose, error, words):
-    mine = declared(forward=[ops.GELU], name="mine", takes=["input"], choose=choose, registered=False, **FREE)(F.gelu)
-    with fusions.only(mine), pytest.raises(error, match=words):
-        te_fuser.Sequential(ops.GELU())(X)
 
 
 def test_what_runs_may_be_chosen_for_each_match_and_direction():
@@ -259,11 +312,6 @@ def test_what_runs_may_be_chosen_for_each_match_and_direction():
         torch.testing.assert_close(y, features * want)
         torch.testing.assert_close(dx, slope * torch.autograd.grad(want.sum(), leaf)[0])
     assert set(asked) == {(n, method) for n in (8, 4) for method in ("forward", "backward")}
-
-
-def test_one_name_for_a_sequence_of_names():
-    with pytest.raises(TypeError, match=r"emits is a sequence of names, got '0.output'; write \('0.output',\)"):
-        te_fuser.fusion(forward=[ops.GELU], emits="0.output")
 
 
 def test_the_name_is_the_functions_unless_given():

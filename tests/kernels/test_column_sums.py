@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ import torch
 
 import te_fuser
 from te_fuser import _native, ops
-from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import FINISH_THREADS
 from te_fuser.fuser.run import loading
-from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.verify import steps as verify_steps
-from tests.codegen import ptx
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 from tests.twins import randomize, tensor
 
 WIDTH = 40
@@ -292,12 +288,3 @@ def test_an_exception_drops_what_waited(driver: FakeDriver) -> None:
 
 
 # ---- the text ---------------------------------------------------------------------------------------------------
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_it_compiles_and_waits(arch: str, tmp_path: Path) -> None:
-    made = nvrtc.compile_source(ColumnSumsKernel().text(), arch, name="column_sums", cache=tmp_path)
-    (resources,) = made.resources
-    assert (resources.symbol, resources.stack_bytes, resources.spilled_bytes) == ("column_sums", 0, 0)
-    assert arch == "sm_80" or not ptx.too_early(ColumnSumsKernel().text(), arch)

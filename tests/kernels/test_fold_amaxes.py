@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels.fold_amaxes import AmaxFolder, FoldAmaxes, Folded
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
+from tests.kernels.emulated import emulating
 from tests.kernels.fold_cases import folded_wrongly
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernel run by a driver that executes it on the CPU."""
-    with running([FoldAmaxes()], tmp_path_factory.mktemp("fold")) as driver:
-        yield driver
+emulated = emulating(lambda: [FoldAmaxes()])
 
 
 @needs_compiler
@@ -83,16 +75,3 @@ def test_the_device_is_told_outside_of_captures(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="enter a region once more before the capture"):
         AmaxFolder({0: PRODUCT}, 1, CPU)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(FoldAmaxes().text(), arch, name="fold_amaxes", cache=tmp_path)
-    assert {r.symbol for r in compiled.resources} == {"fold_amaxes"}
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(FoldAmaxes().text(), "sm_90a")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import key_value_cache as kernel
 from te_fuser.kernels.key_value_cache import CacheWrite
 from te_fuser.ops import KeyValueCache
 from te_fuser.ops.base import OpCall
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.fake_cuda import FakeDriver
+from tests.kernels.emulated import emulating
+from tests.needs import needs_compiler
 
 # head_dim, kv_heads, per_group, packing, dtype, whole
 KERNELS = {
@@ -26,11 +22,7 @@ KERNELS = {
 ROOM = 6
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    with running({*KERNELS.values()}, tmp_path_factory.mktemp("caches")) as driver:
-        yield driver
+emulated = emulating(KERNELS.values)
 
 
 def call(
@@ -106,17 +98,3 @@ def test_heads_that_it_does_not_take() -> None:
     assert kernel.reason_not(64, torch.bfloat16) is None
     assert kernel.reason_not(4, torch.bfloat16) == "it moves 16 bytes at once, and a head has 8"
     assert "there is torch.float64" in str(kernel.reason_not(64, torch.float64))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for made in KERNELS.values():
-        compiled = nvrtc.compile_source(made.text(), arch, name="key_value_cache", cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} == {"key_value_cache"}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(KERNELS["many tiles"].text(), "sm_90a")

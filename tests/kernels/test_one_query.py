@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import one_query
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
+from tests.kernels.emulated import emulating
 from tests.kernels.one_query_cases import CASES
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels of all cases run by a driver that executes them on the CPU."""
-    with running({case.kernel for case in CASES.values()}, tmp_path_factory.mktemp("one")) as driver:
-        yield driver
+emulated = emulating(lambda: (case.kernel for case in CASES.values()))
 
 
 @needs_compiler
@@ -53,18 +45,3 @@ def test_heads_that_it_does_not_take() -> None:
     assert one_query.reason_not(128, torch.bfloat16) is None
     assert "multiple of 8 features up to 256, these have 264" in str(one_query.reason_not(264, torch.bfloat16))
     assert "bfloat16 and float16, there is torch.float32" in str(one_query.reason_not(64, torch.float32))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for name in ("several heads", "groups", "many heads of a group", "a window"):
-        text = CASES[name].kernel.text()
-        compiled = nvrtc.compile_source(text, arch, name="one_query", cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} == {"one_query_parts", "one_query_merged"}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled)
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(CASES["groups"].kernel.text(), "sm_90a")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import own_scales, transposed8
 from te_fuser.kernels.own_scales import QuantizeBlocks
 from te_fuser.ops.own_scales import Scaling, quantized
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, codes
+from tests.kernels.emulated import emulating
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 WANTED = ("rows", "turned", "both")
 BLOCKS = [
@@ -28,13 +25,7 @@ BLOCKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("own_scales")
-    native = emulate(BLOCKS, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
-        yield driver
+emulated = emulating(lambda: BLOCKS)
 
 
 def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -> torch.Tensor:
@@ -105,17 +96,3 @@ def test_refused_in_words() -> None:
     for shape in ((3, 40), (2**31, 16)):
         with pytest.raises(ValueError, match=r"multiples of 16 and up to 2147483520 rows, got \[\d+, \d+\]"):
             own_scales.BlocksOf(BLOCKS[0])(torch.empty(shape, device="meta"))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for kernel in BLOCKS:
-        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} == {kernel.name}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (kernel, compiled)
-
-
-@needs_nvrtc
-def test_they_wait_before_they_touch_memory() -> None:
-    assert not ptx.too_early(BLOCKS[4].text(), "sm_90a")

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import transposed8
 from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8
 from te_fuser.ops.own_scales import Scaling, quantized
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, codes
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.kernels.emulated import emulating
+from tests.needs import needs_compiler
 
 POWERS = Scaling(power_of_two=True, epsilon=0.25)
 B16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    folder = tmp_path_factory.mktemp("own_weights")
-    native = emulate([QuantizeWeights(), *map(measuring_weights, (Scaling(), POWERS))], folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
-        yield driver
+emulated = emulating(lambda: [QuantizeWeights(), *map(measuring_weights, (Scaling(), POWERS))])
 
 
 @needs_compiler
@@ -54,14 +46,6 @@ def test_bytes(emulated: FakeDriver, mixed: bool) -> None:
             assert torch.equal(codes(next(there)), codes(data))
         if said.turned:
             assert torch.equal(codes(next(there)), codes(transposed8.by_torch(data)))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    kernel = measuring_weights(POWERS)
-    compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources)
 
 
 @needs_compiler

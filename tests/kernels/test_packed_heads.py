@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import PackedPass, Packing
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.quantization import quantize
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
 from tests.float8 import codes
+from tests.kernels.emulated import emulating
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels of all cases run by a driver that executes them on the CPU."""
-    with running({case.kernel for case in CASES}, tmp_path_factory.mktemp("packed")) as driver:
-        yield driver
+emulated = emulating(lambda: (case.kernel for case in CASES))
 
 
 @needs_compiler
@@ -155,27 +148,3 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch, emulated: FakeDriver) ->
     for name in ("forward", "packed"):
         with pytest.raises(ValueError, match="3 samples of 2 positions are more than 5 rows: split the batch"):
             BY_NAME[name].run(*BY_NAME[name].inputs(3, 2))
-
-
-COMPILED = [
-    "backward with sums",
-    "packed, turned lines",
-    "packed and turned",
-    "packed, turned blocks",
-    "neighbours of an odd head",
-]
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for name in COMPILED:
-        compiled = nvrtc.compile_source(BY_NAME[name].kernel.text(), arch, name="packed_heads", cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} >= {"packed_heads"}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled.resources)
-
-
-@needs_nvrtc
-def test_kernels_wait_before_they_touch_memory() -> None:
-    for name in COMPILED:
-        assert not ptx.too_early(BY_NAME[name].kernel.text(), "sm_90a")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
+from te_fuser.codegen.written import TextKernel
 from te_fuser.kernels import own_scales
 from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.transposed8 import by_torch
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.own_scales import Scaling, quantized
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.fake_cuda import FakeDriver
 from tests.float8 import codes
+from tests.kernels.emulated import emulating
 from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E4M3, E5M2, F16, F32, SIZES, Case, heads
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 CASES = [
     Case("packed", heads(24, 24, 64), BF16, parts=True, sums=BF16, stored=E5M2),
@@ -51,14 +51,15 @@ def parts_of(case: Case, x: torch.Tensor) -> Parts:
     return q, k, v
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels of all cases, and those that store rows alone, run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("tiles")
-    blocks = {in_blocks(case) for case in CASES if not why_not(case.heads, case.dtype, True)}
-    native = emulate({k for case in CASES for k in (kernel_of(case), case.kernel)} | blocks, folder)
-    with in_place_of_written(native.__getitem__), in_place(compile_driver()) as driver:
-        yield driver
+def every_kernel() -> Iterator[TextKernel[Any]]:
+    """Those of all cases, and those that store rows alone."""
+    for case in CASES:
+        yield from (kernel_of(case), case.kernel)
+        if not why_not(case.heads, case.dtype, True):
+            yield in_blocks(case)
+
+
+emulated = emulating(every_kernel)
 
 
 @needs_compiler
@@ -134,28 +135,3 @@ def test_parts_that_cannot_be_read_as_they_lie_are_copied(emulated: FakeDriver) 
 def test_heads_that_are_no_whole_vectors_are_left() -> None:
     assert why_not(PackedHeads(4, 4, 12), BF16) == "heads of 12 features are no vectors of 8"
     assert not why_not(PackedHeads(4, 4, 12), F32) and not why_not(PackedHeads(4, 4, 24), F16)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    """Nothing waits in memory, but two registers on an A100, which has no products that read this."""
-    spilled = 8 if arch == "sm_80" else 0
-    for case in CASES:
-        compiled = nvrtc.compile_source(kernel_of(case).text(), arch, name="packed_tiles", cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} >= {"packed_tiles"}
-        assert all(max(r.spilled_bytes, r.stack_bytes) <= spilled for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_compiles_by_blocks(tmp_path: Path) -> None:
-    """For Hopper, whose products take blocks; a few registers of heads that are no lines may wait in memory."""
-    for case in CASES[:2]:
-        compiled = nvrtc.compile_source(in_blocks(case).text(), "sm_90a", name="packed_tiles", cache=tmp_path)
-        assert all(r.spilled_bytes <= 32 for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_kernels_wait_before_they_touch_memory() -> None:
-    for case in CASES[:2]:
-        assert not ptx.too_early(kernel_of(case).text(), "sm_90a")

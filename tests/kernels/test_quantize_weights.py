@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, by_torch, quantize_weights, quantizer_on
 from te_fuser.quantization import quantize
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, codes, every_number, telling_numbers
+from tests.kernels.emulated import emulating
 from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 KERNEL, OTHER = QuantizeWeights(), QuantizeWeights(E5M2)
 CPU = torch.device("cpu")  # on which tensors stand for those of a GPU
 OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernel run by a driver that executes it on the CPU."""
-    with running([KERNEL, OTHER], tmp_path_factory.mktemp("weights")) as driver:
-        yield driver
+emulated = emulating(lambda: [KERNEL, OTHER])
 
 
 by_kernel = functools.partial(quantizer_on, CPU)
@@ -175,17 +168,3 @@ def test_the_native_kernel_refuses(name: str, emulated: FakeDriver) -> None:
     assert repr(KERNEL.ready(CPU)) == "<QuantizeWeights>"
     with pytest.raises(TypeError, match="bytes"):
         _native.QuantizeWeights(3)  # type: ignore[arg-type]
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for kernel in (KERNEL, OTHER):
-        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} == {kernel.name}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(KERNEL.text(), "sm_90a")

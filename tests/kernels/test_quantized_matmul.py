@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,11 @@ from te_fuser.kernels import quantized_matmul
 from te_fuser.ops.own_scales import Scaling, quantized, spread
 from te_fuser.ops.quantized_matmul import product as emulated
 from te_fuser.quantization import QuantizedTensor, quantize
-from tests import fake_cublaslt, fake_cuda
+from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
+from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2
+from tests.kernels.cublaslt.process import a_new_process
 from tests.needs import needs_compiler
 
 M, N, K = 7, 12, 48
@@ -26,17 +27,12 @@ PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(str(d)[12:] for d in p))
 
 
-@pytest.fixture(scope="module")
-def libraries() -> tuple[Path, Path]:
-    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
-
-
 @pytest.fixture
-def library(libraries: tuple[Path, Path]) -> Iterator[FakeCublasLt]:
-    quantized_matmul.configured.cache_clear()
-    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as fake:
+def library(driver: FakeDriver) -> Iterator[FakeCublasLt]:
+    a_new_process()
+    with fake_cublaslt.in_place(fake_cublaslt.compile_library()) as fake:
         yield fake
-    quantized_matmul.configured.cache_clear()
+    a_new_process()
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> QuantizedTensor:

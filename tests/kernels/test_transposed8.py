@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels import transposed8
 from te_fuser.kernels.transposed8 import Transposed8
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, FORMATS, codes
+from tests.kernels.emulated import emulating
 from tests.kernels.weights8 import NOTHING, SIZES, bytes_like, turned_wrongly
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernel run by a driver that executes it on the CPU."""
-    with running(map(Transposed8, FORMATS), tmp_path_factory.mktemp("turned")) as driver:
-        yield driver
+emulated = emulating(lambda: map(Transposed8, FORMATS))
 
 
 @pytest.mark.parametrize("size", [*SIZES, *NOTHING, (7, 13)])
@@ -67,16 +58,3 @@ def test_refused_in_words() -> None:
     assert transposed8.reason_not(48) is None
     with pytest.raises(ValueError, match="rows of a multiple of 16, not 40"):
         transposed8.by_kernel(bytes_like(16, 40, E4M3))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(Transposed8(E4M3).text(), arch, name="transposed8", cache=tmp_path)
-    assert {r.symbol for r in compiled.resources} == {"transposed8"}
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(Transposed8(E4M3).text(), "sm_90a")

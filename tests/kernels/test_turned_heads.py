@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
-from tests.codegen import ptx
-from tests.fake_cuda import FakeDriver, running
+from tests.fake_cuda import FakeDriver
+from tests.kernels.emulated import emulating
 from tests.kernels.turned_cases import CASES, EMPTY, SIZES, Case, complaints
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 BY_NAME = {case.name: case for case in CASES}
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels of all cases run by a driver that executes them on the CPU."""
-    with running({p for case in CASES for p in case.passes()}, tmp_path_factory.mktemp("turned")) as driver:
-        yield driver
+emulated = emulating(lambda: (p for case in CASES for p in case.passes()))
 
 
 @needs_compiler
@@ -60,27 +52,3 @@ def test_rows_without_angles_are_nan(name: str, emulated: FakeDriver) -> None:
             same = found[value].isnan().any(-1, keepdim=True) | (found[value] == known[value])
             same[outside] = True
             assert same.all() and not known[value].isnan().any()
-
-
-COMPILED = [
-    "turned lines", "turned in other lanes", "some neighbours", "pairs that are no whole vectors", "tokens with starts",
-    "many units of a thread", "normed, then turned", "normed, then turned, centered", "turned, then normed",
-    "normed, then turned in lanes", "of many heads",
-]  # fmt: skip
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for name in COMPILED:
-        for p in BY_NAME[name].passes():
-            compiled = nvrtc.compile_source(p.text(), arch, name="turned_heads", cache=tmp_path)
-            assert {r.symbol for r in compiled.resources} >= {"turned_heads"}
-            assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled)
-
-
-@needs_nvrtc
-def test_kernels_wait_before_they_touch_memory() -> None:
-    for name in COMPILED:
-        for p in BY_NAME[name].passes():
-            assert not ptx.too_early(p.text(), "sm_90a")

@@ -1,23 +1,20 @@
-"""The hand-written kernels around attention, run on the CPU by an emulated driver."""
+"""The hand-written kernels around attention, which tests run on the CPU."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 
+from te_fuser.codegen.written import TextKernel
 from te_fuser.kernels.attention.blank_rows import BlankRows
 from te_fuser.kernels.attention.moved_rows import FindTokens, MoveRows
-from tests.fake_cuda import FakeDriver, running
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@contextlib.contextmanager
-def row_kernels(folder: Path) -> Iterator[FakeDriver]:
+def row_kernels() -> Iterator[TextKernel[Any]]:
     """Those that blank rows, find tokens and move them."""
-    kernels = [FindTokens(), *(kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)]
-    with running(kernels, folder) as driver:
-        yield driver
+    yield FindTokens()
+    yield from (kind(dtype) for kind in (BlankRows, MoveRows) for dtype in DTYPES)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import blank_rows
-from te_fuser.kernels.attention.blank_rows import BlankRows, Blanks, Side
-from tests.codegen import ptx
+from te_fuser.kernels.attention.blank_rows import Blanks, Side
 from tests.fake_cuda import FakeDriver
 from tests.kernels.attention.blanked import CASES, blanked, numbers, rows_for
 from tests.kernels.attention.emulated import DTYPES, row_kernels
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.kernels.emulated import emulating
+from tests.needs import needs_compiler
 
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    with row_kernels(tmp_path_factory.mktemp("blank")) as driver:
-        yield driver
+emulated = emulating(row_kernels)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,17 +55,3 @@ def test_dtypes() -> None:
     assert blank_rows.reason_not(torch.float32) == (
         "the kernel that blanks rows takes bfloat16, float16, there is torch.float32"
     )
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    for dtype in DTYPES:
-        compiled = nvrtc.compile_source(BlankRows(dtype).text(), arch, name="blank_rows", cache=tmp_path)
-        assert {r.symbol for r in compiled.resources} == {"blank_rows"}
-        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(BlankRows(torch.bfloat16).text(), "sm_90a")

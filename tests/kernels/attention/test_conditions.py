@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
 from tests.kernels.attention.cases import BY_NAME, problem
 
 
@@ -31,8 +32,54 @@ from tests.kernels.attention.cases import BY_NAME, problem
         ("cuda_efficient", {"capability": (7, 0)}, r"bfloat16 needs compute capability 8\.0"),
     ],
 )
-def test_reasons(name, changes, words):
+def test_provider_that_cannot_says_why(name, changes, words):
     reason = BY_NAME[name].reason_not(problem(**changes))
     assert reason is not None
     with pytest.raises(ValueError, match=words):
         raise ValueError(reason)
+
+
+FOUR, FRONT = ("cuda_flash_attn_4", flash_attn_4, "_module"), ("cuda_cudnn_frontend", cudnn_frontend, "_package")
+OF_FOUR = [
+    (None, {}, 'flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36"'),
+    ("4.0.0b9", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0b9"),
+    ("4.0.0a40", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0a40"),
+    ("4.0.0b36", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
+    ("4.0.0b36", {"dropout": 0.1}, "it has no dropout, and 0.1 of the probabilities are to be dropped"),
+    ("4.0.0b36", {"capability": (8, 0)}, "it is meant for compute capability 9 alone, this GPU has 8.0"),
+    ("4.0.0b36", {"capability": (10, 0)}, "it is meant for compute capability 9 alone, this GPU has 10.0"),
+    ("4.0.0b36", {"deterministic": True}, "its backward is called without what makes it repeat its bits"),
+    ("4.0.0b36", {"switched_off": frozenset({"cuda_flash"})}, "it is switched off in torch.backends.cuda"),
+    ("4.0.0b36", {"dtype": torch.float32}, "it takes bfloat16, float16, the input is torch.float32"),
+    ("4.0.0b36", {"head_dim": 256}, "head_dim must be a multiple of 8 up to 128, it is 256"),
+    ("4.0.0b36", {"heads": 4, "kv_heads": 4, "samples": 40000}, "batch * heads passes 65535"),
+    ("4.0.0b36", {}, None),
+    ("4.0.0", {"head_dim": 96}, None),
+    ("4.1.0b1", {"mask": "causal"}, None),
+]
+OF_FRONT = [
+    (None, {}, 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'),
+    ("1.9.0", {}, "it needs nvidia-cudnn-frontend 1.32, found 1.9.0"),
+    ("1.32.0", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
+    ("1.32.0", {"capability": (8, 0)}, "it needs compute capability 9.0, this GPU has 8.0"),
+    ("1.32.0", {"deterministic": True}, "its backward does not repeat bit for bit"),
+    ("1.32.0", {"switched_off": frozenset({"cuda_cudnn"})}, "it is switched off in torch.backends.cuda"),
+    ("1.32.0", {"cudnn": 91200, "dropout": 0.125}, "cuDNN 91200 has no dropout in attention"),
+    ("1.32.0", {"dtype": torch.float32}, "it takes bfloat16, float16, the input is torch.float32"),
+    ("1.32.0", {}, None),
+    ("2.0rc1", {"dropout": 0.1}, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("which", "version", "changes", "words"), [*((FOUR, *row) for row in OF_FOUR), *((FRONT, *row) for row in OF_FRONT)]
+)
+def test_provider_of_a_package_says_what_is_missing_and_imports_nothing(which, version, changes, words, monkeypatch):
+    name, module, imported = which
+    monkeypatch.setattr(module.PACKAGE, "version", lambda: version)
+    monkeypatch.setattr(module, imported, lambda: pytest.fail("the package was imported"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if which is FOUR:
+        changes = {"head_dim": 128, **changes}
+    reason = BY_NAME[name].reason_not(problem(**changes))
+    assert reason is None if words is None else words in reason

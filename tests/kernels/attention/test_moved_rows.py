@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import moved_rows
-from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch, FindTokens, Tokens
-from tests.codegen import ptx
+from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch, Tokens
 from tests.fake_cuda import FakeDriver
 from tests.kernels.attention.emulated import row_kernels
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.kernels.emulated import emulating
+from tests.needs import needs_compiler
 
 WAYS = ["torch", pytest.param("kernel", marks=needs_compiler)]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    with row_kernels(tmp_path_factory.mktemp("moved")) as driver:
-        yield driver
+emulated = emulating(row_kernels)
 
 
 @pytest.fixture
@@ -120,16 +112,3 @@ def test_launches(emulated: FakeDriver) -> None:
 def test_dtypes() -> None:
     assert moved_rows.reason_not(torch.float16) is None
     assert "there is torch.float32" in str(moved_rows.reason_not(torch.float32))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(FindTokens().text(), arch, name="moved_rows", cache=tmp_path)
-    assert {r.symbol for r in compiled.resources} == {"find_tokens", "move_rows"}
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-def test_they_wait_before_they_touch_memory() -> None:
-    assert not ptx.too_early(FindTokens().text(), "sm_90a")

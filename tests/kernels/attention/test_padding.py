@@ -16,25 +16,19 @@ from te_fuser.kernels.attention.padding import Padded, reason_not, why_not_moved
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
 from tests.fake_cuda import FakeDriver
-from tests.kernels.attention import structured
+from tests.kernels.attention import structured, told
 from tests.kernels.attention.cases import BY_NAME
 from tests.kernels.attention.emulated import row_kernels
 from tests.kernels.attention.padded import KINDS, LAYOUTS, MASKS, ONE, SAME, TWO, B, case
-from tests.kernels.attention.providers.test_flash_structure import Operators
-from tests.kernels.packages import fake_flash_attn
+from tests.kernels.emulated import emulating
 from tests.needs import needs_compiler
 
 
 @pytest.fixture(params=["cuda_flash", "cuda_flash_attn_4"])
-def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Padded]:
+def provider(request: pytest.FixtureRequest) -> Iterator[Padded]:
     """Each, with what it calls in place."""
-    found, operators = BY_NAME[request.param], Operators()
-    operators.all_rows = False
-    monkeypatch.setattr(BY_NAME["cuda_flash"], "_forward_by_structure", operators.forward)
-    monkeypatch.setattr(BY_NAME["cuda_flash"], "_backward_by_structure", operators.backward)
-    fake_flash_attn.in_place(monkeypatch)
-    yield Padded(found, CompactByTorch)
-    fake_flash_attn.forget()
+    with told.in_place(all_rows=False):
+        yield Padded(BY_NAME[request.param], CompactByTorch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,11 +47,7 @@ def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: st
         torch.testing.assert_close(found, want[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernels run by a driver that executes them on the CPU."""
-    with row_kernels(tmp_path_factory.mktemp("rows")) as driver:
-        yield driver
+emulated = emulating(row_kernels)
 
 
 @needs_compiler

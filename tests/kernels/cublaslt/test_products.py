@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,10 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductProblem
 from te_fuser.kernels.cublaslt.tuning import example
-from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
 from tests.needs import needs_compiler
 from tests.twins import tensor
-
-
-@pytest.fixture(scope="module")
-def libraries() -> tuple[Path, Path]:
-    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
-
-
-@pytest.fixture
-def driver(libraries: tuple[Path, Path]) -> Iterator[FakeDriver]:
-    with fake_cuda.in_place(libraries[0]) as fake:
-        yield fake
-
-
-@pytest.fixture
-def library(libraries: tuple[Path, Path], driver: FakeDriver) -> Iterator[FakeCublasLt]:
-    # Products outlive a test, and with them problems of the library before.
-    products.configured.cache_clear()
-    with fake_cublaslt.in_place(libraries[1]) as fake:
-        yield fake
-    products.configured.cache_clear()
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -72,7 +51,7 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(ROWS,), (2, 3), (), (0,), (2, 0)])
-def test_values(library: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+def test_values(cublaslt: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     x, w, dy = (
         values(*rows, IN, dtype=dtype),
         values(OUT, IN, dtype=dtype, seed=1),
@@ -98,11 +77,11 @@ def test_values(library: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...]
     close(dw, dys.T @ xs)
     close(db, dys.sum(0))
     if x.numel():
-        assert library.products == 11
+        assert cublaslt.products == 11
 
 
 @pytest.mark.parametrize("epilogue", ["drelu", "dgelu"])
-def test_epilogues_of_backward_with_sums(library: FakeCublasLt, epilogue: str) -> None:
+def test_epilogues_of_backward_with_sums(cublaslt: FakeCublasLt, epilogue: str) -> None:
     x, w, b, dy = values(ROWS, IN), values(IN, IN, seed=1), values(IN, seed=3), values(ROWS, IN, seed=2)
     relu = epilogue == "drelu"
     kind = "forward_bias_relu_mask" if relu else "forward_bias_gelu_aux"
@@ -119,7 +98,7 @@ def test_epilogues_of_backward_with_sums(library: FakeCublasLt, epilogue: str) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", [torch.float32, None])
-def test_accumulation(library: FakeCublasLt, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+def test_accumulation(cublaslt: FakeCublasLt, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     x, dy = values(2, 5, IN, dtype=dtype), values(2, 5, OUT, dtype=dtype, seed=1)
     held = values(OUT, IN, dtype=out_dtype or dtype, seed=2)
     want = held.double() + dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN)
@@ -146,7 +125,7 @@ def strided(t: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", strided(torch.zeros(2, 2)))
-def test_strides(library: FakeCublasLt, how: str) -> None:
+def test_strides(cublaslt: FakeCublasLt, how: str) -> None:
     for shape in ((ROWS, IN), (2, 3, IN)):
         x, w, b = values(*shape), values(OUT, IN, seed=1), values(OUT, seed=3)
         dy = values(*shape[:-1], OUT, seed=2)
@@ -163,7 +142,7 @@ def test_strides(library: FakeCublasLt, how: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_stride_zero_and_single_rows(library: FakeCublasLt) -> None:
+def test_stride_zero_and_single_rows(cublaslt: FakeCublasLt) -> None:
     w = values(OUT, IN)
     for x in (
         values(1, IN).expand(5, IN),
@@ -178,14 +157,14 @@ def test_stride_zero_and_single_rows(library: FakeCublasLt) -> None:
         close(products.multiply("forward", narrow, values(OUT, 1)), narrow.double() @ values(OUT, 1).double().T)
 
 
-def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
+def test_precision_of_float32_is_pytorchs(cublaslt: FakeCublasLt) -> None:
     x, w = values(ROWS, IN), values(OUT, IN)
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         for allowed, compute in ((True, 77), (False, 68)):
             torch.backends.cuda.matmul.allow_tf32 = allowed
             products.multiply("forward", x, w)
-            assert library.last_compute == compute
+            assert cublaslt.last_compute == compute
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -193,22 +172,22 @@ def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
 # ---- problems and algorithms ------------------------------------------------------------------------------------
 
 
-def test_a_problem_is_prepared_once(library: FakeCublasLt) -> None:
+def test_a_problem_is_prepared_once(cublaslt: FakeCublasLt) -> None:
     product, w = products.configured("forward", torch.float32, torch.float32), values(OUT, IN)
     calls = [(values(rows, IN), w, torch.empty(rows, OUT)) for rows in (ROWS, 9)]
     for k in (0, 0, 1, 0, 1):
         product(calls[k])
-    assert (library.heuristics, library.products) == (2, 5)
+    assert (cublaslt.heuristics, cublaslt.products) == (2, 5)
     product((strided(values(ROWS, IN))["rows apart"], w, calls[0][2]))
     product((calls[0][0], strided(w)["misaligned"], calls[0][2]))
-    assert library.heuristics == 4
+    assert cublaslt.heuristics == 4
 
 
-def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
+def test_algorithms_are_listed_and_chosen(cublaslt: FakeCublasLt) -> None:
     product = products.configured("dgrad", torch.float32, torch.float32)
     call = values(ROWS, OUT), values(OUT, IN), torch.empty(ROWS, IN)
     product(call)
-    assert library.last_workspace == 1024
+    assert cublaslt.last_workspace == 1024
     problem = product.problem(call)
     assert product.problems() == {problem: 1} and problem[:4] == (0, ROWS, IN, OUT)
     found = product.algorithms(problem)
@@ -216,7 +195,7 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
     assert product.algorithms(problem, 2) == found[:2]
     product.choose(problem, found[2][0])
     product(call)
-    assert library.last_workspace == 3072
+    assert cublaslt.last_workspace == 3072
     close(call[2], call[0].double() @ call[1].double())
     with pytest.raises(ValueError, match="an algorithm is 64 bytes"):
         product.choose(problem, b"short")
@@ -229,7 +208,7 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
 
 
 @pytest.mark.parametrize("kibibytes", [1, 3])
-def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibibytes: int) -> None:
+def test_products_of_a_program_share_their_workspace(cublaslt: FakeCublasLt, kibibytes: int) -> None:
     """The second takes the first one's where that is large enough; the library refuses too small ones."""
     forward, dgrad = (products.configured(kind, torch.float32, torch.float32) for kind in ("forward", "dgrad"))
     x, w, places, held = values(ROWS, IN), values(OUT, IN), [], []
@@ -237,7 +216,7 @@ def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibi
     dgrad.choose(problem, dgrad.algorithms(problem)[kibibytes - 1][0])
 
     def look(slots: list[Any]) -> None:
-        places.append(library.last_workspace_at)
+        places.append(cublaslt.last_workspace_at)
         held.append([torch.empty(1024 * k, dtype=torch.uint8) for k in (1, 1, 3, 3)])  # where it was, if it went back
 
     def product(kind: Any, *slots: int) -> _native.FunctionStep:
@@ -251,15 +230,15 @@ def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibi
     assert places[1] == places[2] and (kibibytes == 3 or places[0] == places[1])
 
 
-def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None:
-    library.refused = 192
+def test_what_the_library_refuses_is_known_before(cublaslt: FakeCublasLt) -> None:
+    cublaslt.refused = 192
     words = products.refusal("dgrad_dgelu", torch.float32, ROWS, IN, OUT, torch.device("cuda", 0))
     assert (
         words is not None and "epilogue dgelu: cuBLASLt has no algorithm for it: CUBLAS_STATUS_NOT_SUPPORTED" in words
     )
     with pytest.raises(RuntimeError, match="no algorithm for it"):
         products.multiply("dgrad_dgelu", values(ROWS, OUT), values(OUT, IN), values(ROWS, IN))
-    assert library.products == 0
+    assert cublaslt.products == 0
     for kind in products.KINDS:
         if kind != "dgrad_dgelu":
             assert products.refusal(kind, torch.float32, ROWS, IN, OUT, torch.device("cuda", 0)) is None
@@ -267,7 +246,7 @@ def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None
 
 
 @pytest.mark.parametrize("kind", products.KINDS)
-def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCublasLt, kind: str) -> None:
+def test_what_planning_asks_for_is_the_problem_of_the_first_call(cublaslt: FakeCublasLt, kind: str) -> None:
     """With tensors as a GPU's allocator gives them, nothing is left to be prepared in a call."""
     rows, n_in, n_out = ROWS, 128, 256
     sizes = products.product_sizes(kind, rows, n_in, n_out)
@@ -275,9 +254,9 @@ def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCu
     product = products.in_use[products.form_of(kind, torch.float32, torch.float32)]
     ((met, _),) = product.problems().items()
     problem = ProductProblem(*met)
-    assert library.heuristics == 1
+    assert cublaslt.heuristics == 1
     product(example(product, products.form_of(kind, torch.float32, torch.float32), problem, torch.device("cpu")))
-    assert library.heuristics == 1 and product.problems() == {met: 1}
+    assert cublaslt.heuristics == 1 and product.problems() == {met: 1}
     # Matrices without gaps, aligned as far as the library looks.
     x, w, dy = (rows, n_in), (n_out, n_in), (rows, n_out)
     a, b = {"forward": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[kind.partition("_")[0]]
@@ -285,7 +264,7 @@ def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCu
     assert problem.out_stride == problem.c_stride == problem.n and problem.layout == 0x88880
 
 
-def test_a_problem_that_never_ran_is_not_captured(library: FakeCublasLt, driver: FakeDriver) -> None:
+def test_a_problem_that_never_ran_is_not_captured(cublaslt: FakeCublasLt, driver: FakeDriver) -> None:
     product = products.configured("forward", torch.float32, torch.float32)
     call = values(ROWS, IN), values(OUT, IN), torch.empty(ROWS, OUT)
     driver.capturing = 1
@@ -301,10 +280,10 @@ def test_a_problem_that_never_ran_is_not_captured(library: FakeCublasLt, driver:
     want = call[2].clone()
     driver.capturing = 1
     product(call)
-    assert torch.equal(call[2], want) and library.products == 2
+    assert torch.equal(call[2], want) and cublaslt.products == 2
 
 
-def test_threads(library: FakeCublasLt) -> None:
+def test_threads(cublaslt: FakeCublasLt) -> None:
     w, b = values(OUT, IN), values(OUT)
     inputs = [values(rows, IN, seed=rows) for rows in range(1, 9)]
     wrong: list[int] = []
@@ -321,7 +300,7 @@ def test_threads(library: FakeCublasLt) -> None:
         t.start()
     for t in threads:
         t.join()
-    assert not wrong and library.products == 4 * 8 * 5 * 2
+    assert not wrong and cublaslt.products == 4 * 8 * 5 * 2
 
 
 # ---- what is missing, what is wrong -----------------------------------------------------------------------------
@@ -394,11 +373,11 @@ def wrong_calls() -> dict[str, tuple[Callable[[], object], type[Exception], str]
 
 
 @pytest.mark.parametrize("name", wrong_calls())
-def test_wrong_calls_raise_before_anything_runs(library: FakeCublasLt, name: str) -> None:
+def test_wrong_calls_raise_before_anything_runs(cublaslt: FakeCublasLt, name: str) -> None:
     call, error, message = wrong_calls()[name]
     with pytest.raises(error, match=message):
         call()
-    assert library.products == 0
+    assert cublaslt.products == 0
 
 
 def test_without_a_gpu_tensors_are_refused() -> None:

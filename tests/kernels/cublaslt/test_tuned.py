@@ -2,128 +2,161 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import te_fuser
 from te_fuser import _native
+from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products, tuned
-from te_fuser.kernels.cublaslt.tuned import ProductProblem, TunedAlgorithm, TunedProducts
-from tests import fake_cublaslt, fake_cuda
+from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, TunedAlgorithm, TunedProducts
 from tests.fake_cublaslt import FakeCublasLt
+from tests.float8 import E4M3, E5M2
+from tests.kernels.cublaslt.process import a_new_process
 
-FORM = products.form_of("forward", torch.float32, torch.float32)
+BF16, F32 = torch.bfloat16, torch.float32
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+LAYOUTS = [quantized_matmul.ALONG, (False, False), (True, False)]
+BLOCKS = [("rows", "squares"), ("squares", "rows"), ("rows", "rows")]
+pytestmark = pytest.mark.usefixtures("a_gpu")
 
-
-@pytest.fixture(scope="module")
-def libraries() -> tuple[Path, Path]:
-    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
-
-
-@pytest.fixture
-def library(libraries: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCublasLt]:
-    """A GPU with a cache folder of its own."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as fake:
-        a_new_process()
-        yield fake
-    a_new_process()
+# Memory on the CPU is not always aligned alike: a problem has its own tensors.
+X, W, OUT = torch.randn(5, 32), torch.randn(6, 32), torch.empty(5, 6)
+X8, W8, ONE = X.to(E4M3), W.to(E4M3), torch.ones(())
+WIDE = products.form_of("forward", F32, F32)
+NARROW = quantized_matmul.form_of("plain", E4M3, E4M3, F32, True)
 
 
-def a_new_process() -> None:
-    """Products that met no problem yet."""
-    products.configured.cache_clear()
-    products.in_use.clear()
-
-
-X, W, OUT = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)  # memory on the CPU is not always aligned alike
-
-
-def run() -> None:
+def run_wide() -> None:
     """x W^T, always the same problem."""
-    products.configured("forward", torch.float32, torch.float32)((X, W, OUT))
+    products.configured("forward", F32, F32)((X, W, OUT))
 
 
-def keep(candidate: int = 2) -> tuple[TunedProducts, ProductProblem, bytes]:
+def run_narrow(fast: bool = True) -> None:
+    """The same of 8 bits, or by the product that sums in float32."""
+    quantized_matmul.configured(quantized_matmul.form_of("plain", E4M3, E4M3, F32, fast))((X8, W8, ONE, ONE, OUT))
+
+
+# By form: the same problem again, another problem, another product.
+Runs = tuple[ProductForm, Callable[[], object], list[Callable[[], object]]]
+RUNS: dict[str, Runs] = {
+    "wide": (
+        WIDE,
+        run_wide,
+        [
+            lambda: products.multiply("forward", torch.ones(7, 32), W),
+            lambda: products.multiply("forward_bias", X, W, torch.ones(6)),
+        ],
+    ),
+    "of 8 bits": (NARROW, run_narrow, [lambda: run_narrow(fast=False)]),
+}
+each = pytest.mark.parametrize("which", RUNS)
+
+
+def keep(which: str, candidate: int) -> tuple[TunedProducts, ProductProblem, bytes]:
     """Run once, and keep a candidate for the problem."""
+    form, run, _ = RUNS[which]
     run()
-    product = products.in_use[FORM]
+    product = products.in_use[form]
     ((met, _),) = product.problems().items()
     algorithm, store = product.algorithms(met)[candidate - 1][0], tuned.store_on(0)
     assert store is not None
-    store.put(ProductProblem(*met).key(FORM), algorithm, candidate, 0.97)
+    store.put(ProductProblem(*met).key(form), algorithm, candidate, 0.97)
     return store, ProductProblem(*met), algorithm
 
 
-def test_a_problem_says_what_it_is() -> None:
+def forms() -> Iterator[ProductForm]:
+    """All that a product is configured by."""
+    yield from (products.form_of(kind, BF16, out) for kind in products.KINDS for out in (BF16, F32))
+    for kind, pair, out, fast in itertools.product(quantized_matmul.KINDS, PAIRS, products.DTYPES, (False, True)):
+        for transposes in LAYOUTS:
+            yield quantized_matmul.form_of(kind, *pair, out, fast, transposes)
+        if not fast:
+            yield from (quantized_matmul.form_of(kind, *pair, out, fast, scales=scales) for scales in BLOCKS)
+
+
+def test_problem_says_what_it_is_and_forms_are_kept_apart() -> None:
     p = ProductProblem(3, 8, 16, 4, 4, 4, 16, 16, 0, 0x86541 | 1)
     assert str(p) == "8x16x4" and p.flipped == (True, False)
     assert [p.alignment(role) for role in ("a", "b", "c", "out")] == [16, 32, 64, 256]
-    assert str(products.form_of("wgrad_onto", torch.bfloat16, torch.float32)) == "wgrad_onto bfloat16 to float32"
-    assert str(FORM) == "forward float32"
     # Equal GPUs share what one of them found; everything else is a problem of its own.
-    keys = {q.key(FORM) for q in (p, p._replace(device=0))}
+    keys = {q.key(WIDE) for q in (p, p._replace(device=0))}
     assert len(keys) == 1
-    keys |= {p._replace(**{name: 9}).key(FORM) for name in ProductProblem._fields[1:]}
-    assert len(keys) == 10 and len(keys | {p.key(products.form_of("dgrad", torch.float32, torch.float32))}) == 11
+    keys |= {p._replace(**{name: 9}).key(WIDE) for name in ProductProblem._fields[1:]}
+    assert len(keys) == 10 and len(keys | {p.key(products.form_of("dgrad", F32, F32))}) == 11
+    found = [*forms()]
+    assert len({p.key(form) for form in found}) == len({*found}) == len(found)
+    blocks = quantized_matmul.form_of("onto", E5M2, E4M3, F32, False, scales=("rows", "squares"))
+    by_rows = quantized_matmul.form_of("bias", E4M3, E4M3, BF16, False, (False, False))
+    assert [*map(str, (products.form_of("wgrad_onto", BF16, F32), WIDE, NARROW, blocks, by_rows))] == [
+        "wgrad_onto bfloat16 to float32",
+        "forward float32",
+        "quantized float8_e4m3fn x float8_e4m3fn fast to float32",
+        "quantized_onto float8_e5m2 x float8_e4m3fn of rows x squares to float32",
+        "quantized_bias float8_e4m3fn x float8_e4m3fn by rows to bfloat16",
+    ]
 
 
-def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: FakeCublasLt, tmp_path: Path) -> None:
+@each
+def test_kept_algorithm_runs_from_the_first_call_of_a_new_process(
+    which: str, cublaslt: FakeCublasLt, tmp_path: Path
+) -> None:
+    form, run, others = RUNS[which]
     run()
-    assert library.last_workspace == 1024
+    assert cublaslt.last_workspace == 1024
     want = OUT.clone()
-    _, problem, algorithm = keep(3)
-    assert tuned.found_for(FORM, problem) == TunedAlgorithm(algorithm, 3)
-    assert str(tuned.found_for(FORM, problem)) == "tuned: candidate 3"
+    _, problem, algorithm = keep(which, 3)
+    assert tuned.found_for(form, problem) == TunedAlgorithm(algorithm, 3)
+    assert str(tuned.found_for(form, problem)) == "tuned: candidate 3"
     assert [f.name for f in tmp_path.rglob("*.json")] == ["nvidia-h200.products.json"]
     a_new_process()
     run()
-    assert torch.equal(OUT, want) and library.last_workspace == 3072
-    products.multiply("forward", torch.ones(7, 8), W)
-    assert library.last_workspace == 1024, "another problem"
-    run()
-    assert library.last_workspace == 3072
-    products.multiply("forward_bias", X, W, torch.ones(6))
-    assert library.last_workspace == 1024, "another product"
+    assert torch.equal(OUT, want) and cublaslt.last_workspace == 3072
+    for other in others:
+        other()
+        assert cublaslt.last_workspace == 1024
+        run()
+        assert cublaslt.last_workspace == 3072
 
 
-def test_another_version_of_the_library_starts_afresh(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(3)
+def test_another_version_of_the_library_starts_afresh(cublaslt: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("wide", 3)
     a_new_process()
     monkeypatch.setattr(_native, "cublaslt_version", lambda: 130200)
+    run_wide()
+    assert cublaslt.last_workspace == 1024
+
+
+@each
+def test_algorithm_that_the_library_refuses_is_dropped_with_its_words(which: str, cublaslt: FakeCublasLt) -> None:
+    form, run, _ = RUNS[which]
     run()
-    assert library.last_workspace == 1024
-
-
-def test_an_algorithm_that_the_library_refuses_is_dropped_with_its_words(library: FakeCublasLt) -> None:
-    store, problem, _ = keep(2)
+    want = OUT.clone()
+    store, problem, _ = keep(which, 2)
     a_new_process()
-    library.refused_algorithm = 2
+    cublaslt.refused_algorithm = 2
     run()
-    torch.testing.assert_close(OUT.double(), X.double() @ W.double().T, rtol=1e-6, atol=1e-6)
-    assert library.last_workspace == 1024
-    found = tuned.found_for(FORM, problem)
+    assert torch.equal(OUT, want) and cublaslt.last_workspace == 1024
     words = "first heuristic, since cuBLASLt refused the tuned algorithm: CUBLAS_STATUS_NOT_SUPPORTED"
-    assert str(found) == words
-    library.refused_algorithm = 0
+    assert str(tuned.found_for(form, problem)) == words
+    assert products.algorithms_of(form, (problem.m, problem.n, problem.k)) == words
+    cublaslt.refused_algorithm = 0
     a_new_process()
     run()
-    assert library.last_workspace == 1024, "it stays dropped until it is tuned again"
-    store.put(problem.key(FORM), bytes([2]) + bytes(63), 2, 0.9)
+    assert cublaslt.last_workspace == 1024, "it stays dropped until it is tuned again"
+    store.put(problem.key(form), bytes([2]) + bytes(63), 2, 0.9)
     a_new_process()
     run()
-    assert library.last_workspace == 2048
+    assert cublaslt.last_workspace == 2048
 
 
-def test_a_store_that_fails_costs_the_choice_and_not_the_call(
-    library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch
+def test_store_that_fails_costs_the_choice_and_not_the_call(
+    cublaslt: FakeCublasLt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: heard.append(what.exc_value))
@@ -133,15 +166,15 @@ def test_a_store_that_fails_costs_the_choice_and_not_the_call(
 
     with monkeypatch.context() as patch:
         patch.setattr(tuned, "store_on", broken)
-        run()
-    assert library.products == 1 and [str(e) for e in heard] == ["no store"]
+        run_wide()
+    assert cublaslt.products == 1 and [str(e) for e in heard] == ["no store"]
 
 
-def test_without_a_gpu_nothing_is_kept(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_kept(cublaslt: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert tuned.store_on(0) is None
-    run()
-    assert library.products == 1
+    run_wide()
+    assert cublaslt.products == 1
 
 
 def test_what_finds_and_drops_is_given_together() -> None:
@@ -168,7 +201,7 @@ def test_what_was_kept_comes_back_and_is_forgotten(tmp_path: Path) -> None:
               {"candidate": 2, "algorithm": 5}, {"candidate": 2, "algorithm": "00" * 63},
               {"candidate": 2, "algorithm": "00" * 64, "dropped": 1}], ids=str,
 )  # fmt: skip
-def test_a_damaged_entry_counts_as_none(entry: dict[str, object], tmp_path: Path) -> None:
+def test_damaged_entry_counts_as_none(entry: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"format": 1, "entries": {"a": entry}}))
     assert TunedProducts(path).find("a") is None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import pytest
 import torch
 
-import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fusions import Details, cublaslt, fusion
@@ -20,40 +18,23 @@ from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductProblem, found_for, store_on
 from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
 from te_fuser.kernels.trials import Deciding, Trial
-from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
+from tests.kernels.cublaslt.process import a_new_process
 
 SECONDS_OF = module._seconds_of
 F32 = torch.float32
 FORWARD, DGRAD = products.form_of("forward", F32, F32), products.form_of("dgrad", F32, F32)
 
 
-@pytest.fixture(scope="module")
-def libraries() -> tuple[Path, Path]:
-    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
-
-
 @pytest.fixture(autouse=True)
-def library(libraries: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCublasLt]:
-    """A GPU with a cache folder of its own, on which every algorithm takes as long as another one alone."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+def library(cublaslt: FakeCublasLt, a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+    """On that GPU every algorithm takes as long as another one alone."""
     alone(monkeypatch, lambda place: [1.0] * len(place.algorithms))
-    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as fake:
-        a_new_process()
-        yield fake
-    a_new_process()
+    return cublaslt
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[PlacedProduct], list[float]]) -> None:
     monkeypatch.setattr(module, "_seconds_of", seconds)
-
-
-def a_new_process() -> None:
-    """Products that met no problem yet."""
-    products.configured.cache_clear()
-    products.in_use.clear()
 
 
 X, W, Y = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,36 +14,26 @@ import te_fuser
 from te_fuser import Sequential, _native, ops
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.cublaslt import products, tuned
+from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
-from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, TunedAlgorithm, TunedProducts
+from te_fuser.kernels.cublaslt.tuned import ProductProblem
 from te_fuser.kernels.cublaslt.tuning import example, places_of, tune_products
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
+from tests.kernels.cublaslt.process import a_new_process
+from tests.kernels.cublaslt.test_tuned import BLOCKS, LAYOUTS, PAIRS
 from tests.needs import needs_compiler
 
 BF16, F32 = torch.bfloat16, torch.float32
-PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
-LAYOUTS = [quantized_matmul.ALONG, (False, False), (True, False)]
-BLOCKS = [("rows", "squares"), ("squares", "rows"), ("rows", "rows")]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def libraries() -> tuple[Path, Path]:
-    return fake_cuda.compile_driver(), fake_cublaslt.compile_library()
-
-
 @pytest.fixture(autouse=True)
-def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With a cache folder of its own, on which every algorithm takes as long as another one alone."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+def as_long_alone(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On that GPU every algorithm takes as long as another one alone."""
     monkeypatch.setattr(module, "_seconds_of", lambda place: [1.0] * len(place.algorithms))
     a_new_process()
     yield
@@ -52,16 +41,8 @@ def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def fake(libraries: tuple[Path, Path]) -> Iterator[FakeCublasLt]:
-    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as library:
-        yield library
-
-
-def a_new_process() -> None:
-    """Products that met no problem yet."""
-    for configured in (products.configured, quantized_matmul.configured):
-        configured.cache_clear()
-    products.in_use.clear()
+def fake(cublaslt: FakeCublasLt) -> FakeCublasLt:
+    return cublaslt
 
 
 def ones(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -92,29 +73,6 @@ def ran(fake: FakeCublasLt, call: Any) -> list[int]:
     return [k for k in range(4) for _ in range(fake.by_algorithm[k])]
 
 
-def forms() -> Iterator[ProductForm]:
-    """All that a product of 8 bits is configured by."""
-    for kind, pair, out, fast in itertools.product(quantized_matmul.KINDS, PAIRS, products.DTYPES, (False, True)):
-        for transposes in LAYOUTS:
-            yield quantized_matmul.form_of(kind, *pair, out, fast, transposes)
-        if not fast:
-            yield from (quantized_matmul.form_of(kind, *pair, out, fast, scales=scales) for scales in BLOCKS)
-
-
-# ---- what a choice depends on ------------------------------------------------------------------------------------
-
-
-def test_every_form_is_kept_apart() -> None:
-    found = [*forms(), *(products.form_of(kind, BF16, out) for kind in products.KINDS for out in (BF16, F32))]
-    problem = ProductProblem(0, 8, 16, 32, 32, 32, 16, 16, 0, 0x88880)
-    assert len({problem.key(form) for form in found}) == len({*found}) == len(found)
-    assert str(FORM) == "quantized float8_e4m3fn x float8_e4m3fn fast to float32"
-    blocks = quantized_matmul.form_of("onto", E5M2, E4M3, F32, False, scales=("rows", "squares"))
-    assert str(blocks) == "quantized_onto float8_e5m2 x float8_e4m3fn of rows x squares to float32"
-    by_rows = quantized_matmul.form_of("bias", E4M3, E4M3, BF16, False, (False, False))
-    assert str(by_rows) == "quantized_bias float8_e4m3fn x float8_e4m3fn by rows to bfloat16"
-
-
 @pytest.mark.parametrize(
     ("kind", "transposes", "scales"),
     [
@@ -140,37 +98,6 @@ def test_an_example_is_the_very_problem(
             made = example(product, form, problem, CPU)
             assert product.problem(made) == problem
             product(made)
-
-
-# ---- what is kept ------------------------------------------------------------------------------------------------
-
-
-def keep(candidate: int) -> tuple[TunedProducts, ProductProblem, bytes]:
-    """Run once, and keep a candidate for the problem."""
-    run()
-    product = products.in_use[FORM]
-    ((met, _),) = product.problems().items()
-    algorithm, store = product.algorithms(met)[candidate - 1][0], tuned.store_on(0)
-    assert store is not None
-    store.put(ProductProblem(*met).key(FORM), algorithm, candidate, 0.97)
-    return store, ProductProblem(*met), algorithm
-
-
-def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(fake: FakeCublasLt) -> None:
-    _, problem, algorithm = keep(3)
-    assert tuned.found_for(FORM, problem) == TunedAlgorithm(algorithm, 3)
-    a_new_process()
-    assert ran(fake, run) == [3]
-    assert ran(fake, lambda: run(fast=False)) == [1], "another product"
-
-
-def test_an_algorithm_that_the_library_refuses_is_dropped_with_its_words(fake: FakeCublasLt) -> None:
-    _, problem, _ = keep(2)
-    a_new_process()
-    fake.refused_algorithm = 2
-    assert ran(fake, run) == [1]
-    said = products.algorithms_of(FORM, (problem.m, problem.n, problem.k))
-    assert said == "first heuristic, since cuBLASLt refused the tuned algorithm: CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 def test_products_of_all_dtypes_are_tuned_together(fake: FakeCublasLt) -> None:

@@ -92,29 +92,6 @@ def test_heads_without_a_common_stride_are_refused():
         assert taken or "no common stride in packing='interleaved' with layout='batch_first'" in reason
 
 
-@pytest.mark.parametrize(
-    ("version", "changes", "words"),
-    [
-        (None, {}, 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'),
-        ("1.9.0", {}, "it needs nvidia-cudnn-frontend 1.32, found 1.9.0"),
-        ("1.32.0", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
-        ("1.32.0", {"capability": (8, 0)}, "it needs compute capability 9.0, this GPU has 8.0"),
-        ("1.32.0", {"deterministic": True}, "its backward does not repeat bit for bit"),
-        ("1.32.0", {"switched_off": frozenset({"cuda_cudnn"})}, "it is switched off in torch.backends.cuda"),
-        ("1.32.0", {"cudnn": 91200, "dropout": 0.125}, "cuDNN 91200 has no dropout in attention"),
-        ("1.32.0", {"dtype": torch.float32}, "it takes bfloat16, float16, the input is torch.float32"),
-        ("1.32.0", {}, None),
-        ("2.0rc1", {"dropout": 0.1}, None),
-    ],
-)
-def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monkeypatch):
-    """Nothing is imported for it."""
-    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: version)
-    monkeypatch.setattr(cudnn_frontend, "_package", lambda: pytest.fail("the front end was imported"))
-    reason = PROVIDER.reason_not(problem(**changes))
-    assert reason is None if words is None else words in reason
-
-
 def at_hand(**changes):
     return problem(backward_on=0, **changes)
 

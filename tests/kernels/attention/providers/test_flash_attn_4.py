@@ -76,35 +76,6 @@ def test_gradients_before_packing_are_views_of_the_packed_one(package):
     assert_gradients_are_views_of_the_packed_one(PROVIDER)
 
 
-@pytest.mark.parametrize(
-    ("version", "changes", "words"),
-    [
-        (None, {}, 'flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36"'),
-        ("4.0.0b9", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0b9"),
-        ("4.0.0a40", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0a40"),
-        ("4.0.0b36", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
-        ("4.0.0b36", {"dropout": 0.1}, "it has no dropout, and 0.1 of the probabilities are to be dropped"),
-        ("4.0.0b36", {"capability": (8, 0)}, "it is meant for compute capability 9 alone, this GPU has 8.0"),
-        ("4.0.0b36", {"capability": (10, 0)}, "it is meant for compute capability 9 alone, this GPU has 10.0"),
-        ("4.0.0b36", {"deterministic": True}, "its backward is called without what makes it repeat its bits"),
-        ("4.0.0b36", {"switched_off": frozenset({"cuda_flash"})}, "it is switched off in torch.backends.cuda"),
-        ("4.0.0b36", {"dtype": torch.float32}, "it takes bfloat16, float16, the input is torch.float32"),
-        ("4.0.0b36", {"head_dim": 256}, "head_dim must be a multiple of 8 up to 128, it is 256"),
-        ("4.0.0b36", {"heads": 4, "kv_heads": 4, "samples": 40000}, "batch * heads passes 65535"),
-        ("4.0.0b36", {}, None),
-        ("4.0.0", {"head_dim": 96}, None),
-        ("4.1.0b1", {"mask": "causal"}, None),
-    ],
-)
-def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monkeypatch):
-    """Nothing is imported for it."""
-    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: version)
-    monkeypatch.setattr(flash_attn_4, "_module", lambda: pytest.fail("the package was imported"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reason = PROVIDER.reason_not(wide(**changes))
-    assert reason is None if words is None else words in reason
-
-
 def test_heads_without_a_common_stride_are_refused(package):
     settings = DotProductAttention(4, 128, kv_heads=2, layout="batch_first", mask="none").settings()
     assert "no common stride in packing='interleaved'" in PROVIDER.reason_not(wide(settings=settings))

@@ -1,0 +1,22 @@
+"""Kernels written by hand, run on the CPU by an emulated driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from te_fuser.codegen.written import TextKernel
+from tests.fake_cuda import FakeDriver, running
+
+
+def emulating(kernels: Callable[[], Iterable[TextKernel[Any]]]) -> Any:
+    """A fixture of a module: the driver that runs these kernels, which are compiled in one go."""
+
+    @pytest.fixture(scope="module")
+    def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+        with running(set(kernels()), tmp_path_factory.mktemp("emulated")) as driver:
+            yield driver
+
+    return emulated

@@ -1,0 +1,85 @@
+"""The texts of kernels written by hand, for the GPUs there are: they compile, spill nothing and wait for others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.codegen.written import TextKernel
+from te_fuser.kernels.attention.blank_rows import BlankRows
+from te_fuser.kernels.attention.moved_rows import FindTokens
+from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.kernels.fold_amaxes import FoldAmaxes
+from te_fuser.kernels.own_weights import measuring_weights
+from te_fuser.kernels.quantize_weights import QuantizeWeights
+from te_fuser.kernels.transposed8 import Transposed8
+from te_fuser.ops.own_scales import Scaling
+from tests.codegen import ptx
+from tests.float8 import E4M3, E5M2
+from tests.kernels import one_query_cases, packed_cases, test_key_value_cache, test_own_scales, turned_cases
+from tests.kernels import test_packed_tiles as tiles
+from tests.needs import needs_nvrtc
+
+PACKED = (
+    "backward with sums", "packed, turned lines", "packed and turned", "packed, turned blocks",
+    "neighbours of an odd head",
+)  # fmt: skip
+TURNED = (
+    "turned lines", "turned in other lanes", "some neighbours", "pairs that are no whole vectors", "tokens with starts",
+    "many units of a thread", "normed, then turned", "normed, then turned, centered", "turned, then normed",
+    "normed, then turned in lanes", "of many heads",
+)  # fmt: skip
+QUERIES = ("several heads", "groups", "many heads of a group", "a window")
+
+# What its texts are called -> kernels, and the symbols that each of them has.
+KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
+    "blank_rows": ([BlankRows(dtype) for dtype in (torch.bfloat16, torch.float16)], {"blank_rows"}),
+    "column_sums": ([ColumnSumsKernel()], {"column_sums"}),
+    "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),
+    "key_value_cache": ([*test_key_value_cache.KERNELS.values()], {"key_value_cache"}),
+    "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),
+    "one_query": ([one_query_cases.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
+    "own_scales": (test_own_scales.BLOCKS, set()),
+    "own_weights": ([measuring_weights(Scaling(power_of_two=True, epsilon=0.25))], set()),
+    "packed_heads": ([c.kernel for c in packed_cases.CASES if c.name in PACKED], {"packed_heads"}),
+    "packed_tiles": ([tiles.kernel_of(case) for case in tiles.CASES], {"packed_tiles"}),
+    "packed_tiles in blocks": ([tiles.in_blocks(case) for case in tiles.CASES[:2]], {"packed_tiles"}),
+    "quantize_weights": ([QuantizeWeights(), QuantizeWeights(E5M2)], set()),
+    "transposed8": ([Transposed8(E4M3)], {"transposed8"}),
+    "turned_heads": ([p for c in turned_cases.CASES if c.name in TURNED for p in c.passes()], {"turned_heads"}),
+}
+ARCHS = ("sm_80", "sm_90a", "sm_100a")
+# Bytes of a thread that may wait in memory: on a GPU without products that read this, and of heads that are no lines.
+SPILLED = {("packed_tiles", "sm_80"): 8, ("packed_tiles in blocks", "sm_90a"): 32}
+# Products take blocks on Hopper alone.
+COMPILED = [(name, arch) for name in KERNELS for arch in ARCHS if "blocks" not in name or arch == "sm_90a"]
+
+
+def some_of(kernels: Sequence[TextKernel[Any]]) -> Sequence[TextKernel[Any]]:
+    """All of a few, of many each third: where the text is that of another GPU's."""
+    return kernels if len(kernels) < 7 else kernels[::3]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("name", "arch"), COMPILED)
+def test_text_compiled_spills_nothing(name: str, arch: str, tmp_path: Path) -> None:
+    kernels, symbols = KERNELS[name]
+    most = SPILLED.get((name, arch), 0)
+    for kernel in kernels if arch == "sm_90a" else some_of(kernels):
+        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
+        found = {r.symbol for r in compiled.resources}
+        assert found - {f"{kernel.name}_finish"} == (symbols or {kernel.name})
+        assert all(max(r.spilled_bytes, r.stack_bytes) <= most for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", KERNELS)
+def test_text_started_early_waits_before_it_touches_memory(name: str) -> None:
+    kernels, _ = KERNELS[name]
+    texts = {k.text() for k in some_of(kernels)}
+    assert not [complaint for text in texts for complaint in ptx.too_early(text, "sm_90a")]
