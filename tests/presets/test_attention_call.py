@@ -122,27 +122,6 @@ def test_what_changes_nothing_is_said(call: dict[str, Any], words: str) -> None:
         core()(*HEADS, **call)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    made, x = layer(layer_number=1), tensor(S, B, F, grad=False)
-    tokens = [t.flatten(0, 1) for t in HEADS]
-    with pytest.raises(ValueError, match=r"pad_between_seqs=True, and nothing says .*: give cu_seqlens_q_padded"):
-        core(qkv_format="thd")(*tokens, cu_seqlens_q=LENGTHS, pad_between_seqs=True)
-    with pytest.raises(TypeError, match="cu_seqlens_q_padded is a tensor of .* got list"):
-        core(qkv_format="thd")(*tokens, cu_seqlens_q=LENGTHS, cu_seqlens_q_padded=[0, 4])
-    for name, value in {"enc_dec_attn_mask_type": "causal", "enc_dec_window_size": (1, 0)}.items():
-        with pytest.raises(ValueError, match=f"{name} is for layer_type='decoder': leave it out"):
-            made(x, **{name: value})
-    params = te_fuser.InferenceParams(B, S)
-    for given in ({"attention_mask": PAD}, {"cu_seqlens_q": LENGTHS}, {"cu_seqlens_kv": LENGTHS}):
-        with pytest.raises(ValueError, match=f"with inference_params reads no {next(iter(given))}: pre_step says"):
-            made(x, inference_params=params, self_attn_mask_type="padding_causal", **given)
-    with pytest.raises(ValueError, match="bottom_right_diagonal=False with inference_params"):
-        made(x, inference_params=params, bottom_right_diagonal=False)
-    crossing = te_fuser.MultiheadAttention(8, 2, attention_type="cross", device="cpu")
-    with pytest.raises(ValueError, match="inference_params are for attention_type='self', got 'cross'"):
-        crossing(torch.zeros(S, B, 8), encoder_output=torch.zeros(K, B, 8), inference_params=params)
-
-
 @pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
 def test_a_bias_of_sequences_goes_by_positions_in_each(kind: str) -> None:
     """[1, heads, max_seqlen_q, max_seqlen_kv], as Transformer Engine has it; so does its gradient."""

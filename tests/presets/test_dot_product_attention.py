@@ -161,28 +161,6 @@ def test_dropout_and_lists() -> None:
     torch.testing.assert_close(model(q.flatten(2), key_layer=key, value_layer=value), want)
 
 
-def test_bad_arguments() -> None:
-    q, k, v = parts()
-    with pytest.raises(ValueError, match="num_gqa_groups=3 does not divide"):
-        attention(H, D, 3)
-    with pytest.raises(TypeError, match="did you mean 'qkv_format'"):
-        attention(H, D, qkv_formt="thd")
-    with pytest.raises(TypeError, match="cp_group takes a group of ranks, got <object"):
-        attention(H, D, cp_group=object())
-    with pytest.raises(ValueError, match="cp_comm_type='ring' is unknown; use one of 'p2p', 'all_gather', 'a2a'"):
-        attention(H, D, cp_comm_type="ring")
-    with pytest.raises(ValueError, match="alibi_slopes are for core_attention_bias_type='alibi'"):
-        attention()(q, k, v, alibi_slopes=torch.ones(H))
-    with pytest.raises(TypeError, match="did you mean 'cu_seqlens_q'"):
-        attention()(q, k, v, cu_seqlen_q=None)
-    with pytest.raises(NotImplementedError, match="give inference_params there"):
-        attention()(q, k, v, inference_params=object())
-    with pytest.raises(ValueError, match=f"query_layer has {2 * H} heads of {D // 2} channels"):
-        attention()(q.reshape(*q.shape[:2], 2 * H, D // 2), k, v)
-    with pytest.raises(TypeError, match="value_layer takes a tensor, got NoneType"):
-        attention()(q, k)
-
-
 @pytest.mark.parametrize("kind", ["padding", "padding_causal"])
 def test_one_mask_of_padding_for_both_sides(kind: str) -> None:
     """Of self attention; it has one name, so that a kernel may be told of it though later positions are hidden."""

@@ -47,12 +47,6 @@ def test_self_and_cross_attention(keywords: dict[str, Any]) -> None:
         assert_as_meant(made, Call(memory=memory), encoder_output=memory)
 
 
-def test_positions() -> None:
-    made = randomize(te_fuser.MultiheadAttention(F, H, 5, 0.0, 0.1, input_layernorm=True, device="cpu").double())
-    assert made.channels == 5 and made.proj.in_features == 20
-    assert_as_meant(made, Call(causal(S)))
-
-
 @pytest.mark.parametrize("keywords", [{"bias": False}, {"normalization": "RMSNorm"}, {"softmax_type": "off-by-one"}])
 def test_other_arguments(keywords: dict[str, Any]) -> None:
     made = attention(input_layernorm=True, layer_number=2, **keywords)
@@ -158,29 +152,3 @@ def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
         for name, p in weights.items():
             assert p.grad is None
             torch.testing.assert_close(p.main_grad, base + times * twin.get_parameter(name).grad)
-
-
-def test_names() -> None:
-    names = {n.rpartition(".")[0] for n in attention(qk_norm_type="RMSNorm", softmax_type="learnable").state_dict()}
-    assert names == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
-    names = {n.rpartition(".")[0] for n in attention(attention_type="cross").state_dict()}
-    assert names == {"query_layer", "key_value", "proj"}
-    made = attention(set_parallel_mode=True, softmax_type="learnable")
-    assert made.qkv.query_weight.partition_dim == 0 and made.proj.weight.partition_dim == 1
-    sinks = [attention(softmax_type="learnable", set_parallel_mode=way).core_attention for way in (True, False)]
-    assert [(s.softmax_offset.tensor_model_parallel, s.softmax_offset.partition_dim) for s in sinks] == [
-        (True, 0),
-        (False, -1),
-    ]
-
-
-def test_bad_calls() -> None:
-    made, x = attention(), tensor(S, B, F)
-    with pytest.raises(ValueError, match="encoder_output is for cross attention"):
-        made(x, None, x)
-    with pytest.raises(ValueError, match="rotary_pos_emb is for attention_type='self'"):
-        attention(attention_type="cross", attn_mask_type="no_mask")(
-            x, encoder_output=x, rotary_pos_emb=torch.zeros(S, 1, 1, 2)
-        )
-    with pytest.raises(ValueError, match="attention_type='both' is unknown"):
-        attention(attention_type="both")
