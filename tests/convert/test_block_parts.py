@@ -79,13 +79,11 @@ ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "qu
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str) -> None:
     for family, config in (("llama", {"hidden_act": name}), ("gpt2", {"activation_function": name})):
-        original = model_of(family, **config)
+        original = model_of(family, num_hidden_layers=1, **config)
         model = copy.deepcopy(original)
-        made = te_fuser.convert(model)
-        assert made.left == {}
+        assert te_fuser.convert(model, check=False).left == {}
         assert_alike(results(model, IDS), results(original, IDS))
-    gemma = model_of("gemma3", hidden_activation=name)
-    assert te_fuser.convert(gemma).left == {}
+    assert te_fuser.convert(model_of("gemma3", hidden_activation=name), check=False).left == {}
 
 
 def test_computed_parameters() -> None:
