@@ -6,7 +6,6 @@ import copy
 import pickle
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -328,23 +327,6 @@ def test_keys_are_the_names_of_the_parameters():
         assert list(model.state_dict()) == names
 
 
-def test_safetensors(tmp_path):
-    model, other = nested(), randomize(nested(), seed=1)
-    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
-    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"), strict=True)
-    torch.testing.assert_close(other(X), model(X))
-
-
-def test_weights_only_checkpoint(tmp_path):
-    model = nested()
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
-    other = randomize(nested(), seed=1)
-    other(X)  # plans made before the load hold
-    other.load_state_dict(loaded)
-    torch.testing.assert_close(other(X), model(X))
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
@@ -386,16 +368,6 @@ def dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def test_compiled_models_are_right(dynamo):
-    model = nested()
-    compiled = torch.compile(model, backend="eager")
-    surrounded = torch.compile(lambda x: torch.sin(model(torch.cos(x))), backend="eager")
-    torch.testing.assert_close(compiled(X), model(X))
-    grads = torch.autograd.grad(surrounded(X).sum(), [X, model[0].weight])
-    want = torch.autograd.grad(torch.sin(model.reference(torch.cos(X))).sum(), [X, model[0].weight])
-    torch.testing.assert_close(grads, want)
 
 
 def test_a_full_graph_is_refused_with_the_reason(dynamo):
