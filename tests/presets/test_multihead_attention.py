@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import ops
 from tests.presets import plain
+from tests.presets.layers import HEADS, B, F, K, S, assert_same, attention, leaves_of
 from tests.presets.plain import Call, causal
-from tests.twins import randomize, tensor
+from tests.twins import tensor
 
-S, B, F, H, K = 7, 3, 24, 4, 5
-
-
-def attention(**keywords: Any) -> Any:
-    own = {"attention_dropout": 0.0, "device": "cpu", "params_dtype": torch.float64}
-    return randomize(te_fuser.MultiheadAttention(F, H, **{**own, **keywords}))
+H = HEADS
 
 
 def assert_as_meant(made: Any, call: Call, **given: Any) -> None:
     x = tensor(S, B, F)
     y = made(x, **given)
     memory = None if call.memory is None else call.memory.transpose(0, 1)
-    want, h = plain.attention(made, x.transpose(0, 1), Call(**{**vars(call), "memory": memory}))
-    ours, theirs = [y], [want.transpose(0, 1)]
-    if isinstance(y, tuple):
-        ours = [y[0], y[-1]]
-        theirs.append(h.transpose(0, 1))
-    leaves = [x, *made.parameters(), *([] if call.memory is None else [call.memory])]
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-    dys = [tensor(*t.shape, grad=False, seed=k) for k, t in enumerate(theirs)]
-    for mine, other in zip(*[torch.autograd.grad(t, leaves, dys) for t in (ours, theirs)], strict=True):
-        torch.testing.assert_close(mine, other)
+    want, h = (t.transpose(0, 1) for t in plain.attention(made, x.transpose(0, 1), replace(call, memory=memory)))
+    ours, theirs = ((y[0], y[-1]), (want, h)) if isinstance(y, tuple) else (y, want)
+    more = {} if call.memory is None else {"memory": call.memory}
+    assert_same(ours, theirs, leaves_of(made, x, **more), 1e-9)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"fuse_qkv_params": True}, {"num_gqa_groups": 1, "kv_channels": 5}])
@@ -58,18 +47,10 @@ def test_other_arguments(keywords: dict[str, Any]) -> None:
     torch.testing.assert_close(other(x.transpose(0, 1)).transpose(0, 1), made(x))
 
 
-def test_what_it_returns() -> None:
-    made, x = attention(input_layernorm=True, return_layernorm_output=True), tensor(S, B, F)
+def test_attention_that_gives_its_norm_too_does_so_in_every_call() -> None:
+    made = attention(input_layernorm=True, return_layernorm_output=True)
     assert_as_meant(made, Call(causal(S)))
     assert_as_meant(made, Call(causal(S, window=(1, 0))), window_size=(1, 0))
-    both = attention(input_layernorm=True, return_layernorm_output=True, return_bias=True)
-    y, bias, h = both(x)
-    want, normed = plain.attention(both, x.transpose(0, 1), Call(causal(S)))
-    torch.testing.assert_close(y + bias, want.transpose(0, 1))
-    torch.testing.assert_close(h, normed.transpose(0, 1))
-    assert bias is both.proj.bias
-    with pytest.raises(TypeError, match="returns several values, by return_bias and return_layernorm_output"):
-        te_fuser.Sequential(both, ops.GELU())(x)
 
 
 def test_its_parts_run_alone() -> None:

@@ -14,7 +14,6 @@ import te_fuser
 from te_fuser import ops
 from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, around, assert_as_meant, layer
 from tests.presets.plain import Call, causal
-from tests.presets.plain import layer as plain
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -88,17 +87,6 @@ def test_lists_take_its_inputs_by_name() -> None:
     torch.testing.assert_close(
         stack(x, attention_mask=PAD, rotary_pos_emb=angles, encoder_output=memory), want, rtol=1e-12, atol=1e-12
     )
-
-
-def test_parts_with_hooks_and_calls_that_change_something() -> None:
-    seen: list[str] = []
-    made = layer()
-    made.self_attention.proj.register_forward_hook(lambda *_: seen.append("proj"))
-    made.layernorm_mlp.register_forward_hook(lambda *_: seen.append("mlp"))
-    assert_as_meant(made, Call(causal(S)))
-    assert seen == ["proj", "mlp"]
-    assert_as_meant(made, Call(around(PAD)), attention_mask=PAD, self_attn_mask_type="padding")
-    assert seen == ["proj", "mlp"] * 2
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -177,28 +165,6 @@ def test_names_and_shapes() -> None:
         "proj.weight": (F, F),
         "proj.bias": (F,),
     }
-
-
-def test_dropout_and_drop_path() -> None:
-    x = tensor(S, B, F)
-    for keywords in ({"hidden_dropout": 0.5}, {"attention_dropout": 0.5}, {"drop_path_rate": 0.5}):
-        made = layer(**keywords)
-        torch.manual_seed(1)
-        first, second = made(x), made(x)
-        torch.manual_seed(1)
-        assert torch.equal(made(x), first) and not torch.equal(first, second)
-        want = made.eval()(x)
-        torch.testing.assert_close(want, plain(made, x.transpose(0, 1), Call(causal(S))).transpose(0, 1))
-        made(x, window_size=(2, 0)), made.train()
-        assert not torch.equal(made(x, window_size=(2, 0)), made(x, window_size=(2, 0)))
-    whole = torch.ones(1, 64, F, dtype=torch.float64)
-    for layout, sample in (("sbhd", 1), ("bshd", 0)):
-        made = layer(drop_path_rate=0.5, attn_input_format=layout)
-        h = whole if sample else whole.transpose(0, 1)
-        kept = (made(h) != h).any(-1).flatten()
-        assert 0 < kept.sum() < 64
-    with pytest.raises(ValueError, match="drop_path_rate drops samples"):
-        layer(drop_path_rate=0.5, attn_input_format="thd")
 
 
 def test_checkpoints_copies_and_pickles() -> None:
