@@ -36,28 +36,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-ADAPTED = {
-    "llama": ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"],
-    "gpt2": ["attn.c_attn", "mlp.c_proj"],
-}
-
-
-@pytest.mark.parametrize("family", ADAPTED)
-def test_adapters(family: str) -> None:
-    original = model_of(family)
-    for layer in original.base_model.get_submodule("h" if family == "gpt2" else "layers"):
-        for path in ADAPTED[family]:
-            parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Adapted(layer.get_submodule(path)).double())
-    model = copy.deepcopy(original)
-    made = te_fuser.convert(model)
-    assert {path.split(".", 3)[3] for path in made.left} == set(ADAPTED[family]) if family == "llama" else made.left
-    assert all("it is a Adapted, no " in why for why in made.left.values())
-    assert_alike(results(model, IDS), results(original, IDS))
-    call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(IDS, **call), original.generate(IDS, **call))
-
-
 def test_an_adapter_may_come_later_and_go() -> None:
     model, original = both("llama")
     model(IDS)
