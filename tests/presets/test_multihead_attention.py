@@ -61,30 +61,6 @@ def test_its_parts_run_alone() -> None:
     torch.testing.assert_close(made.proj(out), made(x))
 
 
-def test_hooks_of_attention_alone() -> None:
-    """In the call that the list is made for and in others: its heads lie as the projections give them."""
-    x, memory, pad = tensor(S, B, F), tensor(K, B, F, seed=3), torch.zeros(B, 1, 1, S, dtype=torch.bool)
-    pad[1, ..., 4:] = True
-    arbitrary = pad.expand(B, 1, S, S)
-    for keywords, given in (
-        ({}, {}),
-        ({}, {"attn_mask_type": "no_mask"}),
-        ({"fuse_qkv_params": True, "softmax_type": "learnable"}, {}),
-        ({"attn_mask_type": "padding"}, {"attention_mask": pad}),
-        ({"attn_mask_type": "arbitrary"}, {"attention_mask": arbitrary}),
-        ({"attention_type": "cross", "attn_mask_type": "no_mask"}, {"encoder_output": memory}),
-    ):
-        made = attention(**keywords)
-        want, leaves = made(x, **given), [x, *made.parameters()]
-        seen: list[torch.Size] = []
-        made.core_attention.register_forward_hook(lambda m, args, y, seen=seen: seen.append(y.shape))
-        y = made(x, **given)
-        assert seen == [(S, B, F)]
-        for mine, other in zip(*[torch.autograd.grad(t, leaves, want) for t in (y, want)], strict=True):
-            torch.testing.assert_close(mine, other)
-        torch.testing.assert_close(y, want)
-
-
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
 def test_norms_of_heads(norm: str) -> None:
     """Their weights are factors, whatever zero_centered_gamma says; called by themselves they normalize."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, around, assert_as_meant, layer
+from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, assert_as_meant, layer
 from tests.presets.plain import Call, causal
 from tests.twins import tensor
 
@@ -87,26 +87,6 @@ def test_lists_take_its_inputs_by_name() -> None:
     torch.testing.assert_close(
         stack(x, attention_mask=PAD, rotary_pos_emb=angles, encoder_output=memory), want, rtol=1e-12, atol=1e-12
     )
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_hooks_of_attentions_run_in_every_call(late: bool) -> None:
-    seen: list[str] = []
-    made, memory = layer(layer_type="decoder"), tensor(K, B, F, seed=5)
-    given = {"attention_mask": PAD, "self_attn_mask_type": "padding", "encoder_output": memory}
-    call = Call(around(PAD), memory=memory, crossing=causal(S, K, window=(1, 0)))
-    windows = {"enc_dec_window_size": (1, 0), "enc_dec_attn_mask_type": "causal"}
-    if late:
-        assert_as_meant(made, call, **given, **windows)
-    for name in ("self_attention", "inter_attention"):
-        getattr(made, name).register_forward_hook(lambda *_, name=name: seen.append(name))
-    assert_as_meant(made, call, **given, **windows)
-    assert seen == ["self_attention", "inter_attention"]
-    angles = tensor(S, 1, 1, 6, grad=False)
-    call.angles = angles.transpose(0, 2)
-    assert_as_meant(made, call, rotary_pos_emb=angles, **given, **windows)
-    assert_as_meant(made, Call(causal(S), memory=memory), encoder_output=memory)
-    assert seen == ["self_attention", "inter_attention"] * 3
 
 
 def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,20 +194,6 @@ def test_a_weight_assigned_to_a_split_layer(interleaved: bool) -> None:
     assert theirs.weight.grad is not None
 
 
-def test_hooks_of_parts_run_in_every_kind_of_call() -> None:
-    made, x, seen = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(S, B, F), list[str]()
-    for p in made.parameters():
-        p.main_grad = torch.zeros_like(p)
-    calls: list[Any] = [{}, {"window_size": (1, 0)}, {"is_first_microbatch": True}]
-    want = [made(x, **how) for how in calls]
-    for name in ("self_attention", "layernorm_mlp"):
-        made.get_submodule(name).register_forward_hook(lambda *args, name=name: seen.append(name))
-    for how, y in zip(calls, want, strict=True):
-        torch.testing.assert_close(made(x, **how), y)
-        assert seen == ["self_attention", "layernorm_mlp"]
-        seen.clear()
-
-
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -255,25 +221,3 @@ def test_to_torch_and_back(keywords: dict[str, Any]) -> None:
 def test_what_to_torch_does_not_know(keywords: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"to_torch\(\) knows"):
         layer(**keywords).to_torch()
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_hooks_of_parts_whose_norm_is_the_residual(last: bool) -> None:
-    """A part that runs by itself still gives the list around what its norm gave."""
-    made = layer(apply_residual_connection_post_layernorm=True, output_layernorm=last)
-    x = tensor(S, B, F)
-    leaves = [x, *made.parameters()]
-    want = made(x)
-    dy = tensor(*want.shape, grad=False)
-    gradients = torch.autograd.grad(want, leaves, dy)
-    first = f"self_attention.{'qkv' if last else 'layernorm_qkv'}"
-    for names in (["layernorm_mlp"], ["self_attention"], ["self_attention", first]):
-        seen: list[str] = []
-        hooks = [made.get_submodule(n).register_forward_hook(lambda *_, n=n, seen=seen: seen.append(n)) for n in names]
-        y = made(x)
-        assert sorted(seen) == sorted(names)
-        torch.testing.assert_close(y, want)
-        for mine, other in zip(torch.autograd.grad(y, leaves, dy), gradients, strict=True):
-            torch.testing.assert_close(mine, other)
-        for hook in hooks:
-            hook.remove()
