@@ -138,14 +138,8 @@ def test_no_warning_without_a_reason() -> None:
             make(device="cpu", tp_group=None, tp_size=1, sequence_parallel=False)
 
 
-def test_signatures_have_all_arguments() -> None:
-    """help() shows them, and what asks for `device` finds it; a subclass has its own."""
-    found = inspect.signature(te_fuser.LayerNormMLP).parameters
-    assert list(found)[:4] == ["hidden_size", "ffn_hidden_size", "eps", "bias"]
-    assert found["activation"].default == "gelu" and found["device"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert "keywords" not in found and "memory" in found
-    assert "parameters_split" in inspect.signature(te_fuser.Linear).parameters
-    assert list(inspect.signature(te_fuser.RMSNorm).parameters)[:2] == ["normalized_shape", "eps"]
+def test_signature_of_a_subclass_is_its_own() -> None:
+    """That of a preset stands in public.txt: help() shows it, and what asks for `device` finds it."""
 
     class Small(te_fuser.Linear):
         def __init__(self, features: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import OWN, assert_same, forward_hook, leaves_of
+from tests.presets.layers import OWN, assert_same, leaves_of
 from tests.presets.plain import activated, linear, normalized
 from tests.twins import randomize, tensor
 
@@ -69,16 +69,6 @@ def test_checkpoint_keeps_the_input_alone(again: bool, keywords: dict[str, Any])
         y = y[0] + y[1], y[2]
         want = want, norm
     assert_same(y, want, leaves_of(m, x))
-
-
-def test_checkpoint_in_a_list() -> None:
-    m, x = mlp(checkpoint=True), tensor(3, HIDDEN)
-    seen = forward_hook(m)
-    y = te_fuser.Sequential(m, ops.GELU())(x)
-    assert seen
-    model = te_fuser.Sequential(mlp(checkpoint=True), ops.GELU())
-    assert len(model.plans(x)) == 1 and len(te_fuser.Sequential(mlp(), ops.GELU()).plan(x).graph.nodes) == 7
-    assert_same(y, activated("gelu", meaning(m, x)[0]), leaves_of(m, x))
 
 
 def test_two_micro_batches_in_flight() -> None:

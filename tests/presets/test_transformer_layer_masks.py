@@ -101,6 +101,21 @@ def test_sequences_one_behind_the_other(keywords: dict[str, Any]) -> None:
         torch.testing.assert_close(y[begin : begin + length], plain(made, alone, Call(causal(length)))[0])
 
 
+BIAS, SLOPES = tensor(1, HEADS, S, S, seed=4), tensor(B, HEADS, grad=False)
+DISTANCE = (torch.arange(S)[None] - torch.arange(S)[:, None]).abs()
+BIASES: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    "post_scale_bias": ({"core_attention_bias": BIAS}, BIAS),
+    "pre_scale_bias": ({"core_attention_bias": BIAS.detach()}, BIAS.detach() / 6**0.5),
+    "alibi": ({"alibi_slopes": SLOPES}, -SLOPES[:, :, None, None] * DISTANCE),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_layer_given_a_bias_adds_it_to_scores(kind: str) -> None:
+    given, bias = BIASES[kind]
+    assert_as_meant(layer(), Call(causal(S), bias=bias), core_attention_bias_type=kind, **given)
+
+
 def test_rows_that_see_nothing_give_zeros_to_the_projection() -> None:
     made, everything = layer().self_attention, torch.ones(B, 1, 1, S, dtype=torch.bool)
     x = tensor(S, B, F)
