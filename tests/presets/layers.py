@@ -84,7 +84,7 @@ def assert_as_meant(
     memory = None if call.memory is None else order(call.memory)
     want = order(plain(made, order(x), Call(**{**vars(call), "memory": memory})))
     others = {n: t for n, t in {"memory": call.memory, "bias": call.bias}.items() if t is not None and t.requires_grad}
-    assert_same(made(x, **given), want, leaves_of(made, x, **others), 1e-9)
+    assert_same(made(x, **given), want, leaves_of(made, x, **others))
 
 
 def bare_list(preset: Any, *ops: Any) -> te_fuser.Sequential:
