@@ -39,10 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(train_gpt, "SAMPLE_BYTES", 8)
+    patch.setattr(train_gpt, "VALIDATION_WINDOWS", 32)
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_gpt, "SAMPLE_BYTES", 8)
-    monkeypatch.setattr(train_gpt, "VALIDATION_WINDOWS", 32)
+    shorten(monkeypatch)
 
 
 def run(folder: Path, out: Path, *arguments: str) -> int:
@@ -97,13 +101,22 @@ ALIKE: dict[str, tuple[list[str], float]] = {  # options, and by how much losses
 }
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps."""
+    out = tmp_path_factory.mktemp("runs") / "plain"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        assert run(folder, out, "--steps", "4") == 0
+    return out
+
+
 @pytest.mark.parametrize("name", ALIKE)
-def test_run_with_another_option_trains_alike(name: str, folder: Path, tmp_path: Path) -> None:
+def test_run_with_another_option_trains_alike(name: str, folder: Path, plain: Path, tmp_path: Path) -> None:
     options, most = ALIKE[name]
-    assert run(folder, tmp_path / "plain", "--steps", "4") == 0
     assert run(folder, tmp_path / "other", "--steps", "4", *options) == 0
-    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "plain"), rel=0, abs=most)
-    samples = [(tmp_path / out / "sample.txt").read_bytes() for out in ("plain", "other")]
+    assert losses(tmp_path / "other") == pytest.approx(losses(plain), rel=0, abs=most)
+    samples = [(out / "sample.txt").read_bytes() for out in (plain, tmp_path / "other")]
     assert most or samples[0] == samples[1]
 
 

@@ -109,3 +109,10 @@ def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
         for name, p in weights.items():
             assert p.grad is None
             torch.testing.assert_close(p.main_grad, base + times * twin.get_parameter(name).grad)
+
+
+def test_attention_names_its_parts_as_transformer_engine_does() -> None:
+    made = attention(qk_norm_type="RMSNorm", softmax_type="learnable"), attention(attention_type="cross")
+    own, crossing = ({name.rpartition(".")[0] for name in m.state_dict()} for m in made)
+    assert own == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
+    assert crossing == {"query_layer", "key_value", "proj"}
