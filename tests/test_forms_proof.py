@@ -69,12 +69,20 @@ def model(kernels: str) -> Sequential:
     return made
 
 
-def results(run: Any, leaves: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    """Both outputs, and the gradients of everything for normally distributed ones of theirs."""
+def results(run: Any, leaves: list[torch.Tensor], x: torch.Tensor, *outputs: str) -> list[torch.Tensor]:
+    """What a call gives, and the gradients of everything for normally distributed ones of its own."""
+    made = run(x, outputs=outputs) if outputs else (run(x),)
     torch.manual_seed(1)
-    made = run(x, outputs=("wide",))
     dys = [torch.randn(y.shape, dtype=torch.float64).to(y.dtype) for y in made]
     return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, dys)]
+
+
+def assert_as_reference(ours: Sequential, x: torch.Tensor, *outputs: str, tolerance: float = 2e-2) -> None:
+    """Values and all gradients."""
+    leaves = [x, *ours.parameters()]
+    for a, b in zip(*(results(run, leaves, x, *outputs) for run in (ours, ours.reference)), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @needs_compiler
@@ -91,9 +99,9 @@ def test_a_value_in_two_forms_whose_gradient_comes_in_a_third_dtype() -> None:
     assert {v for name, v in arriving.items() if name.startswith("d_")} == {"float16", "float32"}
 
     leaves = [x, *ours.parameters()]
-    got = results(ours, leaves, x)
+    got = results(ours, leaves, x, "wide")
     assert [t.dtype for t in got[:2]] == [torch.bfloat16, torch.float32]
-    plain = results(ours.reference, leaves, x)  # rounds where plain PyTorch would, op by op
+    plain = results(ours.reference, leaves, x, "wide")  # rounds where plain PyTorch would, op by op
     exact = _exact(ours, x)
     for a, usual, right in zip(got, plain, exact, strict=True):
         least = 4 * torch.finfo(a.dtype if a.dtype != torch.float32 else torch.bfloat16).eps * right.abs().max()
@@ -125,7 +133,7 @@ def test_steps_of_forms_are_verified() -> None:
     ours = model("generated")
     ours.verify = True
     x = torch.randn(7, 3, WIDTH, requires_grad=True)
-    results(ours, [x, *ours.parameters()], x)
+    results(ours, [x, *ours.parameters()], x, "wide")
 
 
 class Halves(ops.RowOp):
@@ -165,36 +173,16 @@ def test_an_op_of_several_values(kernels: str, between: bool) -> None:
         torch.nn.init.normal_(p, 0.3, 0.5)
     x = torch.randn(7, 3, WIDTH, dtype=dtype, requires_grad=True)
 
-    def run(call: Any) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        made = call(x, outputs=("squares",))
-        assert made[1].shape == x.shape
-        dys = [torch.randn(y.shape, dtype=torch.float64).to(dtype) for y in made]
-        return [*(y.detach() for y in made), *torch.autograd.grad(made, [x, *ours.parameters()], dys)]
-
-    for a, b in zip(run(ours), run(ours.reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-5)
+    assert_as_reference(ours, x, "squares", tolerance=1e-5 if dtype == torch.float32 else 1e-12)
     norm = torch.nn.functional.layer_norm(x, (WIDTH,), ours[0].weight, ours[0].bias, ours[0].eps)
     torch.testing.assert_close(ours(x, outputs=("squares",))[1], norm * norm, rtol=1e-5, atol=1e-5)
 
 
-def compare(ours: Sequential, x: torch.Tensor, outputs: tuple[str, ...] = ()) -> None:
-    """Values and all gradients beside the reference."""
-    leaves = [x, *ours.parameters()]
-
-    def run(call: Any) -> list[torch.Tensor]:
-        made = call(x, outputs=outputs) if outputs else (call(x),)
-        dys = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape) for y in made]
-        return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, dys)]
-
-    for a, b in zip(run(ours), run(ours.reference), strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("before", [[ops.MatMul(WIDTH, WIDTH)], [ops.LayerNorm(WIDTH), ops.Reshape(7, WIDTH)]])
 def test_an_opaque_op_gets_its_gradient_in_its_own_dtype(before: list[torch.nn.Module]) -> None:
-    compare(Sequential(*before, HalfProduct()).bfloat16(), torch.randn(7, WIDTH).bfloat16().requires_grad_())
+    assert_as_reference(
+        Sequential(*before, HalfProduct()).bfloat16(), torch.randn(7, WIDTH).bfloat16().requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -211,7 +199,7 @@ def test_a_fusion_is_not_taken_where_its_gradient_has_another_dtype(taken: bool)
     ours = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), after).bfloat16()
     try:
         x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
-        compare(ours, x)
+        assert_as_reference(ours, x)
         assert taken or "arrives in float16, not in its own dtype" in " ".join(str(ours.explain(x)).split())
     finally:
         unregister("own_dtype")
@@ -222,7 +210,7 @@ def test_a_fusion_is_not_taken_where_its_gradient_has_another_dtype(taken: bool)
 def test_a_form_in_float64_is_computed_by_pytorch() -> None:
     """Kernels that are generated know no float64: then the whole plan runs without them, and says so."""
     ours = Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Cast(torch.float64), ops.GELU())
-    compare(ours, x := torch.randn(7, WIDTH, requires_grad=True))
+    assert_as_reference(ours, x := torch.randn(7, WIDTH, requires_grad=True))
     assert "row kernels are not generated: torch.float64 runs the reference" in " ".join(str(ours.explain(x)).split())
 
 

@@ -123,25 +123,7 @@ def emits_the_wrong_value(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.relu(y)
 
 
-def overwrites_its_input(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x.add_(0.0).mul_(1.5).div_(1.5))
-
-
-def gives_float32(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x.float() + m[0].bias.float()
-    m.emit("0.output", y.to(x.dtype))
-    return torch.relu(y)
-
-
-def rounds_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x.to(torch.bfloat16).to(x.dtype))
-
-
 _RUNS = itertools.count()
-
-
-def is_not_repeatable(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return bias_relu_body(m, x) * (1 + 1e-6 * (next(_RUNS) % 2))
 
 
 def reads_undeclared(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -157,55 +139,23 @@ def wrong_forward(body: Any) -> Fusion:
 
 
 @pytest.mark.parametrize(
-    ("body", "dtype", "words"),
+    ("body", "words"),
     [
-        (forgets_bias, torch.bfloat16, "output: error"),
-        (emits_the_wrong_value, torch.float32, "gradient of"),
-        (overwrites_its_input, torch.float32, "input: was changed by the run"),
-        (gives_float32, torch.bfloat16, "output: is float32 .*, plain PyTorch gives bfloat16"),
-        (rounds_twice, torch.float32, r"float32 .*: .*error .* allowed"),
-        (is_not_repeatable, torch.float32, "is not repeated bit for bit"),
-        (reads_undeclared, torch.float32, "KeyError: .*is not declared"),
-        (takes_every_row_as_dense, torch.float32, "transposed input"),
+        (emits_the_wrong_value, "gradient of"),
+        (reads_undeclared, "KeyError: .*is not declared"),
+        (takes_every_row_as_dense, "transposed input"),
     ],
-)  # fmt: skip
-def test_wrong_forward_is_found(body: Any, dtype: torch.dtype, words: str) -> None:
-    report = check(wrong_forward(body), raise_on_failure=False, dtypes=[dtype])
+)
+def test_wrong_forward_is_found(body: Any, words: str) -> None:
+    """Others stand in verify/wrong_fusions.py."""
+    report = check(wrong_forward(body), raise_on_failure=False, dtypes=[torch.float32])
     assert not report.passed
     assert any(re.search(words, str(row)) for row in report.failures), report.failures[:3]
 
 
 def test_the_error_names_the_fusion() -> None:
-    with pytest.raises(VerificationError, match="forgets_bias"):
-        check(wrong_forward(forgets_bias))
-
-
-def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
-    dx = dy * (m["output"] > 0)
-    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
-
-
-def always_gives_all(m: Any, dy: torch.Tensor) -> Any:
-    dx = dy.mul_(m["output"] > 0)
-    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
-
-
-def forgets_bias_gradient(m: Any, dy: torch.Tensor) -> Any:
-    return dy * (m["output"] > 0)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (sums_too_few_rows, "gradient of 0.bias"),
-        (always_gives_all, "was changed|not repeated|RuntimeError"),
-        (forgets_bias_gradient, "gave no gradient for '0.bias'"),
-    ],
-)
-def test_wrong_backward_is_found(body: Any, words: str) -> None:
-    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(body)
-    with pytest.raises(VerificationError, match=words):
-        check(wrong, dtypes=[torch.float32])
+    with pytest.raises(VerificationError, match=r"forgets_bias.*\n?.*output: error"):
+        check(wrong_forward(forgets_bias), dtypes=[torch.bfloat16])
 
 
 def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,12 +89,12 @@ def test_a_child_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_the_command_writes_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    for part in ("mlp", "host"):
-        arguments = ["--toy", "--part", part, "--record", str(path), "--commit", "abc"]
-        called = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-        done = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "te_fuser" in done.stdout
+    arguments = ["--toy", "--part", "mlp", "--record", str(path), "--commit", "abc"]
+    called = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    done = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "te_fuser" in done.stdout
+    assert command.main([*arguments[:2], "host", *arguments[3:]]) == 0
     record = json.loads(path.read_text())
     assert set(record["parts"]) == {"host", "mlp"} and record["commit"] == "abc" and record["gpu"] == "CPU"
     commands = [record["parts"][part]["command"] for part in ("mlp", "host")]

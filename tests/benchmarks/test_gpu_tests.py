@@ -107,7 +107,6 @@ def test_k(k):
             + "@pytest.mark.skipif(True, reason='needs two GPUs')\ndef test(): 0",
             gpu_tests.Counts(skipped=3, problems=["no test ran"]),
         ),
-        (GPU_TESTS.format(missing="needs a CUDA device"), gpu_tests.Counts(skipped=2, problems=["no test ran"])),
         ("def test_without_the_mark(): pass", gpu_tests.Counts(problems=["no test ran"])),
         (
             "import nothing_of_this_name",
@@ -116,7 +115,7 @@ def test_k(k):
             ),
         ),
     ],
-    ids=["one fails", "package", "package and another", "device", "none", "broken"],
+    ids=["one fails", "package", "package and another", "none", "broken"],
 )
 def test_a_part_names_what_failed_and_what_is_not_installed(
     text: str, expected: gpu_tests.Counts, tmp_path: Path

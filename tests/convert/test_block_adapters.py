@@ -14,6 +14,7 @@ from tests.convert.models import assert_alike, model_of, results, tokens
 peft: Any = pytest.importorskip("peft")
 IDS = tokens()
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gemma2": ["k_proj", "o_proj", "gate_proj"], "gpt2": ["c_attn"]}
+LAYERS = {"llama": "layers", "gemma2": "layers", "gpt2": "h"}
 
 
 def adapted(model: Any, family: str) -> Any:
@@ -38,6 +39,9 @@ def test_lora(family: str, first: str) -> None:
     if first == "adapted":
         te_fuser.convert(got)
     assert_alike(results(got, IDS), results(want, IDS))
+    left = [layer.left() for layer in got.get_base_model().base_model.get_submodule(LAYERS[family])]
+    assert left and {path.rpartition(".")[2] for why in left for path in why} == set(TARGETS[family])
+    assert all("no " in reason for why in left for reason in why.values())
     call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(got.generate(input_ids=IDS, **call), want.generate(input_ids=IDS, **call))
     merged = got.merge_and_unload()

@@ -36,28 +36,6 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-ADAPTED = {
-    "llama": ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"],
-    "gpt2": ["attn.c_attn", "mlp.c_proj"],
-}
-
-
-@pytest.mark.parametrize("family", ADAPTED)
-def test_adapters(family: str) -> None:
-    original = model_of(family)
-    for layer in original.base_model.get_submodule("h" if family == "gpt2" else "layers"):
-        for path in ADAPTED[family]:
-            parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Adapted(layer.get_submodule(path)).double())
-    model = copy.deepcopy(original)
-    made = te_fuser.convert(model)
-    assert {path.split(".", 3)[3] for path in made.left} == set(ADAPTED[family]) if family == "llama" else made.left
-    assert all("it is a Adapted, no " in why for why in made.left.values())
-    assert_alike(results(model, IDS), results(original, IDS))
-    call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(IDS, **call), original.generate(IDS, **call))
-
-
 def test_an_adapter_may_come_later_and_go() -> None:
     model, original = both("llama")
     model(IDS)
@@ -79,13 +57,11 @@ ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "qu
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str) -> None:
     for family, config in (("llama", {"hidden_act": name}), ("gpt2", {"activation_function": name})):
-        original = model_of(family, **config)
+        original = model_of(family, num_hidden_layers=1, **config)
         model = copy.deepcopy(original)
-        made = te_fuser.convert(model)
-        assert made.left == {}
+        assert te_fuser.convert(model, check=False).left == {}
         assert_alike(results(model, IDS), results(original, IDS))
-    gemma = model_of("gemma3", hidden_activation=name)
-    assert te_fuser.convert(gemma).left == {}
+    assert te_fuser.convert(model_of("gemma3", hidden_activation=name), check=False).left == {}
 
 
 def test_computed_parameters() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -75,11 +76,42 @@ def test_layers_of_other_classes_are_left() -> None:
     assert made.converted == () and set(made.left.values()) == {"it attends to an encoder too"}
 
 
-def test_what_cannot_be_converted() -> None:
-    with pytest.raises(TypeError, match=r"convert takes a model of transformers, got a list"):
-        te_fuser.convert([1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Linear has none of them: take te_fuser.from_torch\(model\)"):
-        te_fuser.convert(nn.Linear(2, 2))
+TENSOR = torch.zeros(64, 64)
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: te_fuser.convert([1]), TypeError, "convert takes a model of transformers, got a list"),
+    (
+        lambda: te_fuser.convert(nn.Linear(2, 2)),
+        TypeError,
+        r"Linear has none of them: take te_fuser.from_torch\(model\)",
+    ),
+    (
+        lambda: te_fuser.convert(model_of("llama"), memories="lean"),
+        TypeError,
+        "convert takes check, .* got 'memories'; did you mean 'memory'",
+    ),
+    (
+        lambda: te_fuser.convert(model_of("llama"), check="no"),
+        TypeError,
+        "convert takes True or False as check, got 'no'",
+    ),
+    *(
+        (lambda call=call, given=given: call(given), TypeError, f"^{what}, got {got}")
+        for given, got in ((3, "3"), (None, "None"), (nn.Linear, "the class Linear"), (TENSOR, "a Tensor of shape"))
+        for call, what in (
+            (te_fuser.revert, "revert takes a model that te_fuser.convert has converted"),
+            (te_fuser.convert, "convert takes a model of transformers"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_is_no_model_is_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_model_that_cannot_be_checked_is_converted_unchecked() -> None:
     layer = model_of("llama").model.layers[0]
     with pytest.raises(ValueError, match="on a model with embeddings, and finds none: give check=False"):
         te_fuser.convert(layer)
@@ -90,10 +122,6 @@ def test_what_cannot_be_converted() -> None:
     with pytest.raises(ValueError, match="meta device: give check=False"):
         te_fuser.convert(empty)
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
-    with pytest.raises(TypeError, match="convert takes check, .* got 'memories'; did you mean 'memory'"):
-        te_fuser.convert(model_of("llama"), memories="lean")
-    with pytest.raises(TypeError, match="convert takes True or False as check, got 'no'"):
-        te_fuser.convert(model_of("llama"), check="no")  # type: ignore[arg-type]
 
 
 def test_what_was_reverted_is_left() -> None:
@@ -149,6 +177,9 @@ def test_weights_that_a_product_reads_stay_together() -> None:
 def test_it_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
     model, original = both(family, torch.float32)
     model.save_pretrained(tmp_path)
+    reverted = te_fuser.revert(copy.deepcopy(model)).state_dict()
+    alone = {name: t for name, t in reverted.items() if name != "lm_head.weight"}  # gpt2's is that of its embedding
+    assert_alike(safetensors.torch.load(safetensors.torch.save(alone)), alone, 0)
     loaded = type(original).from_pretrained(tmp_path)
     assert_alike(loaded.state_dict(), original.state_dict(), 0)
     file = io.BytesIO()
@@ -196,15 +227,6 @@ def test_the_second_call_is_known(check: bool) -> None:
     assert len(lists) == 6 and all(made._structure.alone._known is not None for made in lists)
 
 
-def test_a_reverted_model_is_saved_by_safetensors(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model, original = both("llama", torch.float32)
-    te_fuser.revert(model)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    assert_alike(load_file(tmp_path / "model.safetensors"), original.state_dict(), 0)
-
-
 def test_under_inference_mode() -> None:
     original = model_of("llama")
     model = copy.deepcopy(original)
@@ -212,15 +234,6 @@ def test_under_inference_mode() -> None:
         te_fuser.convert(model)
         assert_alike({"y": model(IDS).logits}, {"y": original(IDS).logits})
     assert_alike(results(model, IDS), results(original, IDS))
-
-
-@pytest.mark.parametrize("given", [3, None, nn.Linear, torch.zeros(64, 64)])
-def test_errors_say_what_is_no_model(given: Any) -> None:
-    got = {"3": "3", "None": "None"}.get(str(given), "the class Linear" if given is nn.Linear else r"a Tensor of shape")
-    with pytest.raises(TypeError, match=f"^revert takes a model that te_fuser.convert has converted, got {got}"):
-        te_fuser.revert(given)
-    with pytest.raises(TypeError, match=f"^convert takes a model of transformers, got {got}"):
-        te_fuser.convert(given)
 
 
 def test_errors_about_derivatives_name_revert() -> None:

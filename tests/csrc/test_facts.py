@@ -60,23 +60,15 @@ def _owned(owner: Owner, whether: bool = True) -> Facts:
     return Facts(owned=(fact,))
 
 
-def _remove(owner: Owner) -> None:
-    owner.part.weight = None  # type: ignore[assignment]
-
-
-def _delete(owner: Owner) -> None:
-    del owner.part.weight
-
-
-def _replace(owner: Owner) -> None:
-    owner.part = torch.nn.Linear(2, 2)
-
-
-def _take_out(owner: Owner) -> None:
-    del owner.part
-
-
-@pytest.mark.parametrize("change", [_remove, _delete, _replace, _take_out])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda owner: setattr(owner.part, "weight", None),
+        lambda owner: delattr(owner.part, "weight"),
+        lambda owner: setattr(owner, "part", torch.nn.Linear(2, 2)),
+        lambda owner: delattr(owner, "part"),
+    ],
+)
 def test_an_owner_has_a_parameter_until_it_or_its_module_goes(change: Callable[[Owner], None]) -> None:
     owner = Owner()
     facts, was = _owned(owner), owner.part

@@ -92,7 +92,7 @@ def run_script(body: str, library: str) -> str:
     return done.stdout.strip()
 
 
-def test_torchs_pool_is_the_only_pool(cpu_library: str) -> None:
+def test_torchs_pool_is_the_only_pool_and_a_forked_process_has_its_own(cpu_library: str) -> None:
     script = """
         torch.set_num_threads(3)
         assert _native.thread_backend() == "openmp"
@@ -106,25 +106,18 @@ def test_torchs_pool_is_the_only_pool(cpu_library: str) -> None:
             torch.zeros(1 << 20).add_(1)
         assert len(set(tensors[1].tolist())) == 3
         assert {str(thread) for thread in tensors[1].tolist()} <= before
-        print(len(threads() - before))
-    """
-    assert run_script(script, cpu_library) == "0"
-
-
-def test_a_forked_process_makes_its_own_threads(cpu_library: str) -> None:
-    script = """
+        more = len(threads() - before)
         torch.set_num_threads(2)
-        kernel = _native.CpuKernel(library, "where", ("int64", "int64"), 0, 0, 0, 32768)
-        tensors = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-        kernel(tensors, 4, 1, 1, ())
+        kernel(tensors, 6, 1, 1, ())
         child = os.fork()
         if child == 0:
             tensors[0].fill_(-1)
-            kernel(tensors, 4, 1, 1, ())
-            os._exit(0 if tensors[0].tolist() == [0, 0, 1, 1] and _native.thread_backend() == "std" else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), _native.thread_backend())
+            kernel(tensors, 6, 1, 1, ())
+            right = tensors[0].tolist() == [0, 0, 0, 1, 1, 1] and _native.thread_backend() == "std"
+            os._exit(0 if right else 1)
+        print(more, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), _native.thread_backend())
     """
-    assert run_script(script, cpu_library) == "0 openmp"
+    assert run_script(script, cpu_library) == "0 0 openmp"
 
 
 def test_importing_leaves_the_default_device_alone() -> None:

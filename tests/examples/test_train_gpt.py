@@ -39,10 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(train_gpt, "SAMPLE_BYTES", 8)
+    patch.setattr(train_gpt, "VALIDATION_WINDOWS", 32)
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_gpt, "SAMPLE_BYTES", 8)
-    monkeypatch.setattr(train_gpt, "VALIDATION_WINDOWS", 32)
+    shorten(monkeypatch)
 
 
 def run(folder: Path, out: Path, *arguments: str) -> int:
@@ -89,17 +93,31 @@ def test_the_plans_are_shown_in_full(folder: Path, tmp_path: Path, capsys: pytes
     assert "Forward" in shown and "Backward" in shown and "Kept for backward" in shown
 
 
-def test_a_run_repeats(folder: Path, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        assert run(folder, tmp_path / name, "--steps", "4") == 0
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
-    assert (tmp_path / "first" / "sample.txt").read_bytes() == (tmp_path / "second" / "sample.txt").read_bytes()
+ALIKE: dict[str, tuple[list[str], float]] = {  # options, and by how much losses may differ
+    "again": ([], 0.0),
+    "reference kernels": (["--kernels", "reference"], 1e-4),
+    "beside a twin": (["--compare"], 0.0),
+    "bfloat16": (["--dtype", "bfloat16"], 0.05),
+}
 
 
-def test_reference_kernels_train_alike(folder: Path, tmp_path: Path) -> None:
-    for kernels in ("auto", "reference"):
-        assert run(folder, tmp_path / kernels, "--steps", "4", "--kernels", kernels) == 0
-    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "reference"), abs=1e-4)
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps."""
+    out = tmp_path_factory.mktemp("runs") / "plain"
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        assert run(folder, out, "--steps", "4") == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_run_with_another_option_trains_alike(name: str, folder: Path, plain: Path, tmp_path: Path) -> None:
+    options, most = ALIKE[name]
+    assert run(folder, tmp_path / "other", "--steps", "4", *options) == 0
+    assert losses(tmp_path / "other") == pytest.approx(losses(plain), rel=0, abs=most)
+    samples = [(out / "sample.txt").read_bytes() for out in (plain, tmp_path / "other")]
+    assert most or samples[0] == samples[1]
 
 
 def test_the_twin_trains_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,18 +163,6 @@ def test_a_nudge_knows_the_dtype() -> None:
     twin.nudge(model, torch.Generator().manual_seed(0))
     steps = model.weight.detach().view(torch.int16) - before.view(torch.int16)
     assert bool((steps.abs() == 1).all())
-
-
-def test_comparing_changes_nothing(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "alone", "--steps", "4") == 0
-    assert run(folder, tmp_path / "beside", "--steps", "4", "--compare") == 0
-    assert losses(tmp_path / "alone") == losses(tmp_path / "beside")
-
-
-def test_bfloat16_trains(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "low", "--steps", "4", "--dtype", "bfloat16") == 0
-    assert run(folder, tmp_path / "full", "--steps", "4") == 0
-    assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "full"), abs=0.05)
 
 
 def test_products_in_8_bits_train_as_well(folder: Path, tmp_path: Path) -> None:

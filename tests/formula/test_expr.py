@@ -260,7 +260,7 @@ def test_parts_of_a_deep_formula_are_made_once_each() -> None:
     assert len(topological(split(e, 2))) < 2 * len(topological([e])) + 2
 
 
-DEEP = 5000  # operations one above the other: more than Python's own stack holds
+DEEP = 1500  # operations one above the other: more than Python's own stack holds
 
 
 def deep_chains() -> dict[str, tuple[Expr, torch.Tensor]]:

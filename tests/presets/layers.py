@@ -1,7 +1,8 @@
-"""Layers for tests, and how they compare with explicit PyTorch."""
+"""Presets for tests, and how they compare with explicit PyTorch and with bare lists."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,13 +10,33 @@ import torch
 import te_fuser
 from tests.presets.plain import Call
 from tests.presets.plain import layer as plain
-from tests.twins import assert_same_gradients, tensor
+from tests.twins import randomize, tensor
 
 S, B, F, FFN, HEADS, K = 7, 3, 24, 20, 4, 5
+OWN: dict[str, Any] = {"device": "cpu", "params_dtype": torch.float64}
+# Presets of small sizes by name, for [.., WIDTH], as often [tokens, samples, WIDTH].
+WIDTH = 8
+PRESETS: dict[str, Any] = {
+    "Linear": lambda **k: te_fuser.Linear(WIDTH, 6, **k),
+    "LayerNormLinear": lambda **k: te_fuser.LayerNormLinear(WIDTH, 6, **k),
+    "LayerNormMLP": lambda **k: te_fuser.LayerNormMLP(WIDTH, 6, **k),
+    "LayerNorm": lambda **k: te_fuser.LayerNorm(WIDTH, **k),
+    "RMSNorm": lambda **k: te_fuser.RMSNorm(WIDTH, **k),
+    "DotProductAttention": lambda **k: te_fuser.DotProductAttention(2, 4, softmax_type="learnable", **k),
+    "MultiheadAttention": lambda **k: te_fuser.MultiheadAttention(WIDTH, 2, **{"attention_dropout": 0.0, **k}),
+    "TransformerLayer": lambda **k: te_fuser.TransformerLayer(
+        WIDTH, 6, 2, **{"attention_dropout": 0.0, "hidden_dropout": 0.0, **k}
+    ),
+}
+
+
+def sample(name: str) -> tuple[torch.Tensor, ...]:
+    """Arguments of a call of that preset."""
+    return tuple(torch.randn(3, 2, 2, 4) for _ in range(3)) if name.startswith("Dot") else (torch.randn(3, 2, WIDTH),)
 
 
 def layer(*sizes: int, **keywords: Any) -> Any:
-    own = {"device": "cpu", "params_dtype": torch.float64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    own = {**OWN, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     made = te_fuser.TransformerLayer(*(sizes or (F, FFN, HEADS)), **{**own, **keywords})
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -24,8 +45,35 @@ def layer(*sizes: int, **keywords: Any) -> Any:
     return made
 
 
+def attention(**keywords: Any) -> Any:
+    return randomize(te_fuser.MultiheadAttention(F, HEADS, **{**OWN, "attention_dropout": 0.0, **keywords}))
+
+
 def batch_first(t: torch.Tensor) -> torch.Tensor:
     return t.transpose(0, 1)
+
+
+def _tensors(made: Any) -> tuple[torch.Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def assert_same(
+    got: Any, want: Any, leaves: Mapping[str, torch.Tensor] | Iterable[torch.Tensor], tolerance: float = 1e-10
+) -> None:
+    """Values and the gradients of all leaves, for one set of random output gradients; 0: bit for bit."""
+    ours, theirs = _tensors(got), _tensors(want)
+    assert len(ours) == len(theirs)
+    named = leaves if isinstance(leaves, Mapping) else {f"leaf {k}": leaf for k, leaf in enumerate(leaves)}
+    dys = [tensor(*y.shape, dtype=y.dtype, grad=False, seed=7 + k) for k, y in enumerate(ours)]
+    grads = [torch.autograd.grad(ys, list(named.values()), dys, retain_graph=True) for ys in (ours, theirs)]
+    names = [*(f"output {k}" for k in range(len(ours))), *named]
+    for name, mine, other in zip(names, (*ours, *grads[0]), (*theirs, *grads[1]), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def leaves_of(preset: torch.nn.Module, x: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The input, all parameters, and more."""
+    return {"input": x, **dict(preset.named_parameters()), **more}
 
 
 def assert_as_meant(
@@ -33,17 +81,29 @@ def assert_as_meant(
 ) -> None:
     """Values and all gradients of a layer, those of a call's tensors too."""
     x = tensor(S, B, F) if x is None else x
-    others = {n: t for n, t in {"x": x, "memory": call.memory, "bias": call.bias}.items() if t is not None}
-    leaves = {n: t for n, t in {**others, **dict(made.named_parameters())}.items() if t.requires_grad}
     memory = None if call.memory is None else order(call.memory)
-    y = made(x, **given)
     want = order(plain(made, order(x), Call(**{**vars(call), "memory": memory})))
-    torch.testing.assert_close(y, want, rtol=1e-10, atol=1e-10)
-    dy = tensor(*y.shape, grad=False, seed=3)
-    found = [torch.autograd.grad(t, list(leaves.values()), dy, allow_unused=True) for t in (y, want)]
-    ours, theirs = (dict(zip(leaves, grads, strict=True)) for grads in found)
-    assert_same_gradients(ours, theirs, 1e-9)
-    assert all(g is not None for g in ours.values())
+    others = {n: t for n, t in {"memory": call.memory, "bias": call.bias}.items() if t is not None and t.requires_grad}
+    assert_same(made(x, **given), want, leaves_of(made, x, **others))
+
+
+def bare_list(preset: Any, *ops: Any) -> te_fuser.Sequential:
+    """Ops of their own with the parameters of a preset, in its order of those."""
+    bare = te_fuser.Sequential(*ops)
+    given = iter(preset.parameters())
+    for op in bare.modules():
+        for name in list(op._parameters):
+            if op._parameters[name] is not None:
+                setattr(op, name, next(given))
+    assert next(given, None) is None
+    return bare
+
+
+def forward_hook(module: torch.nn.Module) -> list[int]:
+    """A list that grows at each forward of a module."""
+    seen: list[int] = []
+    module.register_forward_hook(lambda *args: seen.append(1))
+    return seen
 
 
 PAD = torch.zeros(B, 1, 1, S, dtype=torch.bool)

@@ -1,21 +1,58 @@
-"""What attention and layers mean, in explicit PyTorch, read from the parameters of a preset by their names."""
+"""Meaning of presets in explicit PyTorch, read from their parameters by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from tests.presets.cases import activated
-
-ACTIVATIONS = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-    "clamped_swiglu": lambda x: activated("clamped_swiglu", x, limit=0.5, alpha=1.1),
+# What a gated activation applies to its gate, and what others are; the gate is the first half.
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "qgelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+    "relu": lambda x: x.clamp(min=0),
+    "srelu": lambda x: x.clamp(min=0) ** 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
 }
+GATES = {
+    "geglu": PLAIN["gelu"],
+    "glu": lambda x: 1 / (1 + torch.exp(-x)),
+    "qgeglu": PLAIN["qgelu"],
+    "reglu": PLAIN["relu"],
+    "sreglu": PLAIN["srelu"],
+    "swiglu": PLAIN["silu"],
+}
+ACTIVATIONS = [*PLAIN, *GATES, "clamped_swiglu"]
+
+
+def activated(
+    name: str, x: torch.Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+) -> Any:
+    """The activation of that name, as published."""
+    if name in PLAIN:
+        return PLAIN[name](x)
+    half = x.shape[-1] // 2
+    gate, linear = x[..., :half], x[..., half:]
+    if name in GATES:
+        return GATES[name](gate) * linear
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return gate / (1 + torch.exp(-alpha * gate)) * (linear + glu_linear_offset)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float = 1e-5) -> torch.Tensor:
+    """LayerNorm where there is a bias, else RMSNorm, by their formulas."""
+    if bias is None:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * weight + bias
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b, not by F.linear."""
+    y = torch.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + bias
 
 
 @dataclass
@@ -91,11 +128,8 @@ def joined(part: Any, what: str) -> torch.Tensor | None:
 
 
 def norm(x: torch.Tensor, said: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    """LayerNorm or RMSNorm over the last dimension."""
-    weight = weight + 1 if said.zero_centered_gamma else weight
-    if said.normalization == "RMSNorm":
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """LayerNorm or RMSNorm over the last dimension, as a preset says it."""
+    return normalized(x, weight + 1 if said.zero_centered_gamma else weight, bias, eps)
 
 
 def head_norm(x: torch.Tensor, mha: Any, which: str) -> torch.Tensor:
@@ -105,8 +139,7 @@ def head_norm(x: torch.Tensor, mha: Any, which: str) -> torch.Tensor:
     if said.qk_norm_type == "L2Normalization":
         return x * (x.square().sum(-1, keepdim=True) + said.qk_norm_eps).rsqrt()
     part = getattr(mha, f"{which}_norm")
-    kind = type("", (), {"normalization": said.qk_norm_type, "zero_centered_gamma": False})
-    return norm(x, kind, part.weight, getattr(part, "bias", None), said.qk_norm_eps)
+    return normalized(x, part.weight, getattr(part, "bias", None), said.qk_norm_eps)
 
 
 def split(packed: torch.Tensor, counts: list[int], groups: int, size: int, interleaved: bool) -> list[torch.Tensor]:
@@ -127,10 +160,10 @@ def attention(mha: Any, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torc
     if mha.input_layernorm:
         bias = getattr(first, "layer_norm_bias", None)
         h = norm(x, said, first.layer_norm_weight, bias, said.layernorm_epsilon)
-    projected = F.linear(h, joined(first, "weight"), joined(first, "bias"))
+    projected = linear(h, joined(first, "weight"), joined(first, "bias"))
     if mha.crosses:
         q = projected.unflatten(-1, (heads, size)).transpose(1, 2)
-        both = F.linear(call.memory, joined(mha.key_value, "weight"), joined(mha.key_value, "bias"))
+        both = linear(call.memory, joined(mha.key_value, "weight"), joined(mha.key_value, "bias"))
         k, v = split(both, [groups, groups], groups, size, mha.qkv_weight_interleaved)
     else:
         q, k, v = split(projected, [heads, groups, groups], groups, size, mha.qkv_weight_interleaved)
@@ -144,14 +177,15 @@ def attention(mha: Any, x: torch.Tensor, call: Call) -> tuple[torch.Tensor, torc
     sink = {"learnable": lambda: mha.core_attention.softmax_offset, "off-by-one": lambda: torch.zeros(heads)}
     call = replace(call, sink=sink[said.softmax_type]() if said.softmax_type in sink else None)
     out = attend(q, k, v, call).transpose(1, 2).flatten(2)
-    return F.linear(out, mha.proj.weight, getattr(mha.proj, "bias", None)), h
+    return linear(out, mha.proj.weight, getattr(mha.proj, "bias", None)), h
 
 
 def mlp(part: Any, x: torch.Tensor, said: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """What a LayerNormMLP gives for x, and what its norm gives."""
     h = norm(x, said, part.layer_norm_weight, getattr(part, "layer_norm_bias", None), said.layernorm_epsilon)
-    between = ACTIVATIONS[said.activation](F.linear(h, part.fc1_weight, getattr(part, "fc1_bias", None)))
-    return F.linear(between, part.fc2_weight, getattr(part, "fc2_bias", None)), h
+    projected = linear(h, part.fc1_weight, getattr(part, "fc1_bias", None))
+    between = activated(said.activation, projected, **(part.activation_params or {}))
+    return linear(between, part.fc2_weight, getattr(part, "fc2_bias", None)), h
 
 
 def layer(preset: Any, x: torch.Tensor, call: Call) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Positions of arguments, of constructors and of calls of presets, and the defaults of their keywords."""
+"""Arguments of presets that go by position, in constructors and in calls; tests/public.txt has their defaults."""
 
 from __future__ import annotations
 
@@ -9,174 +9,6 @@ import pytest
 import torch
 
 import te_fuser
-
-# Of Transformer Engine 2.20, beside what this project says: the device and the type of cross attention's mask.
-SHARED = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "fuse_wgrad_accumulation": False,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "init_method": None,
-    "output_layer_init_method": None,
-    "params_dtype": None,
-    "device": None,
-}
-NORMED = {"normalization": "LayerNorm", "zero_centered_gamma": False, "return_layernorm_output": False}
-AHEAD = {"seq_length": None, "micro_batch_size": None}
-LINEAR = {
-    "parallel_mode": None,
-    "return_bias": False,
-    "parameters_split": None,
-    "skip_weight_param_allocation": False,
-}
-HEADS = {
-    "num_gqa_groups": None,
-    "layer_number": None,
-    "window_size": None,
-    "bottom_right_diagonal": None,
-    "softmax_type": "vanilla",
-    "qk_norm_type": None,
-    "qk_norm_eps": 1e-6,
-    "qk_norm_before_rope": False,
-    "set_parallel_mode": False,
-    "fuse_qkv_params": False,
-    "qkv_weight_interleaved": True,
-    "rotary_pos_interleaved": False,
-    "bias": True,
-    **AHEAD,
-}
-PLACED = {name: SHARED[name] for name in ("sequence_parallel", "tp_group", "tp_size", "params_dtype", "device")}
-DEFAULTS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "Linear": (["in_features", "out_features", "bias"], {**SHARED, **LINEAR, "bias": True}),
-    "LayerNormLinear": (
-        ["in_features", "out_features", "eps", "bias"],
-        {
-            **SHARED,
-            **LINEAR,
-            **NORMED,
-            "eps": 1e-5,
-            "bias": True,
-            "return_layernorm_output_gathered": False,
-        },
-    ),
-    "LayerNormMLP": (
-        ["hidden_size", "ffn_hidden_size", "eps", "bias"],
-        {
-            **SHARED,
-            **NORMED,
-            **AHEAD,
-            "eps": 1e-5,
-            "bias": True,
-            "fc1_bias": None,
-            "return_bias": False,
-            "return_layernorm_output_gathered": False,
-            "activation": "gelu",
-            "activation_params": None,
-            "set_parallel_mode": False,
-            "checkpoint": False,
-        },
-    ),
-    "LayerNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
-    "RMSNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
-    "DotProductAttention": (
-        ["num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type"],
-        {
-            **PLACED,
-            "num_gqa_groups": None,
-            "attention_dropout": 0.0,
-            "qkv_format": "sbhd",
-            "attn_mask_type": "causal",
-            "window_size": None,
-            "bottom_right_diagonal": None,
-            "softmax_scale": None,
-            "softmax_type": "vanilla",
-            "softcap": 0.0,
-            "layer_number": None,
-            "attention_type": "self",
-            "get_rng_state_tracker": None,
-        },
-    ),
-    "MultiheadAttention": (
-        [
-            "hidden_size",
-            "num_attention_heads",
-            "kv_channels",
-            "attention_dropout",
-            "layernorm_epsilon",
-            "init_method",
-            "output_layer_init_method",
-            "layer_number",
-            "attn_mask_type",
-        ],
-        {
-            **SHARED,
-            **NORMED,
-            **HEADS,
-            "kv_channels": None,
-            "attention_dropout": 0.1,
-            "layernorm_epsilon": 1e-5,
-            "attn_mask_type": "causal",
-            "return_bias": False,
-            "input_layernorm": False,
-            "attention_type": "self",
-            "qkv_format": "sbhd",
-        },
-    ),
-    "TransformerLayer": (
-        [
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_gqa_groups",
-            "layernorm_epsilon",
-            "hidden_dropout",
-            "attention_dropout",
-            "init_method",
-            "output_layer_init_method",
-            "layer_number",
-            "kv_channels",
-            "self_attn_mask_type",
-        ],
-        {
-            **SHARED,
-            **HEADS,
-            "normalization": "LayerNorm",
-            "zero_centered_gamma": False,
-            "kv_channels": None,
-            "layernorm_epsilon": 1e-5,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-            "self_attn_mask_type": "causal",
-            "enc_dec_attn_mask_type": None,
-            "enc_dec_window_size": None,
-            "enc_dec_bottom_right_diagonal": None,
-            "apply_query_key_layer_scaling": True,
-            "attention_softmax_in_fp32": False,
-            "apply_residual_connection_post_layernorm": False,
-            "output_layernorm": False,
-            "parallel_attention_mlp": False,
-            "layer_type": "encoder",
-            "drop_path_rate": 0.0,
-            "activation": "gelu",
-            "activation_params": None,
-            "attn_input_format": "sbhd",
-        },
-    ),
-}
-
-each = pytest.mark.parametrize("name", DEFAULTS)
-
-
-@each
-def test_positions_and_defaults(name: str) -> None:
-    positions, defaults = DEFAULTS[name]
-    found = inspect.signature(getattr(te_fuser, name)).parameters
-    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert by_position == positions
-    assert {n: found[n].default for n in defaults} == defaults
-
 
 # Values of the first arguments that go by position, none the default.
 GIVEN: dict[str, list[Any]] = {
@@ -191,9 +23,17 @@ GIVEN: dict[str, list[Any]] = {
 }
 
 
+each = pytest.mark.parametrize("name", GIVEN)
+
+
+def by_position(function: Any) -> list[str]:
+    found = inspect.signature(function).parameters
+    return [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
 @each
 def test_what_goes_by_position_is_what_its_name_says(name: str) -> None:
-    kind, (positions, _) = getattr(te_fuser, name), DEFAULTS[name]
+    kind, positions = getattr(te_fuser, name), by_position(getattr(te_fuser, name))
     made, want = kind(*GIVEN[name], device="cpu"), kind(**dict(zip(positions, GIVEN[name], strict=True)), device="cpu")
     if "init_method" not in positions:
         want.load_state_dict(made.state_dict())
@@ -206,7 +46,7 @@ def test_what_goes_by_position_is_what_its_name_says(name: str) -> None:
 
 @each
 def test_more_by_position_is_told_what_goes_so(name: str) -> None:
-    last = DEFAULTS[name][0][-1]
+    last = by_position(getattr(te_fuser, name))[-1]
     with pytest.raises(
         TypeError, match=rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
     ):
@@ -242,6 +82,5 @@ CALLS: dict[str, list[str]] = {
 
 @each
 def test_positions_of_calls(name: str) -> None:
-    found = inspect.signature(getattr(te_fuser, name).forward).parameters
-    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert by_position[1 : 1 + len(CALLS[name])] == CALLS[name]
+    found = by_position(getattr(te_fuser, name).forward)
+    assert found[1 : 1 + len(CALLS[name])] == CALLS[name]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.cases import assert_same, leaves_of
+from tests.presets.layers import assert_same, leaves_of
 from tests.twins import randomize, tensor
 
 WIDTH = 6
@@ -68,50 +66,6 @@ def test_checkpoints_of_layers_with_extra_state() -> None:
         fresh.load_state_dict({**state, "inter_attention.proj._extra_state": None})
 
 
-def test_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    saved, x = model(), tensor(3, WIDTH)
-    safetensors.save_file(saved.state_dict(), tmp_path / "model.safetensors")
-    fresh = model()
-    fresh.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(fresh(x), saved(x))
-    safetensors.save_model(saved, str(tmp_path / "whole.safetensors"))
-    with torch.no_grad():
-        fresh[3].weight.zero_()
-    safetensors.load_model(fresh, str(tmp_path / "whole.safetensors"))
-    assert torch.equal(fresh(x), saved(x))
-
-
-def test_torch_save(tmp_path: Path) -> None:
-    saved, x = model(), tensor(3, WIDTH)
-    torch.save(saved.state_dict(), tmp_path / "state.pt")
-    fresh = model()
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(fresh(x), saved(x))
-    torch.save(saved, tmp_path / "model.pt")
-    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), saved(x))
-
-
-def test_a_stack_is_one_plan() -> None:
-    stack, x = te_fuser.Sequential(model()[:3], model()[:3]), tensor(3, WIDTH)
-    assert len(stack.plans(x)) == 1
-    plain = torch.nn.Sequential(*(m for part in stack for m in part))
-    assert_same(stack(x), plain(x), leaves_of(stack, x), tolerance=1e-9)
-
-
-def test_meta_and_to_empty() -> None:
-    made, x = model(device="meta"), tensor(3, WIDTH)
-    made.to_empty(device="cpu")
-    made.load_state_dict(model().state_dict())
-    assert torch.equal(made(x), model()(x))
-    assert not any("lie apart" in note for note in made.plan(x).notes)
-    for preset in made.modules():
-        if hasattr(preset, "reset_parameters"):
-            preset.reset_parameters()
-    assert (made[1].weight == 1).all() and 0 < made[3].weight.abs().max() < 0.2
-    made[1].reset_parameters(defer_init=True)
-
-
 def test_the_model_around_is_a_plain_one() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -160,31 +114,6 @@ def test_threads() -> None:
     assert wrong == []
 
 
-PRESETS: dict[str, Any] = {
-    "Linear": lambda **given: te_fuser.Linear(WIDTH, WIDTH, **given),
-    "LayerNorm": lambda **given: te_fuser.LayerNorm(WIDTH, **given),
-    "LayerNormLinear": lambda **given: te_fuser.LayerNormLinear(WIDTH, WIDTH, **given),
-    "LayerNormMLP": lambda **given: te_fuser.LayerNormMLP(WIDTH, 10, **given),
-    "MultiheadAttention": lambda **given: te_fuser.MultiheadAttention(WIDTH, 2, attention_dropout=0.0, **given),
-    "TransformerLayer": lambda **given: te_fuser.TransformerLayer(
-        WIDTH, 10, 2, hidden_dropout=0.0, attention_dropout=0.0, **given
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_module_under_a_name_of_its_own_is_no_op_of_the_list(name: str) -> None:
-    """As where a preset is a plain module: an adapter that is assigned to it is called by who assigned it alone."""
-    preset = PRESETS[name](device="cpu", params_dtype=torch.float64)
-    x = tensor(4, 3, WIDTH)
-    y, wants = preset(x), te_fuser.Sequential(preset)(x)
-    preset.adapter = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    preset.relist()
-    assert "adapter.weight" in preset.state_dict()
-    assert torch.equal(preset(x), y) and torch.equal(te_fuser.Sequential(preset)(x), wants)
-    assert torch.equal(copy.deepcopy(preset)(x), y)
-
-
 def test_a_subclass_with_modules_of_its_own() -> None:
     class Adapted(te_fuser.LayerNormMLP):
         def __init__(self) -> None:
@@ -205,16 +134,6 @@ def test_a_subclass_with_modules_of_its_own() -> None:
     want = both(lambda x: plain(adapted.adapter(x)), plain)
     for run in (adapted, te_fuser.Sequential(adapted)):
         torch.testing.assert_close(both(run, adapted), want, rtol=1e-12, atol=1e-12)
-
-
-def test_a_preset_is_freed() -> None:
-    import weakref
-
-    made = te_fuser.LayerNormMLP(WIDTH, 10, device="cpu")
-    made(torch.randn(3, WIDTH))
-    held = weakref.ref(made)
-    del made
-    assert held() is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import HEADS, F, layer
+from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, attention, layer
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,23 +44,66 @@ def test_hooks_on_all_modules(kind: str, leaves: bool) -> None:
     assert Counter(type(m) for m in seen)[ops.Bound] >= 6
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("part", ["core_attention", "proj", "layernorm_qkv"])
-def test_a_hook_between_sequences_one_behind_the_other(part: str, turned: bool) -> None:
-    """The parts on both sides of it read where sequences begin, also where the rotation does nothing."""
-    made, x = layer(attn_input_format="thd"), tensor(8, F)
-    call = {"cu_seqlens_q": torch.tensor([0, 3, 8])}
-    if turned:
-        call["rotary_pos_emb"] = tensor(5, 1, 1, F // HEADS, grad=False)
-    parameters = [x, *made.parameters()]
-    y = made(x, **call)
-    want = torch.autograd.grad(y.sum(), parameters)
-    seen: list[Any] = []
-    made.self_attention.get_submodule(part).register_forward_hook(lambda *args: seen.append(1))
-    again = made(x, **call)
-    torch.testing.assert_close(again, y)
-    torch.testing.assert_close(torch.autograd.grad(again.sum(), parameters), want)
-    assert seen
+BOTH, ARBITRARY = ("self_attention", "inter_attention"), PAD.expand(B, 1, S, S)
+CORE, PARTS = ("core_attention",), ("self_attention", "layernorm_mlp")
+MEMORY, ANGLES = tensor(K, B, F, grad=False, seed=2), tensor(S, 1, 1, F // HEADS, grad=False)
+DECODED: dict[str, Any] = {"attention_mask": PAD, "self_attn_mask_type": "padding", "encoder_output": MEMORY}
+CROSSED = {**DECODED, "enc_dec_window_size": (1, 0), "enc_dec_attn_mask_type": "causal"}
+SPLIT = {"cu_seqlens_q": torch.tensor([0, 3, 8])}
+KEPT: dict[str, Any] = {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True}
+NORMED = {"apply_residual_connection_post_layernorm": True}
+LENGTHY = {"cu_seqlens_q": LENGTHS, "cu_seqlens_kv": torch.tensor([0, 7, 9, 12]), "attn_mask_type": "padding"}
+TOKENS = {"attn_input_format": "thd"}
+# A maker and its arguments, a call, and the parts that have hooks, in the order in which they end.
+HOOKED: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    (layer, {}, {"window_size": (1, 0)}, ("self_attention.proj", "layernorm_mlp")),
+    (layer, {"layer_type": "decoder"}, {"encoder_output": MEMORY}, BOTH),
+    (layer, {"layer_type": "decoder"}, CROSSED, BOTH),
+    (layer, {"layer_type": "decoder"}, {**CROSSED, "rotary_pos_emb": ANGLES}, BOTH),
+    *((layer, KEPT, call, PARTS) for call in ({}, {"window_size": (1, 0)}, {"is_first_microbatch": True})),
+    *((layer, {**NORMED, "output_layernorm": True}, {}, paths) for paths in (PARTS, PARTS[:1], PARTS[1:])),
+    (layer, {**NORMED, "output_layernorm": True}, {}, ("self_attention.qkv", "self_attention")),
+    *((layer, NORMED, {}, paths) for paths in (PARTS, PARTS[:1], PARTS[1:])),
+    (layer, NORMED, {}, ("self_attention.layernorm_qkv", "self_attention")),
+    *(
+        (layer, TOKENS, {**SPLIT, **call}, (f"self_attention.{part}",))
+        for part in ("core_attention", "proj", "layernorm_qkv")
+        for call in ({}, {"rotary_pos_emb": ANGLES})  # which the other parts do not read
+    ),
+    *((attention, {}, call, CORE) for call in ({}, {"attn_mask_type": "no_mask"}, LENGTHY)),
+    (attention, {"fuse_qkv_params": True, "softmax_type": "learnable"}, {}, CORE),
+    (attention, {"attn_mask_type": "padding"}, {"attention_mask": PAD}, CORE),
+    (attention, {"attn_mask_type": "arbitrary"}, {"attention_mask": ARBITRARY}, CORE),
+    (attention, {"attention_type": "cross", "attn_mask_type": "no_mask"}, {"encoder_output": MEMORY}, CORE),
+]
+
+
+@pytest.mark.parametrize(("make", "keywords", "call", "paths"), HOOKED)
+def test_hooks_of_parts_run_and_change_nothing(
+    make: Any, keywords: dict[str, Any], call: dict[str, Any], paths: tuple[str, ...]
+) -> None:
+    """Put there before the first call, and after it; a part that runs by itself still gives what others read."""
+    made, x = make(**keywords), tensor(8, F) if keywords is TOKENS else tensor(S, B, F)
+    early = copy.deepcopy(made)
+    for p in (*made.parameters(), *early.parameters()):
+        p.main_grad = torch.zeros_like(p)
+    want = made(x, **call)
+    dy = tensor(*want.shape, grad=False, seed=3)
+
+    def gradients(model: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x, *(p for p in model.parameters() if p.dim() < 2 or keywords is not KEPT)]
+        return torch.autograd.grad(y, leaves, dy)
+
+    wanted = gradients(made, want)
+    for hooked in (made, early):
+        seen: list[str] = []
+        hooks = [hooked.get_submodule(n).register_forward_hook(lambda *_, n=n, s=seen: s.append(n)) for n in paths]
+        y = hooked(x, **call)
+        assert seen == list(paths)
+        torch.testing.assert_close(y, want)
+        torch.testing.assert_close(gradients(hooked, y), wanted)
+        for hook in hooks:
+            hook.remove()
 
 
 def test_a_hook_on_a_bound_op_sees_what_it_gives() -> None:

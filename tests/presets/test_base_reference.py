@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,8 @@ import te_fuser
 from te_fuser import ops
 from tests.looking import plans_that_run
 from tests.needs import needs_follower
-from tests.presets.layers import HEADS, LENGTHS, PAD, B, F, K, S, layer
+from tests.presets.layers import HEADS, LENGTHS, OWN, PAD, B, F, K, S, attention, layer
 from tests.twins import randomize, tensor
-
-OWN = {"device": "cpu", "params_dtype": torch.float64}
-
-
-def attention(**keywords: Any) -> Any:
-    return randomize(te_fuser.MultiheadAttention(F, HEADS, attention_dropout=0.0, **{**OWN, **keywords}))
 
 
 def dot_product(**keywords: Any) -> Any:
@@ -59,8 +54,9 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "layer": (layer, {}),
     "layer, mask": (layer, {"attention_mask": PAD, "self_attn_mask_type": "padding_causal"}),
     "layer, lengths": (layer, {"cu_seqlens_q": LENGTHS, "self_attn_mask_type": "padding"}),
-    "layer, bias": (layer, {"core_attention_bias": BIAS, "core_attention_bias_type": "post_scale_bias"}),
+    "layer, bias": (layer, {"core_attention_bias": BIAS, "core_attention_bias_type": "pre_scale_bias"}),
     "layer, angles": (layer, {"rotary_pos_emb": (ANGLES, ANGLES), "window_size": (2, 0)}),
+    "layer, slopes": (layer, {"core_attention_bias_type": "alibi", "alibi_slopes": tensor(B, HEADS, grad=False)}),
     "decoder": (
         lambda: layer(layer_type="decoder"),
         {"encoder_output": MEMORY, "enc_dec_attn_mask": torch.rand(B, 1, S, K) > 0.7},
@@ -107,27 +103,35 @@ POSITIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # every argument that goe
 }
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
-@pytest.mark.parametrize("name", POSITIONS)
-def test_looks_take_positions_and_names_of_calls(
-    name: str, by_keyword: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def calls() -> Iterator[Any]:
+    """A preset's maker, arguments of a call by position and by name."""
+    for name, (make, named) in CALLS.items():
+        yield pytest.param(make, (tensor(S, B, F),), named, id=name)
+    for name, (make, args) in POSITIONS.items():
+        _, *names = inspect.signature(type(make()).forward).parameters
+        yield pytest.param(make, args, {}, id=f"{name}, by position")
+        yield pytest.param(make, (), dict(zip(names, args, strict=False)), id=f"{name}, by keyword")
+
+
+@pytest.mark.parametrize(("make", "args", "named"), calls())
+def test_look_takes_what_a_call_takes_and_shows_what_runs(
+    make: Any, args: Any, named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    make, call = POSITIONS[name]
-    made, args, named = make(), call, dict[str, Any]()
-    if by_keyword:
-        _, *names = inspect.signature(made.forward.__func__).parameters
-        args, named = (), dict(zip(names, call, strict=False))
-    want, ran = made(*call), plans_that_run(monkeypatch)
+    made, ran = make(), plans_that_run(monkeypatch)
+    want = made(*args, **named)
     torch.testing.assert_close(made.reference(*args, **named), want)
-    made(*args, **named)
     steps = [step.name for step in ran[0].steps]
     assert [step.name for step in made.plan(*args, **named).steps] == steps
     assert [[step.name for step in plan.steps] for plan in made.plans(*args, **named)] == [steps]
     assert made.plan(*args, device="h200", **named).device.name == "h200"
-    shown = made.explain(*args, device="cpu", source=True, **named)
-    assert [[step.name for step in plan.steps] for plan in shown.plans] == [steps]
-    made.tune(*args, rounds=1, seconds=0.001, **named)
+    measured = [] if named else [{"measure": True}]  # each kind of call once
+    for how in ({"device": "cpu", "source": True}, *measured):
+        shown = made.explain(*args, **how, **named)
+        assert [[step.name for step in plan.steps] for plan in shown.plans] == [steps]
+        assert str(shown).startswith("Plan: ")
+    if measured:
+        made.tune(*args, rounds=1, seconds=0.001, **named)
     torch.testing.assert_close(made(*args, **named), want)
 
 
@@ -149,16 +153,6 @@ def test_twice_differentiated() -> None:
     assert ddx.abs().sum() > 0
 
 
-def test_bad_calls_are_told_as_by_forward() -> None:
-    made, x = layer(), tensor(S, B, F)
-    with pytest.raises(TypeError, match="did you mean 'window_size'"):
-        made.reference(x, windowsize=(1, 0))
-    with pytest.raises(ValueError, match="encoder_output is for cross attention"):
-        made.reference(x, None, x)
-    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
-        layer(tp_size=2).reference(x)
-
-
 def test_named_outputs() -> None:
     made, x = mlp(), tensor(S, B, F)
     made.insert(2, ops.Output("product"))
@@ -176,43 +170,14 @@ def test_a_subclass_with_a_forward_of_its_own() -> None:
 
 
 class Exported(torch.nn.Module):
-    """A layer in plain PyTorch, with a mask."""
+    """A preset in plain PyTorch, called with a tensor of that name."""
 
-    def __init__(self, part: Any, **call: Any) -> None:
+    def __init__(self, made: Any, name: str | None = None, **call: Any) -> None:
         super().__init__()
-        self.part, self.call = part, call
+        self.made, self.name, self.call = made, name, call
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.part.reference(x, mask, **self.call)
-
-
-def test_export() -> None:
-    made, x = layer(), tensor(S, B, F, grad=False)
-    how = {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)}
-    program = torch.export.export(Exported(made, **how), (x, PAD))
-    other = PAD.roll(1, -1)
-    torch.testing.assert_close(program.module()(x, other), made(x, other, **how))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_looks_take_what_calls_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, call = CALLS[name]
-    made, x, ran = make(), tensor(S, B, F), plans_that_run(monkeypatch)
-    (shown,) = made.plans(x, **call)
-    made(x, **call)
-    assert [step.name for step in shown.steps] == [step.name for step in ran[0].steps]
-    assert str(made.explain(x, **call)).startswith("Plan: ")
-
-
-def test_measuring_takes_what_calls_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    made, x = layer(params_dtype=torch.float32), tensor(S, B, F, dtype=torch.float32)
-    how = {"attention_mask": PAD, "self_attn_mask_type": "padding"}
-    want = made(x, **how)
-    assert str(made.explain(x, measure=True, **how)).startswith("Plan: ")
-    made.tune(x, rounds=1, seconds=0.001, **how)
-    torch.testing.assert_close(made(x, **how), want)
-    assert made.plan(x, device="h200", **how).device.name == "h200"
+    def forward(self, x: torch.Tensor, *given: torch.Tensor) -> Any:
+        return self.made.reference(x, **self.call, **({self.name: given[0]} if self.name else {}))
 
 
 SEQUENCES = torch.tensor([0, 4, 15, S * B])
@@ -230,48 +195,44 @@ COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "strict"),
-    [
-        ("lengths", False),
-        ("offsets", False),
-        ("padded, angles", False),
-        pytest.param("padded, angles", True, marks=needs_follower),
-    ],
-)
-def test_export_of_what_a_cpu_looks_at(name: str, strict: bool) -> None:
-    """Lengths and offsets are values of the exported program: nobody looks at them while it is traced."""
+@pytest.mark.parametrize("name", COUNTED)
+def test_export_of_lengths_takes_them_as_values(name: str) -> None:
+    """Nobody looks at them while it is traced."""
     how, call = COUNTED[name]
+    call, lengths = {n: t for n, t in call.items() if n != "cu_seqlens_q"}, call["cu_seqlens_q"]
     made = layer(params_dtype=torch.float32, **how)
-    x = torch.randn(*((S * B, F) if how else (S, B, F)))
-
-    class Exported(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made = made
-
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
-            return self.made.reference(x, **{**call, "cu_seqlens_q": lengths})
-
-    want = made(x, **call)
-    program = torch.export.export(Exported(), (x, call["cu_seqlens_q"]), strict=strict).module()
-    torch.testing.assert_close(program(x, call["cu_seqlens_q"]), want, rtol=1e-4, atol=1e-5)
-    other = call["cu_seqlens_q"].clone()
+    x, other = torch.randn(*((S * B, F) if how else (S, B, F))), lengths.clone()
     other[1] -= 2
-    torch.testing.assert_close(program(x, other), made(x, **{**call, "cu_seqlens_q": other}), rtol=1e-4, atol=1e-5)
+    program = torch.export.export(Exported(made, "cu_seqlens_q", **call), (x, lengths)).module()
+    for given in (lengths, other):
+        want = made(x, **call, cu_seqlens_q=given)
+        torch.testing.assert_close(program(x, given), want, rtol=1e-4, atol=1e-5)
+
+
+def test_export_of_a_mask_takes_it_as_a_value() -> None:
+    made, x, how = (
+        layer(),
+        tensor(S, B, F, grad=False),
+        {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)},
+    )
+    program = torch.export.export(Exported(made, "attention_mask", **how), (x, PAD)).module()
+    for mask in (PAD, PAD.roll(1, -1)):
+        torch.testing.assert_close(program(x, mask), made(x, mask, **how))
 
 
 @needs_follower
-def test_strict_export_of_a_layer_that_has_not_run() -> None:
+def test_strict_export_of_a_call_that_was_not_made_yet() -> None:
     made, x = layer(params_dtype=torch.float32), torch.randn(S, B, F)
+    how = {"self_attn_mask_type": "no_mask", "window_size": (1, 1)}
+    for call in ({}, how):
+        program = torch.export.export(Exported(made, **call), (x,), strict=True).module()
+        for given in (x, 2 * x):
+            torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)
 
-    class Exported(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made = made
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.made.reference(x)
-
-    program = torch.export.export(Exported(), (x,), strict=True).module()
-    torch.testing.assert_close(program(x), made(x), rtol=1e-4, atol=1e-5)
+@needs_follower
+def test_compiled_call_that_was_not_made_yet() -> None:
+    made, q = te_fuser.DotProductAttention(HEADS, 6), torch.randn(S, B, HEADS, 6)
+    how = {"attn_mask_type": "no_mask", "window_size": (1, 1)}
+    compiled = torch.compile(lambda q: made.reference(q, q, q, **how), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), made(q, q, q, **how))

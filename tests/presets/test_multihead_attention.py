@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import ops
 from tests.presets import plain
+from tests.presets.layers import HEADS, B, F, K, S, assert_same, attention, leaves_of
 from tests.presets.plain import Call, causal
-from tests.twins import randomize, tensor
+from tests.twins import tensor
 
-S, B, F, H, K = 7, 3, 24, 4, 5
-
-
-def attention(**keywords: Any) -> Any:
-    own = {"attention_dropout": 0.0, "device": "cpu", "params_dtype": torch.float64}
-    return randomize(te_fuser.MultiheadAttention(F, H, **{**own, **keywords}))
+H = HEADS
 
 
 def assert_as_meant(made: Any, call: Call, **given: Any) -> None:
     x = tensor(S, B, F)
     y = made(x, **given)
     memory = None if call.memory is None else call.memory.transpose(0, 1)
-    want, h = plain.attention(made, x.transpose(0, 1), Call(**{**vars(call), "memory": memory}))
-    ours, theirs = [y], [want.transpose(0, 1)]
-    if isinstance(y, tuple):
-        ours = [y[0], y[-1]]
-        theirs.append(h.transpose(0, 1))
-    leaves = [x, *made.parameters(), *([] if call.memory is None else [call.memory])]
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other)
-    dys = [tensor(*t.shape, grad=False, seed=k) for k, t in enumerate(theirs)]
-    for mine, other in zip(*[torch.autograd.grad(t, leaves, dys) for t in (ours, theirs)], strict=True):
-        torch.testing.assert_close(mine, other)
+    want, h = (t.transpose(0, 1) for t in plain.attention(made, x.transpose(0, 1), replace(call, memory=memory)))
+    ours, theirs = ((y[0], y[-1]), (want, h)) if isinstance(y, tuple) else (y, want)
+    more = {} if call.memory is None else {"memory": call.memory}
+    assert_same(ours, theirs, leaves_of(made, x, **more), 1e-9)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"fuse_qkv_params": True}, {"num_gqa_groups": 1, "kv_channels": 5}])
@@ -45,12 +34,6 @@ def test_self_and_cross_attention(keywords: dict[str, Any]) -> None:
         assert_as_meant(attention(input_layernorm=norm, **keywords), Call(causal(S)))
         made = attention(input_layernorm=norm, attention_type="cross", attn_mask_type="no_mask", **keywords)
         assert_as_meant(made, Call(memory=memory), encoder_output=memory)
-
-
-def test_positions() -> None:
-    made = randomize(te_fuser.MultiheadAttention(F, H, 5, 0.0, 0.1, input_layernorm=True, device="cpu").double())
-    assert made.channels == 5 and made.proj.in_features == 20
-    assert_as_meant(made, Call(causal(S)))
 
 
 @pytest.mark.parametrize("keywords", [{"bias": False}, {"normalization": "RMSNorm"}, {"softmax_type": "off-by-one"}])
@@ -64,18 +47,10 @@ def test_other_arguments(keywords: dict[str, Any]) -> None:
     torch.testing.assert_close(other(x.transpose(0, 1)).transpose(0, 1), made(x))
 
 
-def test_what_it_returns() -> None:
-    made, x = attention(input_layernorm=True, return_layernorm_output=True), tensor(S, B, F)
+def test_attention_that_gives_its_norm_too_does_so_in_every_call() -> None:
+    made = attention(input_layernorm=True, return_layernorm_output=True)
     assert_as_meant(made, Call(causal(S)))
     assert_as_meant(made, Call(causal(S, window=(1, 0))), window_size=(1, 0))
-    both = attention(input_layernorm=True, return_layernorm_output=True, return_bias=True)
-    y, bias, h = both(x)
-    want, normed = plain.attention(both, x.transpose(0, 1), Call(causal(S)))
-    torch.testing.assert_close(y + bias, want.transpose(0, 1))
-    torch.testing.assert_close(h, normed.transpose(0, 1))
-    assert bias is both.proj.bias
-    with pytest.raises(TypeError, match="returns several values, by return_bias and return_layernorm_output"):
-        te_fuser.Sequential(both, ops.GELU())(x)
 
 
 def test_its_parts_run_alone() -> None:
@@ -84,30 +59,6 @@ def test_its_parts_run_alone() -> None:
     heads = made.qkv(x).view(S, B, H, 3, F // H)
     out = made.core_attention(*heads.unbind(3))
     torch.testing.assert_close(made.proj(out), made(x))
-
-
-def test_hooks_of_attention_alone() -> None:
-    """In the call that the list is made for and in others: its heads lie as the projections give them."""
-    x, memory, pad = tensor(S, B, F), tensor(K, B, F, seed=3), torch.zeros(B, 1, 1, S, dtype=torch.bool)
-    pad[1, ..., 4:] = True
-    arbitrary = pad.expand(B, 1, S, S)
-    for keywords, given in (
-        ({}, {}),
-        ({}, {"attn_mask_type": "no_mask"}),
-        ({"fuse_qkv_params": True, "softmax_type": "learnable"}, {}),
-        ({"attn_mask_type": "padding"}, {"attention_mask": pad}),
-        ({"attn_mask_type": "arbitrary"}, {"attention_mask": arbitrary}),
-        ({"attention_type": "cross", "attn_mask_type": "no_mask"}, {"encoder_output": memory}),
-    ):
-        made = attention(**keywords)
-        want, leaves = made(x, **given), [x, *made.parameters()]
-        seen: list[torch.Size] = []
-        made.core_attention.register_forward_hook(lambda m, args, y, seen=seen: seen.append(y.shape))
-        y = made(x, **given)
-        assert seen == [(S, B, F)]
-        for mine, other in zip(*[torch.autograd.grad(t, leaves, want) for t in (y, want)], strict=True):
-            torch.testing.assert_close(mine, other)
-        torch.testing.assert_close(y, want)
 
 
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
@@ -160,27 +111,8 @@ def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
             torch.testing.assert_close(p.main_grad, base + times * twin.get_parameter(name).grad)
 
 
-def test_names() -> None:
-    names = {n.rpartition(".")[0] for n in attention(qk_norm_type="RMSNorm", softmax_type="learnable").state_dict()}
-    assert names == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
-    names = {n.rpartition(".")[0] for n in attention(attention_type="cross").state_dict()}
-    assert names == {"query_layer", "key_value", "proj"}
-    made = attention(set_parallel_mode=True, softmax_type="learnable")
-    assert made.qkv.query_weight.partition_dim == 0 and made.proj.weight.partition_dim == 1
-    sinks = [attention(softmax_type="learnable", set_parallel_mode=way).core_attention for way in (True, False)]
-    assert [(s.softmax_offset.tensor_model_parallel, s.softmax_offset.partition_dim) for s in sinks] == [
-        (True, 0),
-        (False, -1),
-    ]
-
-
-def test_bad_calls() -> None:
-    made, x = attention(), tensor(S, B, F)
-    with pytest.raises(ValueError, match="encoder_output is for cross attention"):
-        made(x, None, x)
-    with pytest.raises(ValueError, match="rotary_pos_emb is for attention_type='self'"):
-        attention(attention_type="cross", attn_mask_type="no_mask")(
-            x, encoder_output=x, rotary_pos_emb=torch.zeros(S, 1, 1, 2)
-        )
-    with pytest.raises(ValueError, match="attention_type='both' is unknown"):
-        attention(attention_type="both")
+def test_attention_names_its_parts_as_transformer_engine_does() -> None:
+    made = attention(qk_norm_type="RMSNorm", softmax_type="learnable"), attention(attention_type="cross")
+    own, crossing = ({name.rpartition(".")[0] for name in m.state_dict()} for m in made)
+    assert own == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
+    assert crossing == {"query_layer", "key_value", "proj"}

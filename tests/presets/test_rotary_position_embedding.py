@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import te_fuser
 from te_fuser.presets.rotary_position_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
-from tests.presets.layers import F, layer
 from tests.presets.plain import turned
 from tests.twins import tensor
 
@@ -77,44 +75,3 @@ def test_ranks_that_cut_the_sequence(order: str) -> None:
         mine = torch.cat([blocks[rank], blocks[2 * ranks - 1 - rank]], dim)
         got = apply_rotary_pos_emb(mine, table, order, cp_size=ranks, cp_rank=rank)
         torch.testing.assert_close(got, torch.cat([want[rank], want[2 * ranks - 1 - rank]], dim))
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="features turn in pairs: dim=5"):
-        RotaryPositionEmbedding(5)
-    t, table = tensor(S, B, H, D), torch.zeros(S, 1, 1, D)
-    for more in ({"cp_rank": 2}, {"freqs": table[:-1]}):
-        with pytest.raises(ValueError, match="cp_size=2, cp_rank=. with .* positions of t and .* of freqs"):
-            apply_rotary_pos_emb(**{"t": t[: S // 2], "freqs": table, "cp_size": 2, **more})
-    with pytest.raises(ValueError, match="start_positions with cp_size=2: ranks cut sequences that begin together"):
-        apply_rotary_pos_emb(t, table, start_positions=torch.zeros(B, dtype=torch.int32), cp_size=2)
-    with pytest.raises(ValueError, match="takes cu_seqlens"):
-        apply_rotary_pos_emb(t[:, 0], table, "thd")
-    with pytest.raises(ValueError, match="t is 3-dimensional for tensor_format='thd'"):
-        apply_rotary_pos_emb(t, table, "thd")
-    assert te_fuser.RotaryPositionEmbedding is RotaryPositionEmbedding
-
-
-def test_angles_get_no_gradient_and_say_so() -> None:
-    made, x, angles = layer(), tensor(S, B, F), RotaryPositionEmbedding(6, device="cpu")(S)
-    asked = angles.clone().requires_grad_()
-    for given in (asked, (angles, asked)):
-        with pytest.raises(TypeError, match=r"requires a gradient, .* give rotary_pos_emb(_k)?\.detach\(\)"):
-            made(x, rotary_pos_emb=given)
-    torch.testing.assert_close(made(x, rotary_pos_emb=asked.detach()), made(x, rotary_pos_emb=angles))
-    op = te_fuser.ops.RotaryByAngles(6, heads=4, cos_sin=("cos", "sin"))
-    with pytest.raises(TypeError, match=r"'sin' requires a gradient, and RotaryByAngles gives it none: give sin.det"):
-        op(x, cos=angles.cos(), sin=asked.sin())
-
-
-@pytest.mark.parametrize(
-    ("length", "error", "words"),
-    [
-        ("a", TypeError, "RotaryPositionEmbedding takes a whole number as max_seq_len, got 'a'"),
-        (2.5, TypeError, "a whole number as max_seq_len, got 2.5"),
-        (-1, ValueError, "a whole number from 0 on as max_seq_len, got -1"),
-    ],
-)
-def test_lengths_that_are_none(length: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        RotaryPositionEmbedding(6)(length)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, around, assert_as_meant, layer
+from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, assert_as_meant, layer
 from tests.presets.plain import Call, causal
-from tests.presets.plain import layer as plain
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,63 +75,6 @@ def test_rotary_embedding(keywords: dict[str, Any], neighbours: bool) -> None:
 # ------------------------------------------------------------------------------------------------ as a list
 
 
-def bare(made: Any) -> te_fuser.Sequential:
-    """The ops of a GPT layer, each with the parameters of a preset."""
-    attention, mlp = made.self_attention, made.layernorm_mlp
-    qkv, dtype = attention.layernorm_qkv, attention.proj.weight.dtype
-    listed = te_fuser.Sequential(
-        te_fuser.Residual(
-            ops.LayerNorm(F, dtype=dtype),
-            ops.Linear(F, 3 * F, dtype=dtype),
-            ops.DotProductAttention(HEADS, F // HEADS, mask="causal", layout="sequence_first"),
-            ops.Linear(F, F, dtype=dtype),
-            ops.Dropout(0.0),
-        ),
-        te_fuser.Residual(
-            ops.LayerNorm(F, dtype=dtype),
-            ops.Linear(F, FFN, dtype=dtype),
-            ops.GELU(),
-            ops.Linear(FFN, F, dtype=dtype),
-            ops.Dropout(0.0),
-        ),
-    )
-    first, second = listed
-    owners = [
-        *[(first[0], n, qkv, f"layer_norm_{n}") for n in ("weight", "bias")],
-        *[(first[1], n, qkv, n) for n in ("weight", "bias")],
-        *[(first[3], n, attention.proj, n) for n in ("weight", "bias")],
-        *[(second[0], n, mlp, f"layer_norm_{n}") for n in ("weight", "bias")],
-        *[(second[1], n, mlp, f"fc1_{n}") for n in ("weight", "bias")],
-        *[(second[3], n, mlp, f"fc2_{n}") for n in ("weight", "bias")],
-    ]
-    for op, name, owner, theirs in owners:
-        setattr(op, name, owner.get_parameter(theirs))
-    return listed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_is_its_list_bit_for_bit(dtype: torch.dtype) -> None:
-    made = layer(fuse_qkv_params=True, params_dtype=dtype)
-    x, listed = tensor(S, B, F, dtype=dtype), bare(made)
-    y, want = made(x), listed(x)
-    assert torch.equal(y, want)
-    leaves = [x, *made.parameters()]
-    for ours, theirs in zip(*[torch.autograd.grad(t, leaves, torch.ones_like(t)) for t in (y, want)], strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("device", ["h200", None])
-def test_stacks_plan_as_one_list(device: str | None) -> None:
-    """As the bare lists do, those behind one another fused across their ends; queries, keys and values apart too."""
-    layers = [layer(fuse_qkv_params=True, params_dtype=torch.bfloat16) for _ in range(2)]
-    x = torch.empty(64, 2, F, dtype=torch.bfloat16, requires_grad=True)
-    want = te_fuser.Sequential(*map(bare, layers)).plan(x, device=device)
-    got = te_fuser.Sequential(*layers).plan(x, device=device)
-    assert [s.name for s in got.steps] == [s.name for s in want.steps]
-    apart = te_fuser.Sequential(*[layer(params_dtype=torch.bfloat16) for _ in range(2)]).plan(x, device=device)
-    assert [s.name for s in apart.steps] == [s.name for s in want.steps]
-
-
 def test_lists_take_its_inputs_by_name() -> None:
     layers = [layer(self_attn_mask_type="padding"), layer(layer_type="decoder")]
     stack, x, memory = te_fuser.Sequential(*layers, ops.GELU()), tensor(S, B, F), tensor(K, B, F)
@@ -146,37 +87,6 @@ def test_lists_take_its_inputs_by_name() -> None:
     torch.testing.assert_close(
         stack(x, attention_mask=PAD, rotary_pos_emb=angles, encoder_output=memory), want, rtol=1e-12, atol=1e-12
     )
-
-
-def test_parts_with_hooks_and_calls_that_change_something() -> None:
-    seen: list[str] = []
-    made = layer()
-    made.self_attention.proj.register_forward_hook(lambda *_: seen.append("proj"))
-    made.layernorm_mlp.register_forward_hook(lambda *_: seen.append("mlp"))
-    assert_as_meant(made, Call(causal(S)))
-    assert seen == ["proj", "mlp"]
-    assert_as_meant(made, Call(around(PAD)), attention_mask=PAD, self_attn_mask_type="padding")
-    assert seen == ["proj", "mlp"] * 2
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_hooks_of_attentions_run_in_every_call(late: bool) -> None:
-    seen: list[str] = []
-    made, memory = layer(layer_type="decoder"), tensor(K, B, F, seed=5)
-    given = {"attention_mask": PAD, "self_attn_mask_type": "padding", "encoder_output": memory}
-    call = Call(around(PAD), memory=memory, crossing=causal(S, K, window=(1, 0)))
-    windows = {"enc_dec_window_size": (1, 0), "enc_dec_attn_mask_type": "causal"}
-    if late:
-        assert_as_meant(made, call, **given, **windows)
-    for name in ("self_attention", "inter_attention"):
-        getattr(made, name).register_forward_hook(lambda *_, name=name: seen.append(name))
-    assert_as_meant(made, call, **given, **windows)
-    assert seen == ["self_attention", "inter_attention"]
-    angles = tensor(S, 1, 1, 6, grad=False)
-    call.angles = angles.transpose(0, 2)
-    assert_as_meant(made, call, rotary_pos_emb=angles, **given, **windows)
-    assert_as_meant(made, Call(causal(S), memory=memory), encoder_output=memory)
-    assert seen == ["self_attention", "inter_attention"] * 3
 
 
 def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,73 +147,6 @@ def test_names_and_shapes() -> None:
     }
 
 
-def test_initialisation() -> None:
-    def ones(t: torch.Tensor) -> None:
-        t.fill_(1.0)
-
-    made = te_fuser.TransformerLayer(
-        F,
-        FFN,
-        HEADS,
-        init_method=ones,
-        output_layer_init_method=torch.nn.init.zeros_,
-        device="cpu",
-        layer_type="decoder",
-    )
-    last = ("proj.weight", "fc2_weight")
-    for name, p in made.named_parameters():
-        first = name.endswith("weight") and not name.endswith(last)
-        assert (p == float(first)).all(), name
-    torch.manual_seed(0)
-    std = te_fuser.TransformerLayer(256, 256, 4, device="cpu").self_attention.proj.weight.std()
-    assert 0.022 < std < 0.024
-
-
-def test_dropout_and_drop_path() -> None:
-    x = tensor(S, B, F)
-    for keywords in ({"hidden_dropout": 0.5}, {"attention_dropout": 0.5}, {"drop_path_rate": 0.5}):
-        made = layer(**keywords)
-        torch.manual_seed(1)
-        first, second = made(x), made(x)
-        torch.manual_seed(1)
-        assert torch.equal(made(x), first) and not torch.equal(first, second)
-        want = made.eval()(x)
-        torch.testing.assert_close(want, plain(made, x.transpose(0, 1), Call(causal(S))).transpose(0, 1))
-        made(x, window_size=(2, 0)), made.train()
-        assert not torch.equal(made(x, window_size=(2, 0)), made(x, window_size=(2, 0)))
-    whole = torch.ones(1, 64, F, dtype=torch.float64)
-    for layout, sample in (("sbhd", 1), ("bshd", 0)):
-        made = layer(drop_path_rate=0.5, attn_input_format=layout)
-        h = whole if sample else whole.transpose(0, 1)
-        kept = (made(h) != h).any(-1).flatten()
-        assert 0 < kept.sum() < 64
-    with pytest.raises(ValueError, match="drop_path_rate drops samples"):
-        layer(drop_path_rate=0.5, attn_input_format="thd")
-
-
-def test_main_grad() -> None:
-    made = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True, params_dtype=torch.float32, layer_type="decoder")
-    x, memory = tensor(S, B, F, dtype=torch.float32, grad=False), tensor(K, B, F, dtype=torch.float32, grad=False)
-    twin = layer(fuse_qkv_params=True, params_dtype=torch.float32, layer_type="decoder")
-    twin(x, encoder_output=memory).sum().backward()
-    weights = {n: p for n, p in made.named_parameters() if p.dim() == 2}
-    for p in weights.values():
-        p.main_grad = torch.ones_like(p)
-    for first, count, base in ((None, 1, 1), (True, 1, 0), (False, 2, 0)):
-        for p in made.parameters():
-            p.grad = None
-        made(x, encoder_output=memory, is_first_microbatch=first).sum().backward()
-        for name, p in made.named_parameters():
-            want = twin.get_parameter(name).grad
-            if name in weights:
-                assert p.grad is None
-                torch.testing.assert_close(p.main_grad, base + count * want, rtol=1e-4, atol=1e-4)
-            else:
-                torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="takes fuse_qkv_params=True"):
-        layer(fuse_wgrad_accumulation=True)
-
-
 def test_checkpoints_copies_and_pickles() -> None:
     made, x = layer(hidden_dropout=0.3), tensor(S, B, F)
 
@@ -351,20 +194,6 @@ def test_a_weight_assigned_to_a_split_layer(interleaved: bool) -> None:
     assert theirs.weight.grad is not None
 
 
-def test_hooks_of_parts_run_in_every_kind_of_call() -> None:
-    made, x, seen = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(S, B, F), list[str]()
-    for p in made.parameters():
-        p.main_grad = torch.zeros_like(p)
-    calls: list[Any] = [{}, {"window_size": (1, 0)}, {"is_first_microbatch": True}]
-    want = [made(x, **how) for how in calls]
-    for name in ("self_attention", "layernorm_mlp"):
-        made.get_submodule(name).register_forward_hook(lambda *args, name=name: seen.append(name))
-    for how, y in zip(calls, want, strict=True):
-        torch.testing.assert_close(made(x, **how), y)
-        assert seen == ["self_attention", "layernorm_mlp"]
-        seen.clear()
-
-
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -392,103 +221,3 @@ def test_to_torch_and_back(keywords: dict[str, Any]) -> None:
 def test_what_to_torch_does_not_know(keywords: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"to_torch\(\) knows"):
         layer(**keywords).to_torch()
-
-
-def test_sizes_ahead() -> None:
-    made = layer(seq_length=S, micro_batch_size=B, params_dtype=torch.float32)
-    kept = made.plans_kept()
-    assert len(kept) == 1
-    made(tensor(S, B, F, dtype=torch.float32))
-    assert len(made.plans_kept()) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_and_no_grad(dtype: torch.dtype) -> None:
-    made, x = layer(params_dtype=torch.float32), tensor(S, B, F, dtype=torch.float32)
-    want = plain(made.double(), x.double().transpose(0, 1), Call(causal(S))).transpose(0, 1)
-    made = made.float()
-    with torch.autocast("cpu", dtype), torch.no_grad():
-        torch.testing.assert_close(made(x).double(), want, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("shape", [(0, B), (S, 0), (1, 1)])
-def test_odd_shapes(shape: tuple[int, int]) -> None:
-    made = layer()
-    if min(shape) > 0:
-        assert_as_meant(made, Call(causal(shape[0])), tensor(*shape, F))
-    x = tensor(*shape, F)
-    made(x).sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
-    wide = tensor(S, B, 2 * F)[..., ::2]
-    torch.testing.assert_close(made(wide), made(wide.contiguous()))
-
-
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"hiden_dropout": 0.1}, TypeError, "did you mean 'hidden_dropout'"),
-    ({"self_attn_mask_type": "casual"}, ValueError, "attn_mask_type='casual' is unknown"),
-    ({"layer_type": "both"}, ValueError, "layer_type='both' is unknown"),
-    ({"attn_input_format": "bhsd"}, ValueError, "attn_input_format='bhsd' is unknown"),
-    ({"num_gqa_groups": 3}, ValueError, "does not divide num_attention_heads=4"),
-    ({"qk_norm_type": "Norm"}, ValueError, "qk_norm_type='Norm' is unknown"),
-    ({"softmax_type": "soft"}, ValueError, "softmax_type='soft' is unknown"),
-    ({"window_size": 3}, ValueError, r"window_size is \(left, right\)"),
-    ({"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "parallel_attention_mlp=True stands alone"),
-    ({"hidden_dropout": 1.5}, ValueError, "1.5"),
-    ({"layer_number": 0}, ValueError, "layer_number is a whole number from 1 on"),
-]
-
-
-@pytest.mark.parametrize(("keywords", "error", "words"), BAD)
-def test_bad_arguments(keywords: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        layer(**keywords)
-
-
-def test_bad_calls() -> None:
-    made, x = layer(), tensor(S, B, F)
-    with pytest.raises(TypeError, match="give the type of a mask by its keyword, self_attn_mask_type='causal'"):
-        made(x, None, "causal")
-    with pytest.raises(
-        TypeError, match=r"attention_mask is torch.float64, and masks are boolean.*give attention_mask < 0"
-    ):
-        made(x, PAD.double(), self_attn_mask_type="padding")
-    with pytest.raises(TypeError, match="give attention_mask < 0"):
-        made(x, torch.zeros(1, 1, S, S), self_attn_mask_type="arbitrary")
-    with pytest.raises(TypeError, match="takes no argument 'windowsize' in a call; did you mean 'window_size'"):
-        made(x, windowsize=(1, 0))
-    with pytest.raises(ValueError, match="encoder_output is for cross attention"):
-        made(x, None, x)
-    with pytest.raises(ValueError, match="enc_dec_attn_mask is for layer_type='decoder'"):
-        made(x, enc_dec_attn_mask=PAD)
-    with pytest.raises(TypeError, match="cross attention takes encoder_output"):
-        layer(layer_type="decoder")(x)
-    with pytest.raises(ValueError, match="no multiple of num_attention_heads"):
-        layer(F, FFN, 5)
-    with pytest.raises(RuntimeError, match="call set_tensor_parallel_group"):
-        layer(tp_size=2)(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(DeprecationWarning, match="ub_tp_comm_overlap does nothing here"):
-            layer(ub_tp_comm_overlap=False)
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_hooks_of_parts_whose_norm_is_the_residual(last: bool) -> None:
-    """A part that runs by itself still gives the list around what its norm gave."""
-    made = layer(apply_residual_connection_post_layernorm=True, output_layernorm=last)
-    x = tensor(S, B, F)
-    leaves = [x, *made.parameters()]
-    want = made(x)
-    dy = tensor(*want.shape, grad=False)
-    gradients = torch.autograd.grad(want, leaves, dy)
-    first = f"self_attention.{'qkv' if last else 'layernorm_qkv'}"
-    for names in (["layernorm_mlp"], ["self_attention"], ["self_attention", first]):
-        seen: list[str] = []
-        hooks = [made.get_submodule(n).register_forward_hook(lambda *_, n=n, seen=seen: seen.append(n)) for n in names]
-        y = made(x)
-        assert sorted(seen) == sorted(names)
-        torch.testing.assert_close(y, want)
-        for mine, other in zip(torch.autograd.grad(y, leaves, dy), gradients, strict=True):
-            torch.testing.assert_close(mine, other)
-        for hook in hooks:
-            hook.remove()

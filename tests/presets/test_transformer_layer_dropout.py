@@ -95,6 +95,7 @@ def test_both_directions_drop_the_same() -> None:
     x, memory = tensor(S, B, F), tensor(S, B, F, seed=5)
     torch.manual_seed(3)
     y = made(x, encoder_output=memory)
+    assert not torch.equal(made(x, encoder_output=memory), y)
     (dx,) = torch.autograd.grad(y.sum(), x)
     step = 1e-6 * tensor(S, B, F, grad=False, seed=9)
     sums = []

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import te_fuser
-from tests.needs import needs_follower
 from tests.presets.layers import BY_LENGTH, HEADS, LENGTHS, PAD, B, F, K, S, around, assert_as_meant, layer
 from tests.presets.plain import Call, causal
 from tests.presets.plain import layer as plain
@@ -102,24 +101,19 @@ def test_sequences_one_behind_the_other(keywords: dict[str, Any]) -> None:
         torch.testing.assert_close(y[begin : begin + length], plain(made, alone, Call(causal(length)))[0])
 
 
-def test_biases_of_scores() -> None:
-    made, bias = layer(), tensor(1, HEADS, S, S, seed=4)
-    given = {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"}
-    assert_as_meant(made, Call(causal(S), bias=bias), **given)
-    scaled = bias / 6**0.5
-    given["core_attention_bias_type"] = "pre_scale_bias"
-    torch.testing.assert_close(
-        made(tensor(S, B, F), **given),
-        plain(made, tensor(S, B, F).transpose(0, 1), Call(causal(S), bias=scaled)).transpose(0, 1),
-    )
-    slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625], dtype=torch.float64)
-    d = (torch.arange(S)[None] - torch.arange(S)[:, None]).abs()
-    for own in (None, tensor(HEADS, grad=False), tensor(B, HEADS, grad=False)):
-        by = slopes if own is None else own
-        call = Call(causal(S), bias=-by.view(-1, HEADS, 1, 1) * d)
-        assert_as_meant(made, call, core_attention_bias_type="alibi", alibi_slopes=own)
-    with pytest.raises(ValueError, match="core_attention_bias_type='no_bias' with a core_attention_bias"):
-        made(tensor(S, B, F), core_attention_bias=bias)
+BIAS, SLOPES = tensor(1, HEADS, S, S, seed=4), tensor(B, HEADS, grad=False)
+DISTANCE = (torch.arange(S)[None] - torch.arange(S)[:, None]).abs()
+BIASES: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    "post_scale_bias": ({"core_attention_bias": BIAS}, BIAS),
+    "pre_scale_bias": ({"core_attention_bias": BIAS.detach()}, BIAS.detach() / 6**0.5),
+    "alibi": ({"alibi_slopes": SLOPES}, -SLOPES[:, :, None, None] * DISTANCE),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_layer_given_a_bias_adds_it_to_scores(kind: str) -> None:
+    given, bias = BIASES[kind]
+    assert_as_meant(layer(), Call(causal(S), bias=bias), core_attention_bias_type=kind, **given)
 
 
 def test_rows_that_see_nothing_give_zeros_to_the_projection() -> None:
@@ -137,24 +131,3 @@ def test_a_mask_that_is_not_read_is_said_once() -> None:
             for _ in range(3):
                 made(tensor(S, B, F), PAD)
     assert [Path(warning.filename) for warning in said] == [Path(__file__)] * 2
-
-
-@needs_follower
-@pytest.mark.parametrize("strict", [False, True])
-def test_the_reference_of_a_call_that_was_not_made_yet_can_be_traced(strict: bool) -> None:
-    class Reference(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = te_fuser.TransformerLayer(8, 8, 2, device="cpu").eval()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer.reference(x, **given)  # type: ignore[no-any-return]
-
-    given, x, model = {"self_attn_mask_type": "no_mask", "window_size": (1, 1)}, torch.randn(4, 2, 8), Reference()
-    traced: Any = (
-        torch.export.export(model, (x,), strict=True).module()
-        if strict
-        else torch.compile(model, fullgraph=True, backend="aot_eager")
-    )
-    torch.testing.assert_close(traced(x), model.layer(x, **given))
-    torch.testing.assert_close(traced(2 * x), model(2 * x))

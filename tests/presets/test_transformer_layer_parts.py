@@ -10,7 +10,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.presets import plain
-from tests.presets.layers import PAD, B, F, K, S, around, layer
+from tests.presets.layers import PAD, B, F, K, S, around, assert_same, layer
 from tests.presets.plain import Call, causal
 from tests.twins import tensor
 
@@ -21,13 +21,6 @@ ORDERS: dict[str, dict[str, Any]] = {
     "parallel": {"parallel_attention_mlp": True},
 }
 each = pytest.mark.parametrize("order", ORDERS)
-
-
-def assert_same(y: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(y, want)
-    dy = tensor(*y.shape, grad=False, seed=3)
-    for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)], strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 def attended(part: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -79,26 +72,6 @@ def test_in_other_lists(order: str) -> None:
     assert len(stack.plans(x)) == 1
     residual = te_fuser.Residual(layers[0].layernorm_mlp, ops.Dropout(0.0))
     torch.testing.assert_close(residual(x), x + plain.mlp(layers[0].layernorm_mlp, x, layers[0].common)[0])
-
-
-@each
-def test_hooks_of_the_part(order: str) -> None:
-    made, x, seen = layer(**ORDERS[order]), tensor(S, B, F), list[str]()
-    want = made.layernorm_mlp(x), made.self_attention(x)
-    for name in ("layernorm_mlp", "self_attention"):
-        made.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
-    torch.testing.assert_close((made.layernorm_mlp(x), made.self_attention(x)), want)
-    assert seen == ["layernorm_mlp", "self_attention"]
-
-
-def test_main_grad() -> None:
-    made, x = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True, **ORDERS["post_norm"]), tensor(S, B, F)
-    mlp = made.layernorm_mlp
-    (want,) = torch.autograd.grad(mlp.reference(x).sum(), mlp.fc1_weight)
-    for weight in (mlp.fc1_weight, mlp.fc2_weight):
-        weight.main_grad = torch.full_like(weight, torch.nan)
-    mlp(x, is_first_microbatch=True).sum().backward()
-    torch.testing.assert_close(mlp.fc1_weight.main_grad, want)
 
 
 def test_what_a_norm_gives_beside() -> None:

@@ -11,9 +11,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fusions import Cost, Details, Fusion, fusion
+from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.verify import VerificationError, steps
-from tests.test_verify import overwrites_its_input, sums_too_few_rows, transformer_block
+from tests.test_verify import bias_relu_body, transformer_block
 from tests.twins import sequential, tensor
 
 Listed = tuple[torch.nn.Module, ...]
@@ -110,41 +110,38 @@ def test_verified_steps_under_autocast() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_wrong_forward_step_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], details=Details(registered=False))(forgets_bias_quietly)
-    free = te_fuser.fusions.only(with_cost(wrong))
-    with (
-        free,
-        torch.no_grad(),
-        pytest.raises(VerificationError, match="forward step 'forgets_bias_quietly' over op 1 .*ReLU"),
-    ):
-        model(torch.randn(3, 8))
-
-
-def test_a_wrong_backward_step_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(
-        sums_too_few_rows
-    )
-    with te_fuser.fusions.only(with_cost(wrong)):
-        y = model(torch.randn(3, 8))
-        with pytest.raises(VerificationError, match="backward step 'sums_too_few_rows'.*gradient of bias"):
-            y.sum().backward()
-
-
-def test_a_step_that_overwrites_its_input_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(
-        overwrites_its_input
-    )
-    with te_fuser.fusions.only(with_cost(wrong)), pytest.raises(VerificationError, match="changed its input"):
-        model(torch.randn(3, 8))
-
-
-def forgets_bias_quietly(m: Any, x: torch.Tensor) -> torch.Tensor:
+def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
-def with_cost(entry: Fusion) -> Fusion:
-    return dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))
+def overwrites_its_input(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, x.add_(0.0).mul_(1.5).div_(1.5))
+
+
+def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
+    dx = dy * (m["output"] > 0)
+    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
+
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (forgets_bias, {"forward": [ops.Bias, ops.ReLU]}, "forward step 'forgets_bias' over op 1 .*ReLU"),
+    (overwrites_its_input, {"forward": [ops.Bias, ops.ReLU], "emits": ["0.output"]}, "changed its input"),
+    (
+        sums_too_few_rows,
+        {"backward": [ops.Bias, ops.ReLU], "reads": ["output"]},
+        "backward step 'sums_too_few_rows'.*gradient of bias",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "pattern", "words"), WRONG)
+def test_step_that_is_wrong_is_named(body: Any, pattern: dict[str, Any], words: str) -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(**pattern, cost=lambda m: Cost(seconds=0.0), details=Details(registered=False))(body)
+    x = torch.randn(3, 8)
+    with te_fuser.fusions.only(wrong), pytest.raises(VerificationError, match=words):
+        if "backward" in pattern:
+            model(x).sum().backward()
+        else:
+            with torch.no_grad():
+                model(x)
