@@ -26,6 +26,12 @@ class Aside:
         """The names of buffers."""
         return ()
 
+    def now(self) -> Any:
+        """What `put_back` takes, to undo what calls do meanwhile."""
+
+    def put_back(self, then: Any) -> None:
+        """Be as it was then; None: as a new one."""
+
 
 class States(dict[str, Any], Aside):
     """The states of a module's weights, by their names; copies and pickles have none, but what these recorded.
@@ -47,6 +53,13 @@ class States(dict[str, Any], Aside):
 
     def buffers(self) -> list[str]:
         return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def now(self) -> dict[str, Any]:
+        return {name: state.now() for name, state in self.items()}
+
+    def put_back(self, then: dict[str, Any] | None) -> None:
+        for name, state in self.items():
+            state.put_back((then or {}).get(name))
 
     def recorded(self) -> dict[str, list[float]]:
         """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait."""

@@ -15,6 +15,8 @@ class StateBinding(Binding):
     """A number of the state of a product, float32 [], by what it is called there and its role."""
 
     what: ClassVar[str]
+    state: State
+    role: str
 
     def __init__(self, state: State, role: str) -> None:
         object.__setattr__(self, "state", state)
@@ -35,18 +37,18 @@ class StateBinding(Binding):
 
     @property
     def key(self) -> Key:
-        return id(self._held()), self.__dict__["role"]
+        return id(self._held()), self.role
 
     @property
     def computed(self) -> bool:
         return False
 
     def get(self) -> torch.Tensor:
-        return self._held()[self.__dict__["role"]]
+        return self._held()[self.role]
 
     @property
     def slot(self) -> tuple[Mapping[str, object], str]:
-        return self._held(), self.__dict__["role"]
+        return self._held(), self.role
 
     def weak(self) -> StateBinding:
         return self
@@ -67,7 +69,7 @@ class ScaleBinding(StateBinding):
     what = "scale"
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].scales  # type: ignore[no-any-return]
+        return self.state.scales  # type: ignore[no-any-return]
 
 
 class InverseBinding(StateBinding):
@@ -76,7 +78,7 @@ class InverseBinding(StateBinding):
     what = "inverse"
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].inverses  # type: ignore[no-any-return]
+        return self.state.inverses  # type: ignore[no-any-return]
 
 
 class OwnBinding(StateBinding):
@@ -100,7 +102,7 @@ class OwnBinding(StateBinding):
         return found, f"{role}.{self.__dict__['time']}"
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].blanks  # type: ignore[no-any-return]
+        return self.state.blanks  # type: ignore[no-any-return]
 
 
 class OwnAmaxBinding(OwnBinding):
@@ -119,4 +121,4 @@ class AmaxBinding(StateBinding):
     written = True
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].amaxes  # type: ignore[no-any-return]
+        return self.state.amaxes  # type: ignore[no-any-return]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from te_fuser.facts import Facts, still_hold
-from te_fuser.fuser.graph import surroundings
 from te_fuser.params.binding import Binding
 from te_fuser.quantization.checkpointing import refuse_another
 from te_fuser.quantization.folding import Kept, Snapshot, of_capture, read_in_capture
@@ -72,8 +71,12 @@ class GraphedRegion:
             self._keep()
         if torch.is_grad_enabled() or not self._records:
             return replay(*tensors)
-        with surroundings.undisturbed():
+        before = [(block.amaxes, block.amaxes.clone()) for block in {s.block for s, _ in self._products} if block]
+        try:
             return replay(*tensors)
+        finally:
+            for amaxes, then in before:
+                amaxes.copy_(then)
 
     def _check(self) -> None:
         now = region.current_key()
@@ -111,7 +114,7 @@ class GraphedRegion:
 
     def _keep(self) -> None:
         """Have weights of 8 bits where the graph reads them."""
-        keep([weight for _, weight in self._kept.values()], torch.is_grad_enabled())
+        keep([(state, weight) for state, (_, weight) in self._kept.items()], torch.is_grad_enabled())
         for state, (there, _) in self._kept.items():
             if self._copied.get(state) is not state.kept["weight_data"]:
                 with torch.no_grad():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ import torch
 from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.facts import Facts
 from te_fuser.formula.rows import rounds
-from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph.call_context import CallContext, ReadyList, register
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
 from te_fuser.look import is_looking
@@ -31,7 +29,14 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, OwnAmaxBinding, OwnBinding, ScaleBinding
+from te_fuser.quantization.bindings import (
+    AmaxBinding,
+    InverseBinding,
+    OwnAmaxBinding,
+    OwnBinding,
+    ScaleBinding,
+    StateBinding,
+)
 from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
 from te_fuser.quantization.exchanged import agreeing, quantized_first
@@ -45,7 +50,6 @@ from te_fuser.quantization.kept import (
     MadeBinding,
     keep,
     kept_facts,
-    kept_undisturbed,
     leave_blank,
 )
 from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
@@ -55,11 +59,8 @@ from te_fuser.quantization.refusing import refuse_dtype
 from te_fuser.quantization.state import (
     AsPut,
     State,
-    blocks,
     ensure,
-    every_state,
     has_been_asked,
-    known_state_of,
     look_up,
     state_of,
 )
@@ -69,118 +70,80 @@ from te_fuser.recipe.recipes import Format, Recipe
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_only_reads: ContextVar[bool] = ContextVar("te_fuser_only_reads", default=False)
 _BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBinding}
 
 
-class Regions(surroundings.Surrounding):
-    """Regions of recipes as what surrounds calls."""
+class Regions(CallContext):
+    """Regions of recipes as a context of calls."""
 
     key = staticmethod(region.current_key)
-    refuse_tracing = staticmethod(region.refuse_tracing)
 
-    def listed(self, listed: Sequence[ListedOp], key: region.Key) -> list[ListedOp]:
-        times = Counter[Hashable]()
-        found: list[ListedOp] = []
-        for item in listed:
-            if _has_numbers(item, key.recipe):
-                weight = weight_in(item).key
-                found.append(_with_numbers(item, key, times[weight]))
-                times[weight] += 1
-            else:
-                found.append(item)
-        return found
-
-    def lasts(self, listed: Sequence[ListedOp]) -> bool:
-        return not any(_is_planned_alone(weight_in(item)) for item in listed if _is_product(item))
-
-    def entered(self, listed: Sequence[ListedOp], key: region.Key) -> None:
-        refuse_narrow_weights(filter(_is_product, listed))
-        for item in filter(_is_product, listed):
-            refuse_another_precision(weight_in(item), item.path, key.recipe)
-        around, calibrating = key.recipe, key.calibrating
-        weights = [weight_in(item) for item in listed if why_not(item, around) is None]
-        weights = [weight for weight in weights if not _is_planned_alone(weight)]
-        found = [(w, cast(Recipe, recipe_for(w, around)), device_of(w) or w.get().device) for w in weights]
-        records = _records()
-        if any(scalings_of(recipe) is None for _, recipe, _ in found):
-            refuse_by_hand()
-            if calibrating and not (records or is_looking() or _only_reads.get() or any(map(is_only_narrow, weights))):
-                _say_once()
-        found = [] if is_looking() else found  # plans say what a device would refuse
-        for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not calibrating else ():
-            check_machine(device, kind)
-        for weight, recipe, device in found:
-            if not _only_reads.get():
-                ran_within(weight, recipe)
-            if scalings_of(recipe) is None:
-                ensure(weight, recipe, device) if records else look_up(weight, device)
-        for item in listed:
-            if KEPT[0] in item.lowered.aside and not _is_planned_alone(own := weight_in(item)):
-                sizes = cast(MatMul, item.lowered.op).own_features
-                leave_blank(state_of(own), sizes, device_of(own) or own.get().device)
-        keep([weight for weight in _kept(listed) if not _is_planned_alone(weight)], records)
-
-    def left(self, listed: Sequence[ListedOp]) -> None:
-        products, now = [item for item in listed if _is_product(item)], region.current()
-        why = "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)"
+    def prepare(self, listed: Sequence[ListedOp], key: region.Key | None, reads: bool) -> ReadyList:
+        products = [item for item in listed if _is_product(item)]
+        if key is None:
+            _prepare_outside(products)
+            return ReadyList(listed)
+        refuse_narrow_weights(products)
         for item in products:
-            if now is not None and why_not(item, now.recipe) is None:  # calls in float64 are surrounded by nothing
-                refuse_dtype(item.path, "x", torch.float64)
-            refuse_narrow(item, why)
-        if has_been_asked() and not is_looking():
-            ran_outside([weight_in(item) for item in products])
+            refuse_another_precision(weight_in(item), item.path, key.recipe)
+        looks = is_looking() or any(_is_meta(weight_in(item)) for item in products)
+        if looks or reads or not any(item.lowered.aside for item in products):
+            listed = _bound(listed, key, looks, reads)
+        if looks:  # plans say what a device would refuse
+            return ReadyList(listed, lasts=False)
+        _prepare_products([item for item in listed if why_not(item, key.recipe) is None], key, reads)
+        keep([(state_in(item), weight_in(item)) for item in listed if _is_kept(item)], _records() and not reads)
+        return ReadyList(listed, not reads, functools.partial(_facts, listed))
 
-    @contextlib.contextmanager
-    def only_reading(self) -> Iterator[None]:
-        token = _only_reads.set(True)
-        try:
-            with kept_undisturbed():
-                yield
-        finally:
-            _only_reads.reset(token)
-
-    def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        states = [state_of(weight_in(item)) for item in listed if _keeps_scales(item)]
-        recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        products = [weight_in(item) for item in listed if _is_product(item)]
-        places = [place for weight in products for place in narrow_places(weight)]
-        calls = (
-            (AsPut(states, _records()), True),
-            (region.is_capturing, False),
-            *([(AsTheyWere(places), True)] if places else ()),
-        )
-        made = Facts(items=recipes, calls=calls)
-        return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
-
-    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: region.Key) -> Sequence[ListedOp]:
+    def rewrite(self, listed: Sequence[ListedOp], call: CallSpecs, key: region.Key) -> Sequence[ListedOp]:
+        call.notes.extend(_notes(listed, key, call.x.device, call.capability))
         made = [new for item in listed for new in _lowered(item, call, key)]
         if not any(isinstance(item.lowered.op, Collective) for item in listed):
             return made
         return quantized_first(made, agreeing(), lambda item: _reduces(recipe_for(weight_in(item), key.recipe)))
 
-    def notes(
-        self, listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
-    ) -> Iterable[str]:
-        return notes(listed, key, device, capability)
 
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        before = [(block, block.amaxes.clone()) for block in blocks()]
-        known = {id(block) for block, _ in before}
-        noted = {state: state.noted for state in every_state()}
-        try:
-            with kept_undisturbed():
-                yield
-        finally:
-            with torch.no_grad():
-                for block, amaxes in before:
-                    block.amaxes.copy_(amaxes)
-                for block in blocks():
-                    if id(block) not in known:
-                        block.amaxes.zero_()
-                for state in every_state():
-                    state.noted = noted.get(state, (None, None, -1, -1))
+def _prepare_outside(products: Sequence[ListedOp]) -> None:
+    """Refuse products that cannot run outside of regions, and note that the others do."""
+    now = region.current()
+    for item in products:
+        if now is not None and why_not(item, now.recipe) is None:  # calls in float64 are surrounded by nothing
+            refuse_dtype(item.path, "x", torch.float64)
+        refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
+    if has_been_asked() and not is_looking():
+        ran_outside([weight_in(item) for item in products])
+
+
+def _prepare_products(products: Sequence[ListedOp], key: region.Key, reads: bool) -> None:
+    """Have products of 8 bits find what they read, and note by which recipes they run."""
+    found = [(w, _recipe_of(item, key.recipe), _device_in(w)) for item in products for w in [weight_in(item)]]
+    if any(scalings_of(recipe) is None for _, recipe, _ in found):
+        refuse_by_hand()
+        if key.calibrating and not (_records() or reads or any(is_only_narrow(w) for w, _, _ in found)):
+            _say_once()
+    for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not key.calibrating else ():
+        check_machine(device, kind)
+    for weight, recipe, device in [] if reads else found:
+        ran_within(weight, recipe)
+        if scalings_of(recipe) is None:
+            ensure(weight, recipe, device) if _records() else look_up(weight, device)
+    for item, (_, _, device) in zip(products, found, strict=True):
+        if KEPT[0] in item.lowered.aside:
+            leave_blank(state_in(item), cast(MatMul, item.lowered.op).own_features, device)
+
+
+def _facts(listed: Sequence[ListedOp]) -> Facts:
+    """Conditions under which a list stays ready."""
+    states = [state_in(item) for item in listed if _keeps_scales(item)]
+    recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
+    places = [place for item in listed if _is_product(item) for place in narrow_places(weight_in(item))]
+    calls = (
+        (AsPut(states, _records()), True),
+        (region.is_capturing, False),
+        *([(AsTheyWere(places), True)] if places else ()),
+    )
+    made = Facts(items=recipes, calls=calls)
+    return Facts.of([made, kept_facts([state_in(item) for item in listed if _is_kept(item)])])
 
 
 @functools.cache
@@ -192,7 +155,7 @@ def _say_once() -> None:
 
 def _records() -> bool:
     """Whether calls need more than to read scales; a graph that records nothing may be replayed when there are some."""
-    return (torch.is_grad_enabled() or read_in_capture() is not None) and not _only_reads.get()
+    return torch.is_grad_enabled() or read_in_capture() is not None
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:
@@ -226,6 +189,11 @@ def _are_of_tensors(scalings: tuple[Scaling, ...]) -> bool:
     return all(scaling.block is None for scaling in scalings)
 
 
+def state_in(item: ListedOp) -> State:
+    """The state of which a product in a list has its numbers."""
+    return next(b.state for b in item.lowered.aside.values() if isinstance(b, StateBinding))
+
+
 def _keeps_scales(item: ListedOp) -> bool:
     """Whether a product reads scales that are kept from call to call."""
     return isinstance(item.lowered.aside.get("input_scale"), ScaleBinding)
@@ -238,10 +206,6 @@ def _reduces(recipe: Recipe | None) -> bool:
 
 def _is_product(item: ListedOp) -> bool:
     return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
-
-
-def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [weight_in(item) for item in listed if _is_kept(item)]
 
 
 def _is_kept(item: ListedOp) -> bool:
@@ -261,24 +225,28 @@ def _is_meta(weight: Binding) -> bool:
     return found is not None and found.is_meta
 
 
-def _is_planned_alone(weight: Binding) -> bool:
-    """Whether a call of its product is only planned, and leaves it no state: on the meta device, or in a first look."""
-    if _is_meta(weight):
-        return True
-    state = known_state_of(weight) if is_looking() else None
-    return is_looking() and (state is None or state.block is None)
+def _device_in(weight: Binding) -> torch.device:
+    """The device of the weight of a call."""
+    return device_of(weight) or weight.get().device
 
 
-def _without_values(weight: Binding, product: MatMul) -> State:
-    """The state of a product that is only planned: it belongs to nobody."""
-    device = device_of(weight) or torch.device("meta")
-    state, number = State(torch.nn.Module(), weight.name), torch.empty((), dtype=torch.float32, device=device)
-    state.blanks.update(dict.fromkeys(OWN, number))
+def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
+    """A state that belongs to nobody: for a reference with the numbers of a product, else without values."""
+    state = State(torch.nn.Module(), weight.name)
+    if reads:
+        own = look_up(weight, _device_in(weight))
+        for mine, its in zip(state.held(), own.held(), strict=True):
+            mine.update(its)
+        state.is_kept, state.kept_of = own.is_kept, own.kept_of
+        return state
+    device = torch.device("meta") if _is_meta(weight) else _device_in(weight)
+    number = torch.empty((), dtype=torch.float32, device=device)
     data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device=device)
     for like in (state.kept, state.blanks):
         like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
+    state.blanks.update(dict.fromkeys(OWN, number))
     return state
 
 
@@ -308,22 +276,32 @@ def _weight_bindings(weight: Binding, state: State, key: region.Key) -> dict[str
     return _made_of(weight, state)
 
 
-def _with_numbers(item: ListedOp, key: region.Key, time: int) -> ListedOp:
-    """A product with the numbers that it may read, of its state or of its calls.
+def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool) -> list[ListedOp]:
+    """A list whose products have the numbers that they may read, of their states or of their calls."""
+    times = Counter[Hashable]()
+    found: list[ListedOp] = []
+    for item in listed:
+        if _has_numbers(item, key.recipe):
+            weight = weight_in(item)
+            apart = looks or reads
+            state = _apart(weight, cast(MatMul, item.lowered.op), reads and not looks) if apart else state_of(weight)
+            aside = _numbers(weight, state, key, times[weight.key])
+            item = replace(item, lowered=replace(item.lowered, aside=aside))
+            times[weight.key] += 1
+        found.append(item)
+    return found
+
+
+def _numbers(weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
+    """The numbers of a product by name.
 
     Args:
         time: how many products of the list before it have the same weight.
     """
-    weight = weight_in(item)
-    product = cast(MatMul, item.lowered.op)
-    state = _without_values(weight, product) if _is_planned_alone(weight) else state_of(weight)
     if scalings_of(recipe_for(weight, key.recipe)) is not None:
-        return replace(item, lowered=replace(item.lowered, aside=_own_numbers(weight, state, time)))
-    aside: dict[str, Binding] = {
-        f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
-    }
-    aside |= _weight_bindings(weight, state, key)
-    return replace(item, lowered=replace(item.lowered, aside=aside))
+        return _own_numbers(weight, state, time)
+    scales = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
+    return {**scales, **_weight_bindings(weight, state, key)}
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
@@ -442,8 +420,8 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
     return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
-def notes(
-    listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None = None
+def _notes(
+    listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """What plans say of each product's precision; the capability is that of a GPU that is only named."""
     around, calibrating = key.recipe, key.calibrating
@@ -484,4 +462,4 @@ def _names(paths: Sequence[str]) -> str:
     return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
 
 
-surroundings.register(Regions())
+register(Regions())

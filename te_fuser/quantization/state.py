@@ -29,7 +29,6 @@ lock = threading.RLock()
 Numbers = dict[str, torch.Tensor]  # by role
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 _blocks: list[Block] = []
-_all: weakref.WeakSet[State] = weakref.WeakSet()
 _asked = [False]
 _records_since = [False]
 
@@ -81,7 +80,6 @@ class State:
         self._buffers = owner._buffers
         self._owner = weakref.ref(owner)
         self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        _all.add(self)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -104,6 +102,10 @@ class State:
     def is_meta(self) -> bool:
         """Whether its module was taken to the meta device: what was recorded has nowhere to go."""
         return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
+
+    def held(self) -> tuple[dict[str, torch.Tensor], ...]:
+        """All that calls look up."""
+        return self.scales, self.inverses, self.amaxes, self.blanks, self.kept
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
@@ -223,15 +225,27 @@ class State:
         self.block, self.row = free, free.add(self, self.block, self.row)
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
-    @property
-    def noted(self) -> tuple[Recipe | None, Recipe | None, int, int]:
-        """What calls have noted: `recipe`, `ran_by`, `ran_in` and `entry`."""
-        return self.recipe, self.ran_by, self.ran_in, self.entry
+    def now(self) -> tuple[Any, ...]:
+        """All that calls record and note, for `put_back`."""
+        kept = dict(self.kept), self.is_kept, self.kept_of
+        return self.recipe, (self.ran_by, self.ran_in, self.entry), self.recorded(), kept
 
-    @noted.setter
-    def noted(self, value: tuple[Recipe | None, Recipe | None, int, int]) -> None:
-        recipe, self.ran_by, self.ran_in, self.entry = value
+    def put_back(self, then: tuple[Any, ...] | None) -> None:
+        """Have that of then again; None: as of a new state."""
+        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, False, ()))
+        self.ran_by, self.ran_in, self.entry = noted
         self._runs_now_by(recipe)
+        self.forget_recorded()
+        if any(amaxes) and self.block is not None:
+            self.record(amaxes)
+        self.put_kept(*kept)
+
+    def put_kept(self, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
+        """Put what is kept of the weight in 8 bits."""
+        with lock:
+            self.kept.clear()
+            self.kept.update(kept)
+            self.is_kept, self.kept_of = is_kept, kept_of
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
@@ -378,11 +392,6 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 def blocks() -> list[Block]:
     """Those of all devices, in the order in which they were made."""
     return list(_blocks)
-
-
-def every_state() -> list[State]:
-    """Those of all products, with buffers or without."""
-    return list(_all)
 
 
 def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:

@@ -78,7 +78,19 @@ def current() -> Region | None:
 
 
 def current_key() -> Key | None:
-    """What plans depend on here; None outside."""
+    """What plans depend on here; None outside.
+
+    Raises:
+        RuntimeError: in a region that is on, where torch.compile traces, which cannot follow contexts.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        regions = getattr(_here, "regions", ())
+        if regions and regions[-1] is not None:
+            raise RuntimeError(
+                "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself "
+                "there, export with strict=False, or leave the region"
+            )
+        return None
     stack = _stack.get()  # asked in each call of a list
     found = stack[-1] if stack else None
     if found is None:
@@ -136,20 +148,6 @@ def note_used(items: Iterable[Any]) -> None:
 def keeps_or_notes() -> bool:
     """Whether a call here does more to kept weights than to read them."""
     return _is_first.get() is True or _used.get() is not None
-
-
-def refuse_tracing() -> None:
-    """Refuse what torch.compile traces in a region, where it would run in the model's own precision.
-
-    Raises:
-        RuntimeError: in a region that is on.
-    """
-    regions = getattr(_here, "regions", ())
-    if regions and regions[-1] is not None:
-        raise RuntimeError(
-            "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself there, "
-            "export with strict=False, or leave the region"
-        )
 
 
 def entries() -> int:

@@ -456,7 +456,7 @@ def test_micro_batches_are_true_or_false(said: Any) -> None:
 def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("Linear")
     step(model, data(0), True)
-    weights = list(products_of(model).values())
+    weights = [(state_of(weight), weight) for weight in products_of(model).values()]
     with on(), microbatch(True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

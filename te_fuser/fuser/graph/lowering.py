@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
+from te_fuser.fuser.graph.call_context import rewritten
 from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.each_rank import each_rank
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
@@ -40,9 +40,7 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     found: Sequence[ListedOp] = numbered(listed)
     for run in PASSES:
         found = run(found, call)
-    for surrounding, key in surroundings.of(call.around) if call.around else ():
-        found = surrounding.lowered(found, call, key)
-    return found
+    return rewritten(found, call)
 
 
 def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
