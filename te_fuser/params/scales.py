@@ -14,8 +14,8 @@ from te_fuser.params.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`
 
-# Called before a module that has state is saved, by its state_dict, or copied: with whether it is saved.
-before_saving: list[Callable[[bool], None]] = []
+# (a state, whether it is saved by a state_dict and not copied) -> what that has in place of buffers, by their names.
+saved_numbers: list[Callable[[Any, bool], dict[str, torch.Tensor]]] = []
 some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
@@ -61,10 +61,19 @@ class States(dict[str, Any], Aside):
         for name, state in self.items():
             state.put_back((then or {}).get(name))
 
-    def recorded(self) -> dict[str, list[float]]:
-        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait."""
+    def saved(self, saves: bool) -> dict[str, torch.Tensor]:
+        """What a state_dict, or a copy, has in place of buffers, by their names."""
+        made = [numbers(state, saves) for state in self.values() for numbers in saved_numbers]
+        return {name: t for found in made for name, t in found.items()}
+
+    def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
+        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait.
+
+        Args:
+            without: names of buffers that have them.
+        """
         with _disable_current_modes():
-            found = {state.prefix: state.recorded() for state in self.values()}
+            found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():
                 both = torch.tensor([amaxes, found.get(prefix) or amaxes], dtype=torch.float32, device="cpu")
                 found[prefix] = both.amax(0).tolist()
@@ -83,21 +92,18 @@ class States(dict[str, Any], Aside):
 
 def states_of(owner: torch.nn.Module) -> States:
     """Those of a module, which are folded before it is saved, and taken where it is loaded."""
-    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
-        owner.register_state_dict_pre_hook(_before_saving)
+    if _save_recorded not in owner._state_dict_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_post_hook(_save_recorded)
         take_scales(owner)
     return owner.__dict__.setdefault(STATES, States())  # type: ignore[no-any-return]
 
 
-def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    for function in before_saving:
-        function(True)
-
-
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    found = module.__dict__.get(STATES, States()).recorded()
-    if found:
+    """Give a state_dict what was recorded since the last update: in its buffers, or beside them."""
+    states = module.__dict__.get(STATES, States())
+    numbers = states.saved(True)
+    state_dict.update({prefix + name: t for name, t in numbers.items() if prefix + name in state_dict})
+    if found := states.recorded(numbers):
         metadata[RECORDED] = found
 
 
@@ -141,9 +147,13 @@ class HoldsScales(torch.nn.Module):
                 _forget_recorded(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        for function in before_saving if STATES in self.__dict__ else ():
-            function(False)
-        return super().__reduce_ex__(protocol)
+        made: Any = super().__reduce_ex__(protocol)
+        states = self.__dict__.get(STATES)
+        if not (states and (numbers := states.saved(False))):
+            return made
+        function, given, state, *rest = made
+        own = {"_buffers": {**self._buffers, **numbers}, STATES: States(states.recorded(numbers))}
+        return function, given, {**state, **own}, *rest
 
 
 def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -15,10 +15,10 @@ from te_fuser.distributed import telling
 from te_fuser.distributed.group import Group, groups_given
 from te_fuser.ops.construction import latest
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.block import ROLES, Block
+from te_fuser.quantization.block import ROLES, Block, changes
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
-from te_fuser.quantization.state import State, state_of
+from te_fuser.quantization.state import State, blocks, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, settings, settings_changed
 
@@ -44,9 +44,9 @@ def agreement_of(group: Any) -> Agreement | None:
     return found
 
 
-def any_agrees() -> bool:
-    """Whether any ranks agree on amaxes, or did."""
-    return len(_kept) > 0
+def agreement_in(region: Region | None) -> Agreement | None:
+    """What ranks agree on in a region; None where each has its own amaxes."""
+    return None if region is None or not region.recipe.reduce_amax else agreement_of(region.group)
 
 
 class _Told:
@@ -160,29 +160,29 @@ class Agreement:
         self._begun, self._told = True, None
         self._add(new)
 
-    def make(self, recipe: Recipe) -> None:
-        """Have tensors for all of the products, those that ran on other ranks alone, too."""
+    def reduce(self, recipe: Recipe) -> None:
+        """Raise slots to the largest amaxes of all ranks: one all-reduce of bits, so that NaN stays.
+
+        Products that ran on other ranks alone get tensors here, too.
+        """
         self._grow()
         for weight, ref in zip(self._weights, self._states, strict=True):
             state = ref()
             if state is not None and state.block is None and (device := device_of(weight)) is not None:
-                state.recipe = found = recipe_for(weight, recipe)
-                if isinstance(found, DelayedScaling):
-                    state.make(found.amax_history_len, device)
-
-    def reduce(self, seen: dict[Block, torch.Tensor], recipe: Recipe) -> None:
-        """Put the largest amaxes of all ranks in the place of this one's: one all-reduce of bits, so that NaN stays."""
+                state.recipe = recipe_for(weight, recipe)
+                if isinstance(state.recipe, DelayedScaling):
+                    state.make(state.recipe.amax_history_len, device)
         device, places = self._device(self._weights), self._places_of()
         amaxes = torch.zeros(len(self._states), len(ROLES), dtype=torch.float32, device=device)
         for block, (here, there) in places.items():
-            amaxes[here] = seen[block][there].to(device)
+            amaxes[here] = block.amaxes[there].to(device)
         self._coming = self._new(recipe)
         bits = torch.cat([amaxes.view(torch.int32).flatten(), self._counts(len(self._coming), device)])
         self._largest(bits)
         self._told = self._answer = _Told(bits[-3:])
         found = bits[:-3].view(torch.float32).view_as(amaxes)
         for block, (here, there) in places.items():
-            seen[block][there] = found[here].to(block.device)
+            block.amaxes[there] = found[here].to(block.device)
 
     def announce(self, brings: bool) -> None:
         """Have the other ranks told, at the entry of a region, whether products wait here to be folded."""
@@ -272,3 +272,23 @@ def _is_agreed_on(state: State) -> bool:
 
 def _nowhere() -> None:
     """A reference to a state that is gone."""
+
+
+_alike: list[Any] = [None]  # what `note_alike` went by last
+
+
+def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
+    """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
+    now = changes(), dist.get_rank(), agreement, 0 if agreement is None else agreement.known, {*map(id, left_out)}
+    if _alike[0] == now:
+        return
+    _alike[0] = now
+    alone, parted = frozenset([dist.get_rank()]), False
+    ranks, reduced = (alone, set()) if agreement is None else (agreement.ranks, agreement.reduced())
+    for state in [s for block in blocks() for s in block.states() if s not in left_out]:
+        if isinstance(state.recipe, DelayedScaling):
+            by, before = ranks if state in reduced else alone, state.alike
+            state.alike = by if before is None else by & before
+            parted = parted or state.alike != (by if before is None else before) or state.alike == alone != before
+    if parted and _kept:
+        settings_changed()

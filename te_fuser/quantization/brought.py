@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from te_fuser.look import is_looking
@@ -43,13 +42,3 @@ def take(weights: Sequence[Binding], recipe: Recipe) -> None:
 def _waiting_at(weight: Binding) -> dict[str, list[float]]:
     states: States | None = weight.owner.__dict__.get(STATES)
     return {} if states is None else states.waiting
-
-
-def say_that_ranks_differ() -> None:
-    """Warn who saves before ranks have agreed on the last step: what is saved is one rank's."""
-    warnings.warn(
-        "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
-        "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
-        "te_fuser.quantization.states(model) on all ranks before",
-        stacklevel=2,
-    )

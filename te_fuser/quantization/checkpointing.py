@@ -12,11 +12,11 @@ import torch
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.block import ROLES
-from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
 from te_fuser.quantization.precision import any_since, is_another_since, now
+from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.snapshots import Snapshot, of_capture, snapshot
 from te_fuser.quantization.state import Numbers, State, known_state_of, lock, state_of
-from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 

@@ -10,12 +10,13 @@ import torch
 
 from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
+from te_fuser.quantization.block import show
 from te_fuser.quantization.checkpointing import refuse_another
-from te_fuser.quantization.folding import Kept, Snapshot, of_capture, read_in_capture
 from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock, show
-from te_fuser.quantization.stateless import scalings_of
+from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.snapshots import Kept, Snapshot, of_capture, read_in_capture
+from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 

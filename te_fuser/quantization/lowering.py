@@ -40,7 +40,6 @@ from te_fuser.quantization.bindings import (
 from te_fuser.quantization.block import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
 from te_fuser.quantization.exchanged import agreeing, quantized_first
-from te_fuser.quantization.folding import read_in_capture
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import (
     KEPT,
@@ -56,6 +55,8 @@ from te_fuser.quantization.only import AsTheyWere, is_only_narrow, narrow_places
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, weight_in
 from te_fuser.quantization.refusing import refuse_dtype
+from te_fuser.quantization.scaling import how, scalings_of
+from te_fuser.quantization.snapshots import read_in_capture
 from te_fuser.quantization.state import (
     AsPut,
     State,
@@ -64,7 +65,6 @@ from te_fuser.quantization.state import (
     look_up,
     state_of,
 )
-from te_fuser.quantization.stateless import how, scalings_of
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Format, Recipe
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import HISTORY, SCALE, prefix_of
 from te_fuser.params.scales import STATES, States, states_of
-from te_fuser.quantization.block import ROLES, Block, apart, changed, not_in_capture
+from te_fuser.quantization.block import ROLES, Block, Numbers, apart, changed, not_in_capture, show
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 lock = threading.RLock()
-Numbers = dict[str, torch.Tensor]  # by role
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 _blocks: list[Block] = []
 _asked = [False]
@@ -115,9 +114,6 @@ class State:
         show([(self.scales, self.inverses)], numbers.unbind())
         if self.block is not None and self.block.live is not None:
             self.block.live[self.row, :, 0] = numbers
-        if self.block is not None and self.block.looked is not None:
-            self.block.looked.amaxes[self.row] = 0.0
-            self.block.looked.scales[self.row] = scale
 
     def forget_recorded(self) -> None:
         """Drop the amaxes since the last fold: they are not of the scales that come in place of its own."""
@@ -265,16 +261,6 @@ class State:
         self.recipe = recipe
 
 
-def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
-    """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
-    there = iter(numbers)
-    for scales, inverses in found:
-        for role in ROLES:
-            scales[role] = next(there)
-        for role in ROLES:
-            inverses[role] = next(there)
-
-
 class AsPut:
     """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region.
 
@@ -392,6 +378,12 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 def blocks() -> list[Block]:
     """Those of all devices, in the order in which they were made."""
     return list(_blocks)
+
+
+def in_use_elsewhere() -> list[State]:
+    """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
+    entries = region.open_elsewhere()
+    return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
 
 
 def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:

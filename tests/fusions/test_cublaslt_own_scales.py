@@ -20,7 +20,7 @@ from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import lowering
-from te_fuser.quantization.stateless import scalings_of
+from te_fuser.quantization.scaling import scalings_of
 from te_fuser.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams, Recipe
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
