@@ -177,7 +177,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     _check_devices(model, samples)
     within = GraphedRegion(model, samples["x"].device)
     # What the warm-up adds to main_grad is no gradient, and the largest magnitudes that it meets are none of a step.
-    with restored(model.parameters()), asides_undisturbed(model), _planned_for_replay():
+    with restored(model.parameters()), asides_undisturbed(), _planned_for_replay():
         replay = torch.cuda.make_graphed_callables(
             _Positional(model, tuple(named), within),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),

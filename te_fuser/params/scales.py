@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,18 +17,19 @@ RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: 
 
 # (a state, whether it is saved by a state_dict and not copied) -> what that has in place of buffers, by their names.
 saved_numbers: list[Callable[[Any, bool], dict[str, torch.Tensor]]] = []
+_asides: weakref.WeakValueDictionary[int, Aside] = weakref.WeakValueDictionary()
 some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
 class Aside:
-    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
+    """Things that others keep among an op's attributes, and among its buffers by these names: no part of what it is."""
 
     def buffers(self) -> Collection[str]:
         """The names of buffers."""
         return ()
 
     def now(self) -> Any:
-        """What `put_back` takes, to undo what calls do meanwhile."""
+        """State for `put_back`, to undo what calls do meanwhile."""
 
     def put_back(self, then: Any) -> None:
         """Be as it was then; None: as a new one."""
@@ -62,7 +64,7 @@ class States(dict[str, Any], Aside):
             state.put_back((then or {}).get(name))
 
     def saved(self, saves: bool) -> dict[str, torch.Tensor]:
-        """What a state_dict, or a copy, has in place of buffers, by their names."""
+        """Tensors that a state_dict, or a copy, has in place of buffers, by their names."""
         made = [numbers(state, saves) for state in self.values() for numbers in saved_numbers]
         return {name: t for found in made for name, t in found.items()}
 
@@ -91,11 +93,18 @@ class States(dict[str, Any], Aside):
 
 
 def states_of(owner: torch.nn.Module) -> States:
-    """Those of a module, which are folded before it is saved, and taken where it is loaded."""
+    """States of a module's weights, which go along where it is saved, and are taken where it is loaded."""
     if _save_recorded not in owner._state_dict_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_post_hook(_save_recorded)
         take_scales(owner)
-    return owner.__dict__.setdefault(STATES, States())  # type: ignore[no-any-return]
+    found: States = owner.__dict__.setdefault(STATES, States())
+    _asides[id(found)] = found
+    return found
+
+
+def asides() -> list[Aside]:
+    """All that is kept on modules and that calls change."""
+    return list(_asides.values())
 
 
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
@@ -224,7 +233,7 @@ def _other(name: str) -> str:
 
 
 def _is_own(module: torch.nn.Module, name: str, other: str) -> bool:
-    """Whether a module has a buffer that is called like ours, and is none."""
+    """True where a module has a buffer that is called like ours, and is none."""
     return module._buffers.get(name) is not None and module._buffers.get(other) is None
 
 
@@ -243,7 +252,7 @@ def drop_scales(module: torch.nn.Module) -> None:
 
 
 def loads_plainly(module: torch.nn.Module) -> bool:
-    """Whether a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    """True where a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
     return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
 
 
@@ -268,7 +277,7 @@ def _scales_in(
 
 
 def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
-    """Whether a tensor of a checkpoint is one of those that a module with products has."""
+    """True where a tensor of a checkpoint is one of those that a module with products has."""
     if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
         return False
     return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3

@@ -10,13 +10,22 @@ import torch
 
 from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.block import show
+from te_fuser.quantization.amax_slots import show
 from te_fuser.quantization.checkpointing import refuse_another
-from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.scaling import scalings_of
-from te_fuser.quantization.snapshots import Kept, Snapshot, of_capture, read_in_capture
-from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock
+from te_fuser.quantization.state import (
+    Kept,
+    ReadyCheck,
+    Snapshot,
+    State,
+    blocks,
+    history_length,
+    lock,
+    of_capture,
+    read_in_capture,
+)
+from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 
@@ -54,7 +63,7 @@ class GraphedRegion:
             state.ran_in = state.entry = region.entries()
         self._products = [(state, state.recipe) for state in ran if state.recipe is not None]
         recipes = tuple([(vars(state), "recipe", recipe) for state, recipe in self._products])
-        self._facts = Facts(items=recipes, calls=((AsPut(ran, records=True), True),))
+        self._facts = Facts(items=recipes, calls=((ReadyCheck(ran, records=True), True),))
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -97,7 +106,7 @@ class GraphedRegion:
         raise ValueError(_differ(self._key, now) + f": {there}")
 
     def _keeps_nothing(self) -> bool:
-        """Whether no state tells what ran in the capture: outside of regions, and by recipes that have none."""
+        """True where no state tells what ran in the capture: outside of regions, and by recipes that have none."""
         recipe = None if self._key is None else self._key.recipe
         return recipe is None or scalings_of(recipe) is not None
 
@@ -128,7 +137,7 @@ def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _differ(then: region.Key, now: region.Key) -> str:
-    """How regions differ, by their keys."""
+    """Words on how regions differ, by their keys."""
     if then.recipe != now.recipe:
         return f"this graph was captured in a region by {then.recipe}, and is called in one by {now.recipe}"
     if then.calibrating != now.calibrating:

@@ -13,7 +13,7 @@ from te_fuser.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.params.narrow import HISTORY, SCALE
-from te_fuser.quantization.block import Block, changes, show
+from te_fuser.quantization.amax_slots import Block, changes, show
 from te_fuser.quantization.state import State, lock
 from te_fuser.recipe.recipes import DelayedScaling
 
@@ -53,11 +53,11 @@ class BlockKernel:
         self._held: bytes | None = None  # how often these were when nobody else held them
 
     def holds_as_it_was(self) -> bool:
-        """Whether nothing changed since, told without looking at any product."""
+        """True where nothing changed since, told without looking at any product."""
         return self.alone == changes() and still_hold(self._facts)
 
     def holds_for(self, states: Sequence[State]) -> bool:
-        """Whether these are the products, by the same recipes, and their buffers lie where they lay."""
+        """True where these are the products, by the same recipes, and their buffers lie where they lay."""
         return (
             [ref() for ref in self._states] == states
             and [state.recipe for state in states] == self._recipes
@@ -100,21 +100,22 @@ def kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
     return kept, others
 
 
-def folded_in(block: Block) -> list[State]:
-    """The products of a block that keep amaxes, and have somewhere to keep them."""
-    found = [s for s in block.states() if isinstance(s.recipe, DelayedScaling) and not s.is_meta]
+def folded_in(block: Block, among: Sequence[State] | None = None) -> list[State]:
+    """The products of a block, or those among some, that keep amaxes, and have somewhere to keep them."""
+    there = block.states() if among is None else [state for state in among if state.block is block]
+    found = [state for state in there if isinstance(state.recipe, DelayedScaling) and not state.is_meta]
     for state in found:
         state.make(state.recipe.amax_history_len, block.device)  # type: ignore[union-attr]
     return found
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether there is one for a device."""
+    """True where there is one for a device."""
     return device.type == "cuda" and obstacle(device, torch.float32) is None
 
 
 def _is_plain(recipe: Any) -> bool:
-    """Whether scales follow from the formula, without a function of somebody's own."""
+    """True where scales follow from the formula, without a function of somebody's own."""
     return isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
 
 

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.distributed.group import has_ranks
-from te_fuser.quantization.agreement import Agreement, agreement_in, note_alike
-from te_fuser.quantization.block import Block, check_place
-from te_fuser.quantization.brought import take, waiting
+from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
+from te_fuser.quantization.amax_slots import Block, check_place
+from te_fuser.quantization.brought import take_brought
 from te_fuser.quantization.scale_kernel import folded_in, kernel_of, note_thread
-from te_fuser.quantization.scaling import scales_of
-from te_fuser.quantization.snapshots import keep_snapshot
-from te_fuser.quantization.state import State, blocks, has_recorded, in_use_elsewhere, lock, note_recording
-from te_fuser.quantization.trial import try_recipe
+from te_fuser.quantization.scaling import scales_of, try_recipe
+from te_fuser.quantization.state import State, blocks, busy_states, has_recorded, keep_snapshot, lock, note_recording
 from te_fuser.recipe.recipes import DelayedScaling
 from te_fuser.recipe.region import Region, is_capturing, on_entry
 
@@ -44,20 +42,17 @@ def update() -> None:
     """Make history and scales of what was recorded since the last update; ranks of a group, all of them, together.
 
     Raises:
-        RuntimeError: on all ranks of a group where they have different numbers of products; while a stream is captured;
-            where PyTorch transforms or fakes what runs.
+        RuntimeError: where what runs is captured, transformed or faked.
     """
     check_place()
     with lock, torch.inference_mode(False), torch.no_grad():
-        agreement, last = agreement_now(), recorded.region
+        agreement, last = agreement_in(recorded.region), recorded.region
         keep_snapshot()
-        note_recording(False)  # other threads may from here on
         recorded.is_new = False
         if agreement is not None and last is not None:
             agreement.reduce(last.recipe)
-        left_out = set(in_use_elsewhere() if agreement is None else agreement.waiting())
-        if left_out:
-            note_recording()
+        left_out = set(busy_states() if agreement is None else agreement.waiting())
+        note_recording(bool(left_out))  # other threads may from here on
         for block in blocks():
             _update_block(block, left_out)
         if has_ranks():
@@ -81,7 +76,7 @@ def _update_block(block: Block, left_out: set[State]) -> None:
 
 
 def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
-    """What an update makes of states of a block and of what was seen, [products, 3], by recipe; it writes nothing."""
+    """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
         by_recipe.setdefault(id(state.recipe), []).append(state)
@@ -95,30 +90,24 @@ def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator
         yield alike, new, torch.where(moves, made, scales)
 
 
-def agreement_now() -> Agreement | None:
-    """What ranks agree on of what was recorded last."""
-    return agreement_in(recorded.region)
-
-
 def evaluate() -> None:
     """Have an evaluation go by the scales that the next update would make."""
     check_place()
     with lock, torch.inference_mode(False), torch.no_grad():
         keep_snapshot()
-        left_out = {*in_use_elsewhere()}
+        stays = {*busy_states()}
         for block in blocks():
-            found = [state for state in folded_in(block) if state not in left_out]
-            for states, _, scales in moved(block, found, block.amaxes):
+            own = folded_in(block, [state for state in block.states() if state not in stays])
+            for states, _, scales in moved(block, own, block.amaxes):
                 block.show(states, scales)
 
 
 def _at_entry(region: Region) -> None:
-    if "torch._dynamo" in sys.modules:  # it may look at each function that a compiled one calls
-        from te_fuser.fuser.run.outside_tracing import outside_tracing
+    if "torch._dynamo" not in sys.modules:
+        return _begin(region)
+    from te_fuser.fuser.run.outside_tracing import outside_tracing
 
-        outside_tracing(_begin, region)
-    else:
-        _begin(region)
+    outside_tracing(_begin, region)  # else it may look at each function that a compiled one calls
 
 
 def _begin(region: Region) -> None:
@@ -130,17 +119,16 @@ def _begin(region: Region) -> None:
         )
     note_thread()
     try_recipe(region.recipe)
-    last, agreement, brought = recorded.region, agreement_in(region), waiting(region.recipe)
+    last, agreement = recorded.region, agreement_in(region)
     if not torch.is_grad_enabled():
-        if agreement is None and agreement_in(last) is None and (brought or recorded.is_new):
-            take(brought, region.recipe)
+        if agreement is None and agreement_in(last) is None and (take_brought(region.recipe) or recorded.is_new):
             evaluate()
             recorded.region, recorded.is_new = last or region, False
         return
+    brought = take_brought(region.recipe)
     if agreement is not None:
         agreement.enter(region)
-        agreement.announce(bool(brought))
-    take(brought, region.recipe)
+        agreement.announce(brought)
     keeps = any(isinstance(r.recipe, DelayedScaling) for r in (last, region) if r is not None)
     if last is not None and (keeps or has_recorded()):
         update()

@@ -10,11 +10,12 @@ import torch
 
 from te_fuser.params.narrow import HISTORY, SCALE
 from te_fuser.params.scales import saved_numbers
-from te_fuser.quantization.block import ROLES, is_transformed, not_in_capture
+from te_fuser.quantization.amax_allreduce import Agreement, agreement_in
+from te_fuser.quantization.amax_slots import ROLES, is_transformed, not_in_capture
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.scale_kernel import folded_in
-from te_fuser.quantization.scale_update import agreement_now, moved, recorded, update
-from te_fuser.quantization.state import State, blocks, in_use_elsewhere, lock, state_of
+from te_fuser.quantization.scale_update import moved, recorded, update
+from te_fuser.quantization.state import State, blocks, busy_states, lock, state_of
 from te_fuser.recipe.region import entered, in_backward
 
 
@@ -44,7 +45,7 @@ def states(model: torch.nn.Module) -> dict[str, TensorState]:
         TypeError: for what is no module.
     """
     _check(model, "states")
-    if agreement_now() is not None and not (any(entered()) or in_backward()):
+    if _agreement_now() is not None and not (any(entered()) or in_backward()):
         update()
     found = _states_of(model)
     numbers = numbers_now([*found.values()])
@@ -55,6 +56,10 @@ def states(model: torch.nn.Module) -> dict[str, TensorState]:
     }
 
 
+def _agreement_now() -> Agreement | None:
+    return agreement_in(recorded.region)
+
+
 def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torch.Tensor]]:
     """Scale and history of products, as the next update would make them of what was recorded; nothing is written.
 
@@ -63,20 +68,20 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
     not_in_capture("amaxes are folded")
     found = {state: (state.scale, state.history) for state in states}
     inside = recorded.is_new and (any(entered()) or in_backward())
-    if inside or is_transformed() or agreement_now() is not None:
+    if inside or is_transformed() or _agreement_now() is not None:
         return found
     with lock, torch.inference_mode(False), torch.no_grad():
-        theirs = in_use_elsewhere()
+        theirs = busy_states()
         for block in {state.block for state in states if state.block is not None}:
-            own = [state for state in folded_in(block) if state in found and state not in theirs]
+            own = folded_in(block, [state for state in states if state not in theirs])
             for alike, history, scales in moved(block, own, block.amaxes):
                 found.update({s: (scales[k], history[:, k]) for k, s in enumerate(alike)})
     return found
 
 
 def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
-    """What saves and copies have in place of a product's buffers, and its amaxes go along where that is nothing."""
-    if agreement_now() is not None and saves and recorded.is_new:
+    """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
+    if _agreement_now() is not None and saves and recorded.is_new:
         _say_that_ranks_differ()
     if not state.has_buffers or state.block is None or is_transformed() or not any(state.recorded()):
         return {}
@@ -85,7 +90,7 @@ def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
 
 
 def not_finite(model: torch.nn.Module) -> dict[str, int]:
-    """How often an amax was infinite or NaN, and so moved no scale: by the same names, where that happened at all.
+    """Counts of amaxes that were infinite or NaN, and so moved no scale: by the same names, where that happened at all.
 
     Raises:
         TypeError: for what is no module.
@@ -94,7 +99,7 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
     _check(model, "not_finite")
     if any(entered()):
         raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
-    if agreement_now() is not None:
+    if _agreement_now() is not None:
         update()
     found = {block: (block.not_finite + ~block.amaxes.isfinite()).tolist() for block in blocks()}  # a GPU is waited for
     counts = {

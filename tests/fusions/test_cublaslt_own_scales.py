@@ -19,7 +19,7 @@ from te_fuser.kernels import own_scales, quantized_matmul
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.params.joined import _JOINED, Joined
-from te_fuser.quantization import lowering
+from te_fuser.quantization import product_scaling
 from te_fuser.quantization.scaling import scalings_of
 from te_fuser.recipe import Float8BlockScaling, MXFP8BlockScaling, QParams, Recipe
 from tests import fake_cublaslt
@@ -93,7 +93,7 @@ def kernel(dtype: torch.dtype, scaling: Scaling, wanted: str) -> own_scales.Quan
 
 def test_what_is_taken_away_is_turned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `fully_shard` takes weights away after forward."""
-    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: True)
+    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: True)
     p, dtype = planned(), torch.bfloat16
     assert step(p, BOTH).task.written == (kernel(dtype, ROW, "both"), kernel(dtype, SQUARE, "rows"))
     assert step(p, BOTH, True).task.written == (kernel(dtype, ROW, "both"), kernel(dtype, SQUARE, "turned"))
@@ -103,7 +103,7 @@ def test_the_factors_are_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None
     """Backward reads what forward turned, and nothing else of x."""
     p = planned(last=ops.GELU())
     assert {name for name, _ in step(p, BOTH, True).inputs} == {"dy", "0.weight", *SAVED}
-    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: True)
+    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: True)
     assert p.kept_bytes() - planned(last=ops.GELU()).kept_bytes() == IN * OUT
 
 
@@ -221,7 +221,7 @@ def test_products(
 ) -> None:
     """In the dtype of the call, the weight's gradient in the weight's; any number of tokens."""
     own = weight or dtype
-    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
+    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: taken_away)
     p = planned(dtype=dtype, weight=weight, recipe=RECIPES[name])
     x, w, dy = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy)

@@ -15,7 +15,7 @@ import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.fuser.plan import planner
-from te_fuser.quantization import lowering, microbatch
+from te_fuser.quantization import microbatch, product_scaling
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
@@ -118,7 +118,7 @@ def test_weights_that_are_dtensors(
     recipe: Recipe, first: bool | None, taken_away: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each this rank's part is quantized; gradients are DTensors, too."""
-    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
+    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: taken_away)
     model, twin = te.parallelize(mlp(), mesh), mlp()
     for rows in (24, 24, 7):
         with microbatch(first):
@@ -133,7 +133,7 @@ def test_weights_that_are_dtensors(
 def test_weights_that_are_taken_away_are_turned_again(make: Any, recipe: Recipe) -> None:
     wanted = step(make(), recipe)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "is_taken_away", lambda owner: True)
+        patch.setattr(product_scaling, "is_taken_away", lambda owner: True)
         found = step(make(), recipe)
     for name, exact in wanted.items():
         assert torch.equal(found[name], exact), name

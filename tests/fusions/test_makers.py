@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.fusions import float8_weights
-from te_fuser.quantization import lowering, states
+from te_fuser.quantization import product_scaling, states
 from te_fuser.recipe import DelayedScaling
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
@@ -179,7 +179,7 @@ def test_weights_that_are_taken_away_are_turned_again(
         launches = []
         wanted = step(twin, seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lowering, "is_taken_away", lambda owner: True)
+            patch.setattr(product_scaling, "is_taken_away", lambda owner: True)
             found = step(model, seed)
         for name, exact in wanted.items():
             assert torch.equal(found[name], exact), name
@@ -199,12 +199,12 @@ def test_fully_shard_marks_what_it_takes_away() -> None:
     """By hooks for loading, which other modules have from others."""
     model = mlp()
     model.register_load_state_dict_post_hook(lambda *_: None)
-    assert not lowering.is_taken_away(model)
+    assert not product_scaling.is_taken_away(model)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         fully_shard(model[0][1], mesh=init_device_mesh("cpu", (1,)))
-        assert lowering.is_taken_away(model[0][1]) and not lowering.is_taken_away(model[0][3])
+        assert product_scaling.is_taken_away(model[0][1]) and not product_scaling.is_taken_away(model[0][3])
     finally:
         torch.distributed.destroy_process_group()
 

@@ -8,7 +8,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization.block import ROLES
+from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import State, ensure, state_of
 from te_fuser.recipe import DelayedScaling

@@ -19,9 +19,9 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
-from te_fuser.quantization.block import ROLES
+from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import AsPut, blocks, ensure, newest, prefix_of, state_of
+from te_fuser.quantization.state import ReadyCheck, blocks, ensure, newest, prefix_of, state_of
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 
@@ -225,7 +225,7 @@ def test_what_each_call_asks_of_states_is_one_loop() -> None:
     """It calls no function for each of them; buffers that somebody put are seen, whichever product's they are."""
 
     def calls(states: list[Any]) -> int:
-        found, asked = list[str](), AsPut(states, records=True)
+        found, asked = list[str](), ReadyCheck(states, records=True)
         asked()  # which notes the region
         sys.setprofile(lambda frame, event, argument: found.append(event))
         try:
@@ -237,7 +237,7 @@ def test_what_each_call_asks_of_states_is_one_loop() -> None:
     found = [state_of(product()) for _ in range(5)]
     assert calls(found) == calls(found[:1])
     for state in found:
-        asked = AsPut(found, records=True)
+        asked = ReadyCheck(found, records=True)
         for name, t in ((SCALE, state.scale), (HISTORY, state.history)):
             state._buffers[name] = t.clone()
             assert not asked()

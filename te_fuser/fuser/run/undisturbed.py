@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser.fuser.run import delayed
-from te_fuser.params.scales import Aside
+from te_fuser.params.scales import asides
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
     before = [(m, dict(m._buffers)) for m in modules]
     gpus = sorted({d.index for d in devices if d.type == "cuda"})
-    with delayed.at_once(), asides_undisturbed(model), pythons_draws_undone(), torch.random.fork_rng(gpus):
+    with delayed.at_once(), asides_undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
         try:
             for m, held in before:
                 _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})
@@ -49,18 +49,15 @@ def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -
 
 
 @contextmanager
-def asides_undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards all that is kept on a model's modules (`Aside`) is as it was before."""
-
-    def asides() -> list[Aside]:
-        return [kept for m in model.modules() for kept in vars(m).values() if isinstance(kept, Aside)]
-
-    then = {id(aside): aside.now() for aside in asides()}
+def asides_undisturbed() -> Iterator[None]:
+    """Afterwards all that is kept on modules beside their parameters (`Aside`) is as it was before."""
+    then = [(aside, aside.now()) for aside in asides()]
     try:
         yield
     finally:
+        before = {id(aside): noted for aside, noted in then}
         for aside in asides():
-            aside.put_back(then.get(id(aside)))
+            aside.put_back(before.get(id(aside)))
 
 
 @contextmanager

@@ -16,13 +16,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.facts import Facts
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.block import not_in_capture
+from te_fuser.quantization.amax_slots import not_in_capture
 from te_fuser.quantization.state import Source, State, lock
 from te_fuser.recipe import region
 
@@ -33,30 +31,6 @@ OWN = (
     *[f"{role}_{what}" for role in ("input", "output_gradient") for what in ("scale", "inverse", "amax")],
     "weight_inverse",
 )
-
-
-class MadeBinding(StateBinding):
-    """A weight in 8 bits that each call makes: where calls look it up stands what it is like."""
-
-    what = "of_this_call"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.state.blanks  # type: ignore[no-any-return]
-
-
-class MadeAgainBinding(MadeBinding):
-    """One that backward makes again of the weight: `fully_shard` takes that away in between, and brings it back."""
-
-    in_parts = True
-
-
-class KeptBinding(StateBinding):
-    """What is kept of a weight: one of `KEPT`. A later first micro-batch puts others in place, and writes to none."""
-
-    what = "of_microbatches"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.state.kept  # type: ignore[no-any-return]
 
 
 def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
@@ -72,8 +46,8 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     renews = not region.recomputing()
     first = renews and region.is_first_microbatch()
     compares = renews and not region.is_capturing()  # replays do
-    there = {s for s in states if s.is_kept and _lies_beside(s)}
-    missing = [s for s in states if first or s not in there or (compares and _is_of_others(s))]
+    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.scales["weight"].device}
+    missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
     if missing:
         not_in_capture("weights are quantized to be kept")
     if not (first or all(s.is_kept for s in missing)):
@@ -117,11 +91,6 @@ def leave_blank(state: State, features: tuple[int, int], device: torch.device) -
     state.blanks.update(zip((*KEPT[:2], *OWN), (*layouts, *numbers), strict=True))
 
 
-def _lies_beside(state: State) -> bool:
-    """Whether what is kept is on the device of the scales."""
-    return state.kept[KEPT[0]].device == state.scales["weight"].device
-
-
 @functools.cache
 def _say_once() -> None:
     warnings.warn(
@@ -131,33 +100,11 @@ def _say_once() -> None:
     )
 
 
-def kept_facts(states: Sequence[State]) -> Facts:
-    """What holds while calls read what is kept of these, and nothing else is to be done."""
-    kept = tuple([(vars(state), "is_kept", True) for state in states])
-    if not kept:
-        return Facts()
-    return Facts(items=kept, calls=((region.keeps_or_notes, False), (functools.partial(_any_of_others, states), False)))
-
-
 def _sources(weight: Binding) -> tuple[Source, ...]:
     """The parameters that a weight is, or is made of, and their versions; of one that a module computes none."""
     places = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
     found = [(module._parameters, last, module._parameters.get(last)) for module, last in places]
     return tuple([(there, last, weakref.ref(p), version_of(p)) for there, last, p in found if p is not None])
-
-
-def _is_of_others(state: State) -> bool:
-    """Whether a parameter that kept 8 bits were made of was replaced since, or written in place."""
-    for there, name, parameter, version in state.kept_of:
-        then = parameter()
-        if then is None or version_of(then) != version or there.get(name) is not then:
-            return True
-    return False
-
-
-def _any_of_others(states: Sequence[State]) -> bool:
-    """Whether any was, of states that calls read here; what computes a forward again reads what that read."""
-    return not region.recomputing() and any(map(_is_of_others, states))
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def check_place() -> None:
 
 
 def is_transformed() -> bool:
-    """Whether PyTorch transforms or fakes what runs here."""
+    """True where PyTorch transforms or fakes what runs here."""
     return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
 
 
@@ -82,7 +82,7 @@ class Block:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot was given away."""
+        """True where every slot was given away."""
         return len(self._states) == _PRODUCTS
 
     def states(self) -> list[State]:
@@ -100,7 +100,7 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """How many slots were given away."""
+        """Number of slots that were given away."""
         return len(self._states)
 
     def made_live(self) -> torch.Tensor:
