@@ -10,8 +10,8 @@ import torch
 
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.facts import still_hold
-from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.run.undisturbed import asides_undisturbed
 from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
@@ -183,7 +183,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     _check_devices(model, samples)
     within = GraphedRegion(model, samples["x"].device)
     # What the warm-up adds to main_grad is no gradient, and the largest magnitudes that it meets are none of a step.
-    with restored(model.parameters()), surroundings.undisturbed(), _planned_for_replay():
+    with restored(model.parameters()), asides_undisturbed(), _planned_for_replay():
         replay = torch.cuda.make_graphed_callables(
             _Positional(model, tuple(named), within),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),

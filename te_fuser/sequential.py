@@ -15,11 +15,11 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
+from te_fuser.fuser.graph.call_context import keys_now, prepared
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.passes import PassRecord, record_passes
 from te_fuser.fuser.graph.reference import reference_run
-from te_fuser.fuser.graph.surroundings import around, listed_within, only_reading
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
@@ -459,10 +459,9 @@ def _reference(
     group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
 ) -> Any:
     values = dict(inputs)
-    keys = around(x.dtype)
-    with only_reading() if keys else contextlib.nullcontext():
-        listed = listed_within(group.listed, keys)
-        parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
+    keys = keys_now(x.dtype)
+    listed = prepared(group.listed, keys, reads=True).listed if keys else group.listed
+    parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
     # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
     seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
     y = reference_run(listed, x, values, parameters, seed, keys)

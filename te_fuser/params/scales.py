@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,17 +15,24 @@ from te_fuser.params.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`
 
-# Called before a module that has state is saved, by its state_dict, or copied: with whether it is saved.
-before_saving: list[Callable[[bool], None]] = []
+# (a state, whether it is saved by a state_dict and not copied) -> what that has in place of buffers, by their names.
+saved_numbers: list[Callable[[Any, bool], dict[str, torch.Tensor]]] = []
+_asides: weakref.WeakValueDictionary[int, Aside] = weakref.WeakValueDictionary()
 some_wait = [False]  # whether there may be amaxes that wait in any `States`
 
 
 class Aside:
-    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
+    """Things that others keep among an op's attributes, and among its buffers by these names: no part of what it is."""
 
     def buffers(self) -> Collection[str]:
         """The names of buffers."""
         return ()
+
+    def now(self) -> Any:
+        """State for `put_back`, to undo what calls do meanwhile."""
+
+    def put_back(self, then: Any) -> None:
+        """Be as it was then; None: as a new one."""
 
 
 class States(dict[str, Any], Aside):
@@ -48,10 +56,26 @@ class States(dict[str, Any], Aside):
     def buffers(self) -> list[str]:
         return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
 
-    def recorded(self) -> dict[str, list[float]]:
-        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait."""
+    def now(self) -> dict[str, Any]:
+        return {name: state.now() for name, state in self.items()}
+
+    def put_back(self, then: dict[str, Any] | None) -> None:
+        for name, state in self.items():
+            state.put_back((then or {}).get(name))
+
+    def saved(self, saves: bool) -> dict[str, torch.Tensor]:
+        """Tensors that a state_dict, or a copy, has in place of buffers, by their names."""
+        made = [numbers(state, saves) for state in self.values() for numbers in saved_numbers]
+        return {name: t for found in made for name, t in found.items()}
+
+    def recorded(self, without: Collection[str] = ()) -> dict[str, list[float]]:
+        """Amaxes that are in no history yet, as `waiting`: those of calls, and those that wait.
+
+        Args:
+            without: names of buffers that have them.
+        """
         with _disable_current_modes():
-            found = {state.prefix: state.recorded() for state in self.values()}
+            found = {s.prefix: s.recorded() for s in self.values() if s.prefix + SCALE not in without}
             for prefix, amaxes in self.waiting.items():
                 both = torch.tensor([amaxes, found.get(prefix) or amaxes], dtype=torch.float32, device="cpu")
                 found[prefix] = both.amax(0).tolist()
@@ -69,22 +93,26 @@ class States(dict[str, Any], Aside):
 
 
 def states_of(owner: torch.nn.Module) -> States:
-    """Those of a module, which are folded before it is saved, and taken where it is loaded."""
-    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
-        owner.register_state_dict_pre_hook(_before_saving)
+    """States of a module's weights, which go along where it is saved, and are taken where it is loaded."""
+    if _save_recorded not in owner._state_dict_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_post_hook(_save_recorded)
         take_scales(owner)
-    return owner.__dict__.setdefault(STATES, States())  # type: ignore[no-any-return]
+    found: States = owner.__dict__.setdefault(STATES, States())
+    _asides[id(found)] = found
+    return found
 
 
-def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    for function in before_saving:
-        function(True)
+def asides() -> list[Aside]:
+    """All that is kept on modules and that calls change."""
+    return list(_asides.values())
 
 
 def _save_recorded(module: torch.nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
-    found = module.__dict__.get(STATES, States()).recorded()
-    if found:
+    """Give a state_dict what was recorded since the last update: in its buffers, or beside them."""
+    states = module.__dict__.get(STATES, States())
+    numbers = states.saved(True)
+    state_dict.update({prefix + name: t for name, t in numbers.items() if prefix + name in state_dict})
+    if found := states.recorded(numbers):
         metadata[RECORDED] = found
 
 
@@ -128,9 +156,13 @@ class HoldsScales(torch.nn.Module):
                 _forget_recorded(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        for function in before_saving if STATES in self.__dict__ else ():
-            function(False)
-        return super().__reduce_ex__(protocol)
+        made: Any = super().__reduce_ex__(protocol)
+        states = self.__dict__.get(STATES)
+        if not (states and (numbers := states.saved(False))):
+            return made
+        function, given, state, *rest = made
+        own = {"_buffers": {**self._buffers, **numbers}, STATES: States(states.recorded(numbers))}
+        return function, given, {**state, **own}, *rest
 
 
 def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -201,7 +233,7 @@ def _other(name: str) -> str:
 
 
 def _is_own(module: torch.nn.Module, name: str, other: str) -> bool:
-    """Whether a module has a buffer that is called like ours, and is none."""
+    """True where a module has a buffer that is called like ours, and is none."""
     return module._buffers.get(name) is not None and module._buffers.get(other) is None
 
 
@@ -220,7 +252,7 @@ def drop_scales(module: torch.nn.Module) -> None:
 
 
 def loads_plainly(module: torch.nn.Module) -> bool:
-    """Whether a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    """True where a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
     return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
 
 
@@ -245,7 +277,7 @@ def _scales_in(
 
 
 def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
-    """Whether a tensor of a checkpoint is one of those that a module with products has."""
+    """True where a tensor of a checkpoint is one of those that a module with products has."""
     if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
         return False
     return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3

@@ -1,9 +1,9 @@
 """Numbers of 8 bits: tensors with their scale, and what recipes keep of a model's products from call to call."""
 
 from te_fuser.quantization.checkpointing import checkpoint_contexts
-from te_fuser.quantization.named import TensorState, not_finite, states
-from te_fuser.quantization.only import quantized_model_init
+from te_fuser.quantization.model_init import quantized_model_init
 from te_fuser.quantization.precision import precision
+from te_fuser.quantization.state_dict_view import TensorState, not_finite, states
 from te_fuser.quantization.tensor import QuantizedTensor, quantize
 from te_fuser.recipe.region import microbatch
 

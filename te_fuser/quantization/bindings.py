@@ -1,4 +1,4 @@
-"""What products of 8 bits read of their state, as bindings: looked up in each call, never values of a plan."""
+"""Numbers of products' states as bindings: looked up in each call, never values of a plan."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from te_fuser.quantization.state import State
 
 
 class StateBinding(Binding):
-    """A number of the state of a product, float32 [], by what it is called there and its role."""
+    """A tensor of the state of a product, by the dict that has it there (`held`) and its name in that (`role`)."""
 
     what: ClassVar[str]
+    held: ClassVar[str]
+    state: State
+    role: str
 
     def __init__(self, state: State, role: str) -> None:
         object.__setattr__(self, "state", state)
         object.__setattr__(self, "role", role)
         object.__setattr__(self, "name", f"{state.prefix}{role}_{self.what}")
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
 
     @property
     def owner(self) -> torch.nn.Module:  # type: ignore[override]
@@ -35,18 +35,19 @@ class StateBinding(Binding):
 
     @property
     def key(self) -> Key:
-        return id(self._held()), self.__dict__["role"]
+        return id(self.slot[0]), self.role
 
     @property
     def computed(self) -> bool:
         return False
 
     def get(self) -> torch.Tensor:
-        return self._held()[self.__dict__["role"]]
+        found: torch.Tensor = getattr(self.state, self.held)[self.role]
+        return found
 
     @property
     def slot(self) -> tuple[Mapping[str, object], str]:
-        return self._held(), self.__dict__["role"]
+        return getattr(self.state, self.held), self.role
 
     def weak(self) -> StateBinding:
         return self
@@ -62,32 +63,32 @@ class StateBinding(Binding):
 
 
 class ScaleBinding(StateBinding):
-    """The scale of now."""
+    """The scale of now, float32 []."""
 
-    what = "scale"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].scales  # type: ignore[no-any-return]
+    what, held = "scale", "scales"
 
 
 class InverseBinding(StateBinding):
     """Its reciprocal, which 8 bits are multiplied by."""
 
-    what = "inverse"
+    what, held = "inverse", "inverses"
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].inverses  # type: ignore[no-any-return]
+
+class AmaxBinding(StateBinding):
+    """The slot of the largest magnitude since the last update."""
+
+    what, held, written = "amax", "amaxes", True
 
 
 class OwnBinding(StateBinding):
     """A number that each call makes of what it quantizes: where calls look it up stands what it is like.
 
     Args:
-        time: the how manieth product of a list with this weight makes it, from 0.
+        time: how many products of the list before it have this weight; each quantizes something else.
     """
 
-    what = "of_this_call"
-    made_in_call = True
+    what, held, made_in_call = "of_this_call", "blanks", True
+    time: int
 
     def __init__(self, state: State, role: str, time: int = 0) -> None:
         super().__init__(state, role)
@@ -95,12 +96,7 @@ class OwnBinding(StateBinding):
 
     @property
     def key(self) -> Key:
-        """Another one each time that a list has the product: each quantizes something else."""
-        found, role = super().key
-        return found, f"{role}.{self.__dict__['time']}"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].blanks  # type: ignore[no-any-return]
+        return id(self.slot[0]), f"{self.role}.{self.time}"
 
 
 class OwnAmaxBinding(OwnBinding):
@@ -112,11 +108,19 @@ class OwnAmaxBinding(OwnBinding):
     written = True
 
 
-class AmaxBinding(StateBinding):
-    """The slot of the largest magnitude since the last fold."""
+class MadeBinding(StateBinding):
+    """A weight in 8 bits that each call makes: where calls look it up stands what it is like."""
 
-    what = "amax"
-    written = True
+    what, held = "of_this_call", "blanks"
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].amaxes  # type: ignore[no-any-return]
+
+class MadeAgainBinding(MadeBinding):
+    """One that backward makes again of the weight: `fully_shard` takes that away in between, and brings it back."""
+
+    in_parts = True
+
+
+class KeptBinding(StateBinding):
+    """A weight in 8 bits that is kept. A later first micro-batch puts others in place, and writes to none."""
+
+    what, held = "of_microbatches", "kept"

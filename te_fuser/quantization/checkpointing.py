@@ -11,12 +11,11 @@ import torch
 
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.block import ROLES
-from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
-from te_fuser.quantization.kept import reading
+from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.precision import any_since, is_another_since, now
-from te_fuser.quantization.state import Numbers, State, known_state_of, lock, state_of
-from te_fuser.quantization.stateless import scalings_of
+from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.state import Numbers, Snapshot, State, known_state_of, lock, of_capture, snapshot, state_of
+from te_fuser.quantization.weight_cache import reading
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 
@@ -64,7 +63,7 @@ class _Kept:
         self._regions = region.entered()
         self._is_first = region.is_first_microbatch()
         self._used: list[Any] = []
-        self._precision: int = now() if self._around is None else self._around._precision
+        self.precision: int = now() if self._around is None else self._around.precision
         self.scales: Snapshot | None = None if self._around is None else self._around.scales
         self.entries: set[int] = {region.entries()} if self._around is None else self._around.entries
 
@@ -78,7 +77,7 @@ class _Kept:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        if any_since(self._precision):
+        if any_since(self.precision):
             region.settings_changed()  # so that calls are looked at again, each with its products
         micro_batch, token = region.microbatch(self._is_first), _running_again.set(self)
         try:
@@ -86,14 +85,6 @@ class _Kept:
                 yield
         finally:
             _running_again.reset(token)
-
-    def refuse_another_precision(self, weight: Binding, path: str, recipe: Recipe) -> None:
-        if is_another_since(weight, self._precision, recipe):
-            raise RuntimeError(
-                f"{path or 'MatMul'}: te_fuser.precision was called between a forward and its backward, which computes "
-                "that forward again, in which this product ran otherwise: call it before the forward, or behind the "
-                "backward"
-            )
 
 
 _running_again: ContextVar[_Kept | None] = ContextVar("te_fuser_running_again", default=None)
@@ -110,7 +101,7 @@ def _by(scales: Snapshot | None, entries: set[int]) -> Iterator[None]:
         before = _put_back(scales, entries)
     is_captured = scales is not None and scales.is_captured
     try:
-        with of_capture(scales) if is_captured else contextlib.nullcontext():  # type: ignore[arg-type]
+        with of_capture(scales) if is_captured else contextlib.nullcontext():
             yield
     finally:
         with lock:
@@ -137,11 +128,7 @@ def _put_back(scales: Snapshot | None, entries: set[int]) -> list[tuple[State, N
 
 
 def ran_within(weight: Binding, recipe: Recipe) -> None:
-    """Note that a product runs in a region now, by that recipe.
-
-    Raises:
-        RuntimeError: where that computes a forward again which ran in another region, or in none.
-    """
+    """Note that a product runs in a region now, by that recipe; as `refuse_another`."""
     state = state_of(weight)
     refuse_another(state, recipe)
     if not region.recomputing():
@@ -164,15 +151,16 @@ def refuse_another(state: State, recipe: Recipe) -> None:
 def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None:
     """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now.
 
-    Args:
-        recipe: of the region.
-
     Raises:
         RuntimeError: naming the product's path.
     """
     kept = _running_again.get()
-    if kept is not None and not isinstance(weight, GivenBinding):
-        kept.refuse_another_precision(weight, path, recipe)
+    if kept is None or isinstance(weight, GivenBinding) or not is_another_since(weight, kept.precision, recipe):
+        return
+    raise RuntimeError(
+        f"{path or 'MatMul'}: te_fuser.precision was called between a forward and its backward, which computes that "
+        "forward again, in which this product ran otherwise: call it before the forward, or behind the backward"
+    )
 
 
 def ran_outside(weights: Iterable[Binding]) -> None:

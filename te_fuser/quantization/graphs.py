@@ -9,14 +9,23 @@ from typing import Any
 import torch
 
 from te_fuser.facts import Facts, still_hold
-from te_fuser.fuser.graph import surroundings
 from te_fuser.params.binding import Binding
+from te_fuser.quantization.amax_slots import show
 from te_fuser.quantization.checkpointing import refuse_another
-from te_fuser.quantization.folding import Kept, Snapshot, of_capture, read_in_capture
-from te_fuser.quantization.kept import keep
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock, show
-from te_fuser.quantization.stateless import scalings_of
+from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.state import (
+    Kept,
+    ReadyCheck,
+    Snapshot,
+    State,
+    blocks,
+    history_length,
+    lock,
+    of_capture,
+    read_in_capture,
+)
+from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 
@@ -54,7 +63,7 @@ class GraphedRegion:
             state.ran_in = state.entry = region.entries()
         self._products = [(state, state.recipe) for state in ran if state.recipe is not None]
         recipes = tuple([(vars(state), "recipe", recipe) for state, recipe in self._products])
-        self._facts = Facts(items=recipes, calls=((AsPut(ran, records=True), True),))
+        self._facts = Facts(items=recipes, calls=((ReadyCheck(ran, records=True), True),))
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
@@ -72,8 +81,12 @@ class GraphedRegion:
             self._keep()
         if torch.is_grad_enabled() or not self._records:
             return replay(*tensors)
-        with surroundings.undisturbed():
+        before = [(block.amaxes, block.amaxes.clone()) for block in {s.block for s, _ in self._products} if block]
+        try:
             return replay(*tensors)
+        finally:
+            for amaxes, then in before:
+                amaxes.copy_(then)
 
     def _check(self) -> None:
         now = region.current_key()
@@ -93,7 +106,7 @@ class GraphedRegion:
         raise ValueError(_differ(self._key, now) + f": {there}")
 
     def _keeps_nothing(self) -> bool:
-        """Whether no state tells what ran in the capture: outside of regions, and by recipes that have none."""
+        """True where no state tells what ran in the capture: outside of regions, and by recipes that have none."""
         recipe = None if self._key is None else self._key.recipe
         return recipe is None or scalings_of(recipe) is not None
 
@@ -111,7 +124,7 @@ class GraphedRegion:
 
     def _keep(self) -> None:
         """Have weights of 8 bits where the graph reads them."""
-        keep([weight for _, weight in self._kept.values()], torch.is_grad_enabled())
+        keep([(state, weight) for state, (_, weight) in self._kept.items()], torch.is_grad_enabled())
         for state, (there, _) in self._kept.items():
             if self._copied.get(state) is not state.kept["weight_data"]:
                 with torch.no_grad():
@@ -124,7 +137,7 @@ def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _differ(then: region.Key, now: region.Key) -> str:
-    """How regions differ, by their keys."""
+    """Words on how regions differ, by their keys."""
     if then.recipe != now.recipe:
         return f"this graph was captured in a region by {then.recipe}, and is called in one by {now.recipe}"
     if then.calibrating != now.calibrating:

@@ -15,7 +15,7 @@ import torch
 from te_fuser.params.binding import Binding
 from te_fuser.params.scales import Aside
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.trial import try_recipe
+from te_fuser.quantization.scaling import try_recipe
 from te_fuser.recipe.recipes import Recipe
 from te_fuser.recipe.region import settings_changed
 
@@ -85,7 +85,7 @@ def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a pattern matches a path or the beginning of it, up to a dot."""
+    """True where a pattern matches a path or the beginning of it, up to a dot."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
@@ -101,12 +101,12 @@ def now() -> int:
 
 
 def any_since(then: int) -> bool:
-    """Whether a recipe of any product was changed since then."""
+    """True where a recipe of any product was changed since then."""
     return _latest[0] > then
 
 
 def is_another_since(weight: Binding, then: int, recipe: Recipe) -> bool:
-    """Whether a product runs by another recipe than it would have then, in a region of this one."""
+    """True where a product runs by another recipe than it would have then, in a region of this one."""
     since = [before for when, before in _changed.get(weight.owner, {}).get(weight.name, ()) if when > then]
     return bool(since) and (recipe if since[0] is _UNSAID else since[0]) != recipe_for(weight, recipe)
 

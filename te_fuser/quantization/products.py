@@ -29,7 +29,7 @@ def products() -> list[Binding]:
 
 
 def _fits(product: MatMul) -> bool:
-    """Whether a rank's product is one that 8 bits take."""
+    """True where a rank's product is one that 8 bits take."""
     try:
         return not any(size % STEP for size in product.own_features)
     except ValueError:  # which ranks cannot cut so: calls say it
@@ -37,7 +37,7 @@ def _fits(product: MatMul) -> bool:
 
 
 def weight_of(op: FusableOperation) -> Binding | None:
-    """What a product is bound to; None of other ops, and where that is gone or another module reads it otherwise."""
+    """The weight of a product; None of other ops, and where that is gone or another module reads it otherwise."""
     product = op.op if isinstance(op, Bound) else op
     if not (isinstance(product, MatMul) and product.kind is MatMul and _fits(product)):
         return None
@@ -48,7 +48,7 @@ def weight_of(op: FusableOperation) -> Binding | None:
 
 
 def weight_in(item: ListedOp) -> Binding:
-    """What a product in a list reads its weight by."""
+    """The binding of the weight of a product in a list."""
     return item.lowered.bindings["weight"]
 
 
@@ -63,12 +63,17 @@ def products_of(model: torch.nn.Module) -> dict[str, Binding]:
     return found
 
 
-def device_of(weight: Binding) -> torch.device | None:
-    """Where a weight is; None of one that is gone, or comes with each call."""
+def parameter_of(weight: Binding) -> torch.Tensor | None:
+    """A weight, or a parameter beside one that is computed; None of one that is gone, or comes with each call."""
     try:
         owner = weight.owner
     except ReferenceError:
         return None
     found = owner._parameters.get(weight.name)
-    found = next(owner.parameters(), None) if found is None else found
+    return next(owner.parameters(), None) if found is None else found
+
+
+def device_of(weight: Binding) -> torch.device | None:
+    """The device of a weight; None of one that is gone, comes with each call, or has no values."""
+    found = parameter_of(weight)
     return None if found is None or found.is_meta else found.device

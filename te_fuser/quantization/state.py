@@ -1,36 +1,34 @@
-"""What is kept of a product from call to call: scales of its three tensors, their amaxes, and slots for new ones.
+"""State of a product from call to call: scales of its three tensors, their amaxes, and slots for new ones.
 
-It belongs to the weight, by its owner and name, whichever lists read that. It is two buffers of the owner, both float32
-with the columns `ROLES`: `fp8_scale` [3] and `fp8_amax_history` [length, 3], newest first; where the weight's name is
-more than "weight", it stands before theirs (`fc1_fp8_scale`). A fold writes both in place. Calls read a snapshot of the
-scales and their reciprocals: a fold puts another one in its place, so that what has saved numbers of it keeps them.
+It belongs to the weight, by its owner and name: two buffers of the owner, float32 with the columns `ROLES`,
+`fp8_scale` [3] and `fp8_amax_history` [length, 3], newest first. An update writes both in place. Calls read a snapshot
+of the scales and reciprocals: an update puts another one in its place, so that what has saved numbers of it keeps them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.binding import Binding
-from te_fuser.params.narrow import HISTORY, SCALE, prefix_of
+from te_fuser.params.narrow import HISTORY, SCALE, not_scaled, prefix_of, version_of
 from te_fuser.params.scales import STATES, States, states_of
-from te_fuser.quantization.block import ROLES, Block, apart, changed, not_in_capture
-from te_fuser.quantization.trial import try_recipe
+from te_fuser.quantization.amax_slots import ROLES, Block, Numbers, apart, changed, not_in_capture, show
+from te_fuser.quantization.scaling import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 lock = threading.RLock()
-Numbers = dict[str, torch.Tensor]  # by role
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 _blocks: list[Block] = []
-_all: weakref.WeakSet[State] = weakref.WeakSet()
-_asked = [False]
 _records_since = [False]
 
 
@@ -40,7 +38,7 @@ def note_recording(since: bool = True) -> None:
 
 
 def has_recorded() -> bool:
-    """Whether any did."""
+    """True where any did."""
     return _records_since[0]
 
 
@@ -81,7 +79,6 @@ class State:
         self._buffers = owner._buffers
         self._owner = weakref.ref(owner)
         self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        _all.add(self)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -95,15 +92,19 @@ class State:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there are any: from a call, a checkpoint, or the module that this one was copied from."""
+        """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
         return (
             self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
         )
 
     @property
     def is_meta(self) -> bool:
-        """Whether its module was taken to the meta device: what was recorded has nowhere to go."""
+        """True where its module was taken to the meta device: what was recorded has nowhere to go."""
         return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
+
+    def held(self) -> tuple[dict[str, torch.Tensor], ...]:
+        """All that calls look up."""
+        return self.scales, self.inverses, self.amaxes, self.blanks, self.kept
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
@@ -113,9 +114,14 @@ class State:
         show([(self.scales, self.inverses)], numbers.unbind())
         if self.block is not None and self.block.live is not None:
             self.block.live[self.row, :, 0] = numbers
-        if self.block is not None and self.block.looked is not None:
-            self.block.looked.amaxes[self.row] = 0.0
-            self.block.looked.scales[self.row] = scale
+
+    def keeps_another(self) -> bool:
+        """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
+        for there, name, parameter, version in self.kept_of:
+            then = parameter()
+            if then is None or version_of(then) != version or there.get(name) is not then:
+                return True
+        return False
 
     def forget_recorded(self) -> None:
         """Drop the amaxes since the last fold: they are not of the scales that come in place of its own."""
@@ -177,7 +183,7 @@ class State:
             self.make(None, self.block.device)
 
     def is_as_put(self) -> bool:
-        """Whether nobody has put other tensors in place of the buffers since."""
+        """True where nobody has put other tensors in place of the buffers since."""
         found = self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
         return self._put is not None and found[0] is self._put[0] and found[1] is self._put[1]
 
@@ -210,7 +216,7 @@ class State:
             )
 
     def is_given(self) -> bool:
-        """Whether somebody gave scales, or amaxes, where there are no buffers for them."""
+        """True where somebody gave scales, or amaxes, where there are no buffers for them."""
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def _take_slots(self, device: torch.device) -> None:
@@ -223,15 +229,27 @@ class State:
         self.block, self.row = free, free.add(self, self.block, self.row)
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
-    @property
-    def noted(self) -> tuple[Recipe | None, Recipe | None, int, int]:
-        """What calls have noted: `recipe`, `ran_by`, `ran_in` and `entry`."""
-        return self.recipe, self.ran_by, self.ran_in, self.entry
+    def now(self) -> tuple[Any, ...]:
+        """All that calls record and note, for `put_back`."""
+        kept = dict(self.kept), self.is_kept, self.kept_of
+        return self.recipe, (self.ran_by, self.ran_in, self.entry), self.recorded(), kept
 
-    @noted.setter
-    def noted(self, value: tuple[Recipe | None, Recipe | None, int, int]) -> None:
-        recipe, self.ran_by, self.ran_in, self.entry = value
+    def put_back(self, then: tuple[Any, ...] | None) -> None:
+        """Have that of then again; None: as of a new state."""
+        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, False, ()))
+        self.ran_by, self.ran_in, self.entry = noted
         self._runs_now_by(recipe)
+        self.forget_recorded()
+        if any(amaxes) and self.block is not None:
+            self.record(amaxes)
+        self.put_kept(*kept)
+
+    def put_kept(self, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
+        """Put what is kept of the weight in 8 bits."""
+        with lock:
+            self.kept.clear()
+            self.kept.update(kept)
+            self.is_kept, self.kept_of = is_kept, kept_of
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
@@ -251,27 +269,26 @@ class State:
         self.recipe = recipe
 
 
-def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
-    """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
-    there = iter(numbers)
-    for scales, inverses in found:
-        for role in ROLES:
-            scales[role] = next(there)
-        for role in ROLES:
-            inverses[role] = next(there)
-
-
-class AsPut:
-    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region.
+class ReadyCheck:
+    """True where all is as it was made ready for calls of a list; where so, its products run in this region.
 
     Not of what computes a forward again in another one, which is to be refused.
 
     Args:
+        states: that have scales, in which nobody is to have put other tensors.
         records: whether calls record amaxes.
+        kept: states of which calls read weights in 8 bits that are kept, and do nothing else.
+        narrow: parameters in 8 bits alone: among which, by what name, which.
     """
 
-    def __init__(self, states: Sequence[State], records: bool) -> None:
-        self._records = records
+    def __init__(
+        self,
+        states: Sequence[State],
+        records: bool,
+        kept: Sequence[State] = (),
+        narrow: Sequence[tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]] = (),
+    ) -> None:
+        self._records, self._kept, self._narrow = records, kept, narrow
         self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
 
     def __call__(self) -> bool:  # in each call: one loop, which calls nothing
@@ -290,7 +307,14 @@ class AsPut:
                 state.ran_in = entry
             if entry is not None and self._records:
                 state.entry = entry
-        return True
+        return not self._kept and not self._narrow or self._weights_stay()
+
+    def _weights_stay(self) -> bool:
+        if self._kept and region.keeps_or_notes():
+            return False
+        if not region.recomputing() and any(state.keeps_another() for state in self._kept):
+            return False
+        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow)
 
 
 _NO_STATES = States()
@@ -303,18 +327,12 @@ def state_of(weight: FusableOperation | Binding) -> State:
         return found
     owner, name = _named(weight)
     with lock:
-        _asked[0] = True
         made: State = states_of(owner).setdefault(name, State(owner, name))
     return made
 
 
-def has_been_asked() -> bool:
-    """Whether the state of any product was asked for."""
-    return _asked[0]
-
-
 def known_state_of(weight: FusableOperation | Binding) -> State | None:
-    """The same, where it was asked for before."""
+    """The state of a product, where it was asked for before."""
     owner, name = _named(weight)
     states: States = owner.__dict__.get(STATES, _NO_STATES)
     return states.get(name)
@@ -344,20 +362,13 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
     return state
 
 
-def look_up(weight: Binding, device: torch.device) -> State:
-    """The state of a product, with what its calls read that record nothing: none of them changes it."""
-    state = state_of(weight)
-    state.read(device)
-    return state
-
-
 def history_length(recipe: Recipe) -> int:
-    """How many amaxes a product keeps that runs by a recipe."""
+    """Number of amaxes that a product keeps which runs by a recipe."""
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
 
 
 def _is_rounded(t: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether a tensor is what a conversion has made of another one, and not somebody's own."""
+    """True where a tensor is what a conversion has made of another one, and not somebody's own."""
     is_other = t.dtype != before.dtype and t.shape == before.shape and not t.is_meta
     return is_other and torch.equal(t, before.to(t))
 
@@ -376,13 +387,14 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def blocks() -> list[Block]:
-    """Those of all devices, in the order in which they were made."""
+    """Blocks of all devices, in the order in which they were made."""
     return list(_blocks)
 
 
-def every_state() -> list[State]:
-    """Those of all products, with buffers or without."""
-    return list(_all)
+def busy_states() -> list[State]:
+    """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
+    entries = region.open_elsewhere()
+    return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
 
 
 def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:
@@ -391,3 +403,66 @@ def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: 
         f"{type(who).__name__}.{name} runs by a second recipe in one region, {other}, after {one}: its scales go by "
         "one recipe; leave the region between the two, or give both the same"
     )
+
+
+class Kept(NamedTuple):
+    """The scales of a product between two updates, and the numbers of the regions that it was called in last."""
+
+    state: weakref.ref[State]
+    scales: Numbers
+    inverses: Numbers
+    entries: frozenset[int]
+
+    @classmethod
+    def of(cls, state: State) -> Kept:
+        """The scales of a product now."""
+        return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, frozenset((state.entry, state.ran_in)))
+
+
+class Snapshot:
+    """The scales between two updates, for what computes a forward again.
+
+    Attributes:
+        scales: of each product; None while they are what it has.
+        is_captured: whether they are copies that a CUDA graph makes.
+    """
+
+    scales: list[Kept] | None = None
+    is_captured = False
+
+
+_snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
+_captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
+
+
+def read_in_capture() -> Snapshot | None:
+    """The copies of scales that calls here read, which a CUDA graph makes at each replay; None where none does."""
+    return _captured.get()
+
+
+@contextlib.contextmanager
+def of_capture(scales: Snapshot | None) -> Iterator[None]:
+    """In here they are these."""
+    token = _captured.set(scales)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
+
+
+def snapshot() -> Snapshot:
+    """The scales of now."""
+    with lock:
+        found: Snapshot | None = _captured.get() or _snapshot[0]()
+        if found is None:
+            found = Snapshot()
+            _snapshot[0] = weakref.ref(found)
+        return found
+
+
+def keep_snapshot() -> None:
+    """Leave the scales, which are about to change, to who asked for those of now."""
+    kept: Snapshot | None = _snapshot[0]()
+    if kept is not None:
+        kept.scales = [Kept.of(state) for block in blocks() for state in block.states()]
+    _snapshot[0] = lambda: None

@@ -14,7 +14,7 @@ from te_fuser.ops.words import no_tensor
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """What `quantize` gives.
+    """Result of `quantize`.
 
     Attributes:
         data: in 8 bits, of the shape of what it is made of.

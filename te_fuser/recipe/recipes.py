@@ -28,18 +28,12 @@ def _check_whole(given: Any, name: str, least: int, most: int | None = None) -> 
         raise ValueError(f"{_said(given, name)}: it is {least} {'or more' if most is None else f'to {most}'}")
 
 
-def _check_format(given: Any, *allowed: Format) -> None:
+def _check_format(given: Recipe) -> None:
     if not isinstance(given.fp8_format, Format):
         raise TypeError(f"{_said(given, 'fp8_format')}: it is one of te_fuser.recipe.Format")
-    if given.fp8_format not in allowed:
-        names = " or ".join(f"Format.{f.name}" for f in allowed)
+    if given.fp8_format not in given.formats:
+        names = " or ".join(f"Format.{f.name}" for f in given.formats)
         raise ValueError(f"{type(given).__name__}(fp8_format=Format.{given.fp8_format.name}): it takes {names}")
-
-
-def _check_quantized(given: Any) -> None:
-    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        if not isinstance(getattr(given, name), QParams):
-            raise TypeError(f"{_said(given, name)}: it is a QParams(power_2_scale, amax_epsilon)")
 
 
 class Largest(NamedTuple):
@@ -50,7 +44,7 @@ class Largest(NamedTuple):
 
 
 class Format(Enum):
-    """Which 8-bit formats are used: E4M3 in both directions, or E4M3 forward and E5M2 for gradients (HYBRID).
+    """Formats of 8 bits: E4M3 in both directions, or E4M3 forward and E5M2 for gradients (HYBRID).
 
     E5M2 in both directions is a format that recipes refuse.
     """
@@ -62,7 +56,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a product of 8 bits is summed.
+    """Sums of a product of 8 bits.
 
     Attributes:
         use_split_accumulator: in float32 all along; else in fewer bits where the library has them faster.
@@ -74,12 +68,14 @@ class MMParams:
         _check_flag(self, "use_split_accumulator")
 
 
+_GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+_QUANTIZED = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
 @dataclass(frozen=True)
 class QParams:
-    """How a tensor gets its scale from its own amax.
+    """Rule by which a tensor gets its scale from its own amax.
 
     Attributes:
         power_2_scale: whether scales are rounded down to powers of two.
@@ -97,7 +93,7 @@ class QParams:
 
 
 class OwnScales(NamedTuple):
-    """How a tensor gets its scales from itself.
+    """Rule by which a tensor gets its scales from itself.
 
     Attributes:
         by: how each follows from what it scales.
@@ -110,10 +106,11 @@ class OwnScales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """What all recipes are: values that compare by what they hold, and cannot be changed once they are made.
+    """A recipe: values that compare by what they hold, and cannot be changed once they are made.
 
     Attributes:
         step: features of the products that run by it come in multiples of so many.
+        formats: those that it takes.
         fp8_format: which formats are used.
         reduce_amax: whether ranks agree on what is kept.
         override_linear_precision: which products keep their precision: y, dx, dW.
@@ -122,6 +119,7 @@ class Recipe(ABC):
     """
 
     step: ClassVar[int] = 16
+    formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
     fp8_format = Format.E4M3
     reduce_amax = False
     override_linear_precision = (False, False, False)
@@ -133,9 +131,13 @@ class Recipe(ABC):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        for name in _GEMMS:
             if not isinstance(getattr(self, name), MMParams):
                 raise TypeError(f"{_said(self, name)}: it is an MMParams(use_split_accumulator=True or False)")
+        for name in _QUANTIZED:
+            if not isinstance(getattr(self, name, QParams()), QParams):
+                raise TypeError(f"{_said(self, name)}: it is a QParams(power_2_scale, amax_epsilon)")
+        _check_format(self)
         for name in ("fp8_dpa", "fp8_mha"):
             _check_flag(self, name)
             if getattr(self, name):
@@ -144,47 +146,47 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales] | None:
-        """How x, W and dy get their scales from themselves; None of a recipe that keeps them from call to call."""
+        """Rules by which x, W and dy get their scales from themselves; None where they are kept from call to call."""
 
     @property
     def scales(self) -> str:
-        """What of x has one scale: a "tensor", a "block" of 128 numbers, or one of fewer, "mx"."""
+        """The part of x that has one scale: a "tensor", a "block" of 128 numbers, or one of fewer, "mx"."""
         block = None if self.own_scales is None else self.own_scales[0].block
         return "tensor" if block is None else "block" if block[1] == 128 else "mx"
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether it is DelayedScaling; as the others below, of a recipe or its class, subclasses included."""
+        """True where it is DelayedScaling; as the others below, of a recipe or its class, subclasses included."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Whether it is Float8CurrentScaling."""
+        """True where it is Float8CurrentScaling."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether it is one of these two, by which each tensor has one scale."""
+        """True where it is one of these two, by which each tensor has one scale."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether it is Float8BlockScaling."""
+        """True where it is Float8BlockScaling."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """Whether it is MXFP8BlockScaling."""
+        """True where it is MXFP8BlockScaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether it is one of 4 bits: there is none."""
+        """True where it is one of 4 bits: there is none."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
-        """Whether it is none of them, but one's own."""
+        """True where it is none of them, but one's own."""
         return not (cls.float8_per_tensor_scaling() or cls.float8_block_scaling() or cls.mxfp8())
 
 
@@ -229,7 +231,6 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_format(self, Format.HYBRID, Format.E4M3)
         _check_whole(self, "margin", -126, 126)
         if isinstance(self.interval, Format):
             raise TypeError(
@@ -270,11 +271,6 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight: QParams = QParams()
     fp8_quant_bwd_grad: QParams = QParams()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_format(self, Format.HYBRID, Format.E4M3)
-        _check_quantized(self)
-
     @property
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
         """One of each tensor."""
@@ -296,6 +292,7 @@ class Float8BlockScaling(Recipe):
     """
 
     step: ClassVar[int] = 128
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
 
     fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = QParams(power_2_scale=True)
@@ -308,12 +305,10 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_format(self, Format.E4M3)
-        _check_quantized(self)
         for name, dims in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
             if type(getattr(self, name)) is not int or getattr(self, name) != dims:
                 raise ValueError(f"{_said(self, name)}: blocks are 1 x 128 of x and dy, 128 x 128 of W; leave it out")
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        for name in _GEMMS:
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(f"{_said(self, name)}: sums over blocks are split; leave it out")
 
@@ -336,6 +331,7 @@ class MXFP8BlockScaling(Recipe):
     """
 
     step: ClassVar[int] = 32
+    formats: ClassVar[tuple[Format, ...]] = (Format.E4M3,)
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -343,7 +339,6 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_format(self, Format.E4M3)
         if type(self.margin) is not int or self.margin != 0:
             raise ValueError(f"{_said(self, 'margin')}: scales of 32 numbers have none; leave it out")
 

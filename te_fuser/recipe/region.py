@@ -42,7 +42,7 @@ class Region:
 
 
 class Key(NamedTuple):
-    """What the plan of a call depends on in regions.
+    """Key of a call in regions, which its plan depends on.
 
     Attributes:
         recipe, calibrating: of the innermost one.
@@ -70,6 +70,11 @@ _held: Counter[int] = Counter()  # those of which forwards run again now
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
 
+entries = _entry.get  # the number of the region from outside of all that was entered last here; each entry has its own
+entered = _stack.get  # the regions that this thread and context is in, the outermost first; None: one that is off
+recomputing = _recomputing.get  # whether what runs here is a forward that ran before: `recomputed`
+is_first_microbatch = _is_first.get  # True keeps weights in 8 bits, False reads what was kept, None does neither
+
 
 def current() -> Region | None:
     """The innermost region of this thread and context, where that is on or calibrating; None outside."""
@@ -78,18 +83,25 @@ def current() -> Region | None:
 
 
 def current_key() -> Key | None:
-    """What plans depend on here; None outside."""
+    """The key of calls here; None outside.
+
+    Raises:
+        RuntimeError: in a region that is on, where torch.compile traces, which cannot follow contexts.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        regions = getattr(_here, "regions", ())
+        if regions and regions[-1] is not None:
+            raise RuntimeError(
+                "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself "
+                "there, export with strict=False, or leave the region"
+            )
+        return None
     stack = _stack.get()  # asked in each call of a list
     found = stack[-1] if stack else None
     if found is None:
         return None
     outermost = stack[0] or next(filter(None, stack))
     return Key(found.recipe, found.calibrating, _settings[0], _is_first.get() is not None, outermost.agrees)
-
-
-def is_first_microbatch() -> bool | None:
-    """What calls here say: True keeps weights in 8 bits, False reads what was kept, None does neither."""
-    return _is_first.get()
 
 
 @contextlib.contextmanager
@@ -134,27 +146,8 @@ def note_used(items: Iterable[Any]) -> None:
 
 
 def keeps_or_notes() -> bool:
-    """Whether a call here does more to kept weights than to read them."""
+    """True where a call here does more to kept weights than to read them."""
     return _is_first.get() is True or _used.get() is not None
-
-
-def refuse_tracing() -> None:
-    """Refuse what torch.compile traces in a region, where it would run in the model's own precision.
-
-    Raises:
-        RuntimeError: in a region that is on.
-    """
-    regions = getattr(_here, "regions", ())
-    if regions and regions[-1] is not None:
-        raise RuntimeError(
-            "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself there, "
-            "export with strict=False, or leave the region"
-        )
-
-
-def entries() -> int:
-    """The number of the region from outside of all that was entered last here; each entry has its own."""
-    return _entry.get()
 
 
 def open_elsewhere() -> set[int]:
@@ -189,18 +182,8 @@ def settings_changed() -> None:
 
 
 def settings() -> int:
-    """How often that was."""
+    """Number of times that it was called."""
     return _settings[0]
-
-
-def entered() -> tuple[Region | None, ...]:
-    """The regions that this thread and context is in, the outermost first; None: one that is off."""
-    return _stack.get()
-
-
-def recomputing() -> bool:
-    """Whether what runs here is a forward that ran before: `recomputed`."""
-    return _recomputing.get()
 
 
 @contextlib.contextmanager
@@ -215,19 +198,23 @@ def counted_alone() -> Iterator[int]:
 
 
 def is_capturing() -> bool:
-    """Whether what this thread launches now goes into a CUDA graph."""
+    """True where what this thread launches now goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
 def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
     """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
-    before = _stack.get(), _recomputing.get(), _entry.get()
-    _be_in(stack, True, next(_count))
+    before, was, entry = _stack.get(), _recomputing.get(), _entry.get()
+    _be_within(stack)
+    _recomputing.set(True)
+    _entry.set(next(_count))
     try:
         yield
     finally:
-        _be_in(*before)
+        _be_within(before)
+        _recomputing.set(was)
+        _entry.set(entry)
 
 
 def _be_within(stack: tuple[Region | None, ...]) -> None:
@@ -235,24 +222,18 @@ def _be_within(stack: tuple[Region | None, ...]) -> None:
     _here.regions = stack
 
 
-def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
-    _be_within(stack)
-    _recomputing.set(recomputing)
-    _entry.set(entry)
-
-
 def in_backward() -> bool:
-    """Whether this runs inside of a backward."""
+    """True where this runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def runs_again() -> bool:
-    """Whether what runs here computes a forward again, inside of a backward, without the regions of that forward."""
+    """True where what runs here computes a forward again, inside of a backward, without the regions of that forward."""
     return in_backward() and torch.is_grad_enabled() and not _recomputing.get()
 
 
 class Entered(contextlib.ContextDecorator):
-    """What `with autocast(..)` and `@autocast(..)` take: to be entered any number of times, nested and in any thread.
+    """Context and decorator of `autocast(..)`: to be entered any number of times, nested and in any thread.
 
     Attributes:
         region: what is on inside; None: nothing is.
@@ -350,7 +331,7 @@ def autocast(
     recipe: Recipe | None = None,
     amax_reduction_group: ProcessGroup | None = None,
 ) -> Entered:
-    """The same under its newer name, on by default: `with autocast(recipe=DelayedScaling()):`.
+    """`fp8_autocast` under its newer name, on by default: `with autocast(recipe=DelayedScaling()):`.
 
     Raises:
         TypeError: for what is no recipe, no group, or neither True nor False.

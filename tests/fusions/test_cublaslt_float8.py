@@ -26,8 +26,8 @@ from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.ops.own_scales import dequantized
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.joined import _JOINED, Joined
-from te_fuser.quantization import QuantizedTensor, lowering, quantize
-from te_fuser.quantization.stateless import scalings_of
+from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
+from te_fuser.quantization.scaling import scalings_of
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -327,7 +327,7 @@ def test_products_by_blocks_are_those_of_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the dtype of the call, the weight's gradient in the weight's; any number of tokens."""
-    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
+    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: taken_away)
     p = blocks(**{"recipe": BLOCKS[name], **weights(dtype, own)})()
     x, w, dy = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy)

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import folding, not_finite, state, states
+from te_fuser.quantization import not_finite, scale_kernel, scale_update, state, states
 from te_fuser.recipe import DelayedScaling
 from tests.kernels.fold_cases import folded_wrongly
 
@@ -49,12 +49,12 @@ def test_as_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = copy.deepcopy(model)
     for seed in range(4):
         recorded(model, RECIPES[name], seed)
-        folding.fold()
+        scale_update.update()
     found = states(model), not_finite(model)
-    monkeypatch.setattr(folding, "_has_kernel", lambda device: False)
+    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: False)
     for seed in range(4):
         recorded(twin, RECIPES[name], seed)
-        folding.fold()
+        scale_update.update()
     assert found[1] == not_finite(twin) and found[1]
     for key, pair in states(twin).items():
         assert all(torch.equal(a, b) for a, b in zip(found[0][key], pair, strict=True)), key
@@ -66,10 +66,10 @@ def test_a_fold_is_one_kernel() -> None:
     model = te.Sequential(*(ops.MatMul(16, 16, device=GPU) for _ in range(5)))
     for seed in range(2):
         recorded(model, RECIPES["largest"], seed)
-        folding.fold()
+        scale_update.update()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        folding.fold()
+        scale_update.update()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     used = [block for block in state.blocks() if block.device == GPU and block.states()]

@@ -24,7 +24,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.quantization import agreement, folding
+from te_fuser.quantization import amax_allreduce, scale_update
 from tests.parallel.cutting import assert_as_whole, fill, own, part, sizes_of
 from tests.parallel.cutting import run as run_once
 from tests.parallel.ranks import Ranks, on_ranks
@@ -180,8 +180,8 @@ def check_in_region(case: Case, whole: te_fuser.Sequential, cut: te_fuser.Sequen
 def agree_anew() -> None:
     """Let ranks agree on the amaxes of products that are there now, as at the first region of a program."""
     gc.collect()
-    agreement._kept.clear()
-    folding._recorded.region, folding._recorded.is_new = None, False
+    amax_allreduce._kept.clear()
+    scale_update.recorded.region, scale_update.recorded.is_new = None, False
 
 
 @st.composite

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.scales import RECORDED
-from te_fuser.quantization import agreement, folding, states
+from te_fuser.quantization import amax_allreduce, scale_update, states
 from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks
-from tests.quantization.test_agreement import is_the_same_on_all
+from tests.quantization.test_amax_allreduce import is_the_same_on_all
 
 F = 32
 WORDS = r"ranks have not agreed yet .* call te_fuser.quantization.states\(model\) on all ranks before"
@@ -83,8 +83,8 @@ def flat(model: Any) -> list[torch.Tensor]:
 def another_process() -> Iterator[None]:
     """In here nothing was recorded, and nothing agreed on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folding, "_recorded", folding._Recorded())
-        patch.setattr(agreement, "_kept", weakref.WeakKeyDictionary())
+        patch.setattr(scale_update, "recorded", scale_update.Recorded())
+        patch.setattr(amax_allreduce, "_kept", weakref.WeakKeyDictionary())
         yield
 
 

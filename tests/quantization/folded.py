@@ -8,8 +8,8 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization.block import ROLES
-from te_fuser.quantization.folding import fold
+from te_fuser.quantization.amax_slots import ROLES
+from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import State, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 
@@ -27,7 +27,7 @@ def recorded(op: ops.MatMul, *amaxes: float) -> State:
     """The state after a call that saw these, by role."""
     for role, amax in zip(ROLES, amaxes, strict=False):
         state_of(op).amaxes[role].fill_(amax)
-    fold()
+    update()
     return state_of(op)
 
 

@@ -13,6 +13,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
 from te_fuser.quantization import lowering, microbatch, states
+from te_fuser.quantization.state import blocks
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.test_lowering import FFN, F, data
 
@@ -141,3 +142,14 @@ def test_what_a_device_refuses_may_be_looked_at(monkeypatch: pytest.MonkeyPatch)
         assert model.plan(x).forward and model.plan(x, device="h200").forward
         with pytest.raises(RuntimeError, match="this GPU has none"):
             model(data(0, 2, F))
+
+
+def test_tuning_leaves_what_weights_of_calls_recorded() -> None:
+    """Their scales are kept beside the list, where no module of the model has them."""
+    layer, x, weight = te.Linear(32, 32), torch.randn(8, 32, requires_grad=True), torch.randn(32, 32)
+    with te.autocast(recipe=RECIPE):
+        layer(x, weight=weight).sum().backward()
+        before = [block.amaxes.clone() for block in blocks()]
+        layer.tune(100.0 * x.detach(), weight=weight)
+    assert any(bool(t.any()) for t in before)
+    assert all(torch.equal(block.amaxes, t) for block, t in zip(blocks(), before, strict=True))

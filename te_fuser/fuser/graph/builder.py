@@ -91,6 +91,7 @@ class GraphBuilder:
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
             sums=gradient_sums(self.ops, self.parameters),
             lies=tuple(p.lies for p in known),
+            notes=tuple(self.call.notes),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:

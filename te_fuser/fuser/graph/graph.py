@@ -110,6 +110,7 @@ class Graph:
     stand_ins: StandIns  # what stands for the parameters that are computed
     sums: Mapping[int, Group] = field(default_factory=dict)  # parameters of whose gradient each rank has a term
     lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
+    notes: tuple[str, ...] = ()  # lines of passes for the plan
 
     @functools.cached_property
     def _roots(self) -> list[int]:

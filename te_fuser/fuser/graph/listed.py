@@ -147,7 +147,9 @@ class CallSpecs:
         parameters: what is known of each parameter that an op of the list is bound to.
         autocast: the dtype that torch.autocast runs in; None outside of it.
         bindings: what `parameters` are known of, in the order in which calls give them.
-        around: what surrounds the call, as `surroundings.around` gives it.
+        around: what surrounds the call, as `call_context.keys_now` gives it.
+        capability: the compute capability of a GPU that is only named.
+        notes: takes lines for the plan.
     """
 
     x: Spec
@@ -159,6 +161,8 @@ class CallSpecs:
     autocast: torch.dtype | None
     bindings: tuple[Binding, ...] = ()
     around: tuple[Hashable, ...] = ()
+    capability: tuple[int, int] | None = None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -170,6 +174,7 @@ class CallSpecs:
         absent: torch.device | None = None,
         questions: Questions | None = None,
         around: tuple[Hashable, ...] = (),
+        capability: tuple[int, int] | None = None,
     ) -> CallSpecs:
         """The specs of a call made now, with these parameters.
 
@@ -186,7 +191,7 @@ class CallSpecs:
         named = {name: (s, inputs[name].requires_grad) for name, s in specs.items()}
         autocast = autocast_of(spec.device.type)
         grad = torch.is_grad_enabled()
-        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around)
+        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around, capability)
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""

@@ -5,13 +5,12 @@ The graph, the reference and verify see the last one's result alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from te_fuser.dtypes import text_of
-from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
+from te_fuser.fuser.graph.call_context import rewrites
 from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import record_start, run_passes
@@ -52,10 +51,7 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     found: Sequence[ListedOp] = numbered(listed)
     record_start("list", "ops", entries(found))
     found = run_passes(PASSES, found, call, "ops", entries)
-    if not call.around:
-        return found
-    around = {type(s).__name__: functools.partial(s.lowered, key=key) for s, key in surroundings.of(call.around)}
-    return run_passes(around, found, call, "ops", entries)
+    return run_passes(rewrites(call), found, call, "ops", entries) if call.around else found
 
 
 def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:

@@ -17,8 +17,8 @@ from te_fuser.distributed.dtensor import is_dtensor, waited
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering, entering_now
 from te_fuser.facts import Facts, still_hold
-from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.builder import GraphBuilder
+from te_fuser.fuser.graph.call_context import Keys, keys_now, prepared
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.lowering import numbered
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
-_SURROUNDINGS_KEPT = 8  # listings for these, of one Fuser
+_CONTEXTS_KEPT = 8  # listings for these, of one Fuser
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of tensors that run
 
 
@@ -86,7 +86,7 @@ class Fuser:
         self._agreed: Recent[int] = Recent(lambda: config.shapes_kept)  # what ranks were found to run alike, its seed
         self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
         self._plain = self._list(0)
-        self._within: dict[tuple[Hashable, ...], Listing] = {}  # by what surrounds calls
+        self._within: dict[Keys, Listing] = {}  # by what surrounds calls
         self._count = itertools.count(1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,16 +109,17 @@ class Fuser:
         if self._watched and not still_hold(plain.given):
             self._within = {}
             plain = self._plain = self._list(next(self._count))
-        keys = surroundings.around(x.dtype)
+        keys = keys_now(x.dtype)
         within, found = self._within, self._within.get(keys) if keys else plain
-        if found is not None:
-            surroundings.enter(found.listed, keys)
-            return found
-        if len(within) >= _SURROUNDINGS_KEPT:
-            within.clear()
-        listed = surroundings.listed_within(plain.listed, keys)
-        made = Listing(next(self._count), plain.given, listed, keys)
-        return within.setdefault(keys, made) if surroundings.last(listed, keys) else made
+        ready = prepared((found or plain).listed, keys)
+        if found is None or not ready.lasts:
+            found = Listing(next(self._count), plain.given, ready.listed, keys)
+        if keys and ready.lasts:
+            if len(within) >= _CONTEXTS_KEPT and keys not in within:
+                within.clear()
+            found = within.setdefault(keys, found)
+        found.ready = ready
+        return found
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
@@ -297,16 +298,16 @@ class Fuser:
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
         modes = call.listing.training() if training is None else training
-        graph = self._graph(call, modes, there, questions or Questions())
+        arch = device.capability if device is not None and device.kind == "cuda" else None
+        graph = self._graph(call, modes, there, questions or Questions(), arch)
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            records, arch = self.kernels == "auto", device.capability
-            notes = self._said_around(graph, call.listing, arch)
+            records, notes = self.kernels == "auto", graph.notes
             return graph, Options(
                 device, target, self.memory, arch, records=records, notes=notes, summed_apart=has_ranks()
             )
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
-        notes, records = self._notes(target, graph, call.listing), self.kernels == "auto"
+        notes, records = self._notes(target, graph), self.kernels == "auto"
         options = Options(
             device or device_of(x.device), target, self.memory, records=records, notes=notes, summed_apart=has_ranks()
         )
@@ -318,35 +319,28 @@ class Fuser:
         training: tuple[bool, ...],
         absent: torch.device | None = None,
         questions: Questions | None = None,
+        capability: tuple[int, int] | None = None,
     ) -> Graph:
         """The graph of a call in these modes."""
         listing = call.listing
         known = dict(zip(listing.bound.bindings, call.parameters, strict=True))
-        given = call.x, call.inputs, known, call.outputs, absent
+        given, around = (call.x, call.inputs, known, call.outputs, absent), (listing.around, capability)
         listed = [o.as_now(mode) for o, mode in zip(listing.listed, training, strict=True)]
         try:
-            return GraphBuilder(listed, CallSpecs.of(*given, questions, listing.around)).build()
+            return GraphBuilder(listed, CallSpecs.of(*given, questions, *around)).build()
         except Exception:  # maybe an op takes none but plain numbers; what else is wrong is raised again
             if questions is None:
                 raise
-            graph = GraphBuilder(listed, CallSpecs.of(*given, around=listing.around)).build()
+            graph = GraphBuilder(listed, CallSpecs.of(*given, None, *around)).build()
             questions.tie()
             return graph
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
 
-    def _notes(self, target: str, graph: Graph, listing: Listing) -> tuple[str, ...]:
-        """What plans say beside their steps."""
-        said = self._said_around(graph, listing)
-        return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())], *said)
-
-    def _said_around(
-        self, graph: Graph, listing: Listing, capability: tuple[int, int] | None = None
-    ) -> tuple[str, ...]:
-        """What plans say of what surrounds their calls; the capability is that of a GPU that is only named."""
-        device = graph.values[0].spec.device
-        return tuple(surroundings.notes(listing.listed, listing.around, device, capability))
+    def _notes(self, target: str, graph: Graph) -> tuple[str, ...]:
+        """Lines of plans beside their steps."""
+        return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())], *graph.notes)
 
     def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
         """What plans for a device at hand have to do without, where kernels were wanted."""

@@ -13,7 +13,7 @@ from torch.fx import _symbolic_trace
 from te_fuser import _native
 from te_fuser.distributed.dtensor import Lies
 from te_fuser.facts import Facts
-from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph.call_context import Keys, ReadyList
 from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of
 from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
@@ -122,12 +122,14 @@ class Listing:
         given: what holds while the ops that were given come to these.
         listed: the ops.
         around: what surrounds calls of them.
+
+    Attributes:
+        ready: of the last call that was not known to be like the one before.
     """
 
-    def __init__(
-        self, number: int, given: Facts, listed: Sequence[ListedOp], around: tuple[Hashable, ...] = ()
-    ) -> None:
+    def __init__(self, number: int, given: Facts, listed: Sequence[ListedOp], around: Keys = ()) -> None:
         self.number, self.given, self.listed, self.around = number, given, tuple(listed), around
+        self.ready = ReadyList(self.listed)
         self.bound = Parameters(bindings_of(listed))
         self.slots = tuple(b.slot for b in self.bound.bindings)
         there = zip(self.bound.bindings, self.slots, strict=True)
@@ -185,4 +187,4 @@ class Listing:
                 *_NOBODY_LOOKS,
             ),
         )
-        return Facts.of([self.given, now, surroundings.facts_of(self.listed, modes.around)])
+        return Facts.of([self.given, now, self.ready.facts()])

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.run import delayed
+from te_fuser.params.scales import asides
 
 
 @contextmanager
 def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
-    """Runs in here see copies of the model's buffers, and random generators and what surrounds calls are set back.
+    """Runs in here see copies of the model's buffers, and random generators and what is kept on modules are set back.
 
     Nothing is copied back, so that buffers keep their versions, which graphs of earlier calls look at.
     """
@@ -26,7 +26,7 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
     before = [(m, dict(m._buffers)) for m in modules]
     gpus = sorted({d.index for d in devices if d.type == "cuda"})
-    with delayed.at_once(), surroundings.undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
+    with delayed.at_once(), asides_undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
         try:
             for m, held in before:
                 _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})
@@ -46,6 +46,18 @@ def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -
         for name in [name for name in module._buffers if name not in buffers]:
             del module._buffers[name]
         module._buffers.update(buffers)
+
+
+@contextmanager
+def asides_undisturbed() -> Iterator[None]:
+    """Afterwards all that is kept on modules beside their parameters (`Aside`) is as it was before."""
+    then = [(aside, aside.now()) for aside in asides()]
+    try:
+        yield
+    finally:
+        before = {id(aside): noted for aside, noted in then}
+        for aside in asides():
+            aside.put_back(before.get(id(aside)))
 
 
 @contextmanager

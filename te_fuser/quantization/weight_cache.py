@@ -16,15 +16,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.facts import Facts
 from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
-from te_fuser.look import is_looking
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.block import not_in_capture
-from te_fuser.quantization.state import Source, State, every_state, lock, state_of
+from te_fuser.quantization.amax_slots import not_in_capture
+from te_fuser.quantization.state import Source, State, lock
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -36,56 +33,31 @@ OWN = (
 )
 
 
-class MadeBinding(StateBinding):
-    """A weight in 8 bits that each call makes: where calls look it up stands what it is like."""
-
-    what = "of_this_call"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].blanks  # type: ignore[no-any-return]
-
-
-class MadeAgainBinding(MadeBinding):
-    """One that backward makes again of the weight: `fully_shard` takes that away in between, and brings it back."""
-
-    in_parts = True
-
-
-class KeptBinding(StateBinding):
-    """What is kept of a weight: one of `KEPT`. A later first micro-batch puts others in place, and writes to none."""
-
-    what = "of_microbatches"
-
-    def _held(self) -> dict[str, torch.Tensor]:
-        return self.__dict__["state"].kept  # type: ignore[no-any-return]
-
-
-def keep(weights: Sequence[Binding], records: bool) -> None:
+def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
 
     Args:
+        found: the states of products and what their weights are.
         records: whether their amaxes are recorded.
     """
-    if not weights:
+    if not found:
         return
-    states = {state_of(weight): weight for weight in weights}
-    looks = is_looking()
-    renews = not (looks or region.recomputing())
+    states = dict(found)
+    renews = not region.recomputing()
     first = renews and region.is_first_microbatch()
     compares = renews and not region.is_capturing()  # replays do
-    there = {s for s in states if (s.is_kept or looks and s.kept) and _lies_beside(s)}
-    missing = [s for s in states if first or s not in there or (compares and _is_of_others(s))]
+    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.scales["weight"].device}
+    missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
     if missing:
         not_in_capture("weights are quantized to be kept")
-    if not (first or looks or all(s.is_kept for s in missing)):
+    if not (first or all(s.is_kept for s in missing)):
         _say_once()
     amaxes = [state.amaxes["weight"] for state in missing] if records else None
     with lock, torch.inference_mode(False), torch.no_grad():
         taken = [w if w.dtype in KINDS else w.float() for w in (own_part(states[s].taken()).detach() for s in missing)]
-        made = [_like(w) for w in taken] if looks else _quantized(taken, missing, amaxes)
-        for state, both in zip(missing, made, strict=True):
+        for state, both in zip(missing, _quantized(taken, missing, amaxes), strict=True):
             state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
-            state.is_kept, state.kept_of = not looks, () if looks else _sources(states[state])
+            state.is_kept, state.kept_of = True, _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
@@ -104,11 +76,6 @@ def _quantized(
     return [found[k] for k in range(len(weights))]
 
 
-def _like(w: torch.Tensor) -> Quantized:
-    """What a plan is made by that nobody runs."""
-    return w.new_empty(w.shape, dtype=DTYPE), w.new_empty(w.shape[::-1], dtype=DTYPE)
-
-
 def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
     """Have calls find what they make is like, as the weight in 8 bits; who reads the numbers finds NaN.
 
@@ -124,11 +91,6 @@ def leave_blank(state: State, features: tuple[int, int], device: torch.device) -
     state.blanks.update(zip((*KEPT[:2], *OWN), (*layouts, *numbers), strict=True))
 
 
-def _lies_beside(state: State) -> bool:
-    """Whether what is kept is on the device of the scales."""
-    return state.kept[KEPT[0]].device == state.scales["weight"].device
-
-
 @functools.cache
 def _say_once() -> None:
     warnings.warn(
@@ -138,14 +100,6 @@ def _say_once() -> None:
     )
 
 
-def kept_facts(states: Sequence[State]) -> Facts:
-    """What holds while calls read what is kept of these, and nothing else is to be done."""
-    kept = tuple([(vars(state), "is_kept", True) for state in states])
-    if not kept:
-        return Facts()
-    return Facts(items=kept, calls=((region.keeps_or_notes, False), (functools.partial(_any_of_others, states), False)))
-
-
 def _sources(weight: Binding) -> tuple[Source, ...]:
     """The parameters that a weight is, or is made of, and their versions; of one that a module computes none."""
     places = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
@@ -153,51 +107,15 @@ def _sources(weight: Binding) -> tuple[Source, ...]:
     return tuple([(there, last, weakref.ref(p), version_of(p)) for there, last, p in found if p is not None])
 
 
-def _is_of_others(state: State) -> bool:
-    """Whether a parameter that kept 8 bits were made of was replaced since, or written in place."""
-    for there, name, parameter, version in state.kept_of:
-        then = parameter()
-        if then is None or version_of(then) != version or there.get(name) is not then:
-            return True
-    return False
-
-
-def _any_of_others(states: Sequence[State]) -> bool:
-    """Whether any was, of states that calls read here; what computes a forward again reads what that read."""
-    return not region.recomputing() and any(map(_is_of_others, states))
-
-
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """In here calls read what was kept when it was noted."""
     found = [(state, then) for state, then, _ in used]
-    before = [(state, *_held(state)) for state, _ in found]
+    before = [(state, dict(state.kept), state.is_kept, state.kept_of) for state, _ in found]
     for state, then in found:
-        _put(state, then, True, ())
+        state.put_kept(then, True, ())
     try:
         yield
     finally:
-        for held in before:
-            _put(*held)
-
-
-@contextlib.contextmanager
-def kept_undisturbed() -> Iterator[None]:
-    """Afterwards there is kept of each weight what was kept before."""
-    before = [(state, *_held(state)) for state in every_state()]
-    try:
-        yield
-    finally:
-        for held in before:
-            _put(*held)
-
-
-def _held(state: State) -> tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]:
-    return dict(state.kept), state.is_kept, state.kept_of
-
-
-def _put(state: State, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
-    with lock:
-        state.kept.clear()
-        state.kept.update(kept)
-        state.is_kept, state.kept_of = is_kept, kept_of
+        for state, kept, is_kept, kept_of in before:
+            state.put_kept(kept, is_kept, kept_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ def quantized_model_init(
 
 
 def why_not_by(recipe: Recipe) -> str | None:
-    """What weights in 8 bits alone take in place of a recipe by which they cannot run; None: they can."""
+    """Words on what weights in 8 bits alone take in place of a recipe by which they cannot run; None: they can."""
     if not isinstance(recipe, DelayedScaling):
         return "a recipe that keeps scales, DelayedScaling() say"
     if recipe.override_linear_precision[0]:
@@ -85,16 +85,14 @@ def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None)
         waiting: takes the op where the weight is not there yet, or without values, as of an op that will be bound.
     """
     weight = weight_of(op)
-    is_there = weight is not None and can_be_narrow(weight)
-    names = () if weight is None else weight.names if isinstance(weight, JoinedBinding) else (weight.name,)
-    parts = [weight.owner._parameters[name] for name in names] if weight is not None and is_there else []
-    if waiting is not None and (not parts or any(p is not None and p.is_meta for p in parts)):
+    places = [] if weight is None else _places(weight)
+    if waiting is not None and (not places or any(p.is_meta for _, _, p in places)):
         waiting.append(op)
         return
-    if weight is None or not parts or any(p is None or is_narrow(p) for p in parts):
+    if weight is None or not places or any(is_narrow(p) for _, _, p in places):
         return
     owner = weight.owner
-    narrow(owner, names, prefix_of(weight.name))
+    narrow(owner, tuple([name for _, name, _ in places]), prefix_of(weight.name))
     if isinstance(owner, FusableOperation):
         revise(owner)
     settle = getattr(owner, "_settle", None)
@@ -102,32 +100,28 @@ def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None)
         settle()
 
 
-def can_be_narrow(weight: Binding) -> bool:
-    """Whether a weight is made of parameters of one module that knows how to load and convert them."""
+def _places(weight: Binding) -> list[Place]:
+    """The parameters that a weight is made of, where they are of one module that knows how to load and convert them."""
     try:
         owner = weight.owner
     except ReferenceError:
-        return False
+        return []
     names = weight.names if isinstance(weight, JoinedBinding) else (weight.name,)
-    return isinstance(owner, HoldsScales) and all(owner._parameters.get(name) is not None for name in names)
+    found: list[Place] = [
+        (owner._parameters, name, p) for name in names if (p := owner._parameters.get(name)) is not None
+    ]
+    return found if isinstance(owner, HoldsScales) and len(found) == len(names) else []
 
 
 def is_only_narrow(weight: Binding) -> bool:
-    """Whether a weight is in 8 bits alone."""
+    """True where a weight is in 8 bits alone."""
     return bool(narrow_places(weight))
 
 
 def narrow_places(weight: Binding) -> list[Place]:
     """The parameters of a weight that is in 8 bits alone: among which, by what name, which; none of another weight."""
-    try:
-        owner = weight.owner
-    except ReferenceError:
-        return []
-    if NARROW not in owner.__dict__ or not can_be_narrow(weight):
-        return []
-    names, there = weight.names if isinstance(weight, JoinedBinding) else (weight.name,), owner._parameters
-    found = [(there, name, p) for name in names if (p := there[name]) is not None]
-    return found if is_narrow(found[0][2]) else []  # type: ignore[return-value]
+    found = _places(weight)
+    return found if found and NARROW in weight.owner.__dict__ and is_narrow(found[0][2]) else []
 
 
 def refuse_narrow(item: ListedOp, why: str) -> None:
@@ -138,16 +132,6 @@ def refuse_narrow(item: ListedOp, why: str) -> None:
     """
     if is_only_narrow(weight_in(item)):
         raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
-
-
-class AsTheyWere:
-    """Whether weights in 8 bits are where they were, and what their scales are of."""
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-
-    def __call__(self) -> bool:
-        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._places)
 
 
 def refuse_narrow_weights(products: Iterable[ListedOp]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from te_fuser.quantization.state import State
 
 ROLES = ("input", "weight", "output_gradient")
+Numbers = dict[str, torch.Tensor]  # by role
 _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _changes = [0]
 
 
@@ -40,16 +43,23 @@ def not_in_capture(what: str) -> None:
         )
 
 
-class Looked(NamedTuple):
-    """What folds put into histories for who looked, since the last region was entered: the next fold goes on with it.
+def check_place() -> None:
+    """Refuse to update scales where that would be captured, transformed or faked.
 
-    Attributes:
-        amaxes: float32 [products, 3], the largest of these folds.
-        scales: those of before, float32 [products, 3].
+    Raises:
+        RuntimeError: so.
     """
+    not_in_capture("amaxes are folded")
+    if is_transformed():
+        raise RuntimeError(
+            "what earlier calls recorded is folded where a region is entered, and not inside of torch.func transforms "
+            "or FakeTensorMode: enter the region around these"
+        )
 
-    amaxes: torch.Tensor
-    scales: torch.Tensor
+
+def is_transformed() -> bool:
+    """True where PyTorch transforms or fakes what runs here."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 class Block:
@@ -60,21 +70,19 @@ class Block:
         not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
         live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
             memory: for CUDA graphs; None before the first capture.
-        looked: what histories have of the steps that go on; None where nobody looked.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
         self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
         self.live: torch.Tensor | None = None
-        self.looked: Looked | None = None
         self.device = self.amaxes.device
         self._states: list[weakref.ref[State] | None] = []
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot was given away."""
+        """True where every slot was given away."""
         return len(self._states) == _PRODUCTS
 
     def states(self) -> list[State]:
@@ -92,7 +100,7 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """How many slots were given away."""
+        """Number of slots that were given away."""
         return len(self._states)
 
     def made_live(self) -> torch.Tensor:
@@ -107,6 +115,13 @@ class Block:
             for state in self.states():
                 self.live[state.row, :, 0] = torch.stack([*state.scales.values(), *state.inverses.values()])
         return self.live
+
+    def show(self, states: Sequence[State], scales: torch.Tensor) -> None:
+        """Have calls of products find these scales, [states, 3], and their reciprocals."""
+        numbers = apart(torch.cat([scales, scales.reciprocal()], 1))
+        show([(state.scales, state.inverses) for state in states], numbers.flatten().unbind())  # by one call
+        if self.live is not None:
+            self.show_graphs(tuple([state.row for state in states]), numbers)
 
     def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
         """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
@@ -128,3 +143,13 @@ class Block:
 def apart(numbers: torch.Tensor) -> torch.Tensor:
     """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
     return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
+
+
+def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
+    """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
+    there = iter(numbers)
+    for scales, inverses in found:
+        for role in ROLES:
+            scales[role] = next(there)
+        for role in ROLES:
+            inverses[role] = next(there)

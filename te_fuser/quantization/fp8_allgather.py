@@ -20,7 +20,7 @@ from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.agreement import agreement_of
+from te_fuser.quantization.amax_allreduce import agreement_in
 from te_fuser.quantization.products import weight_in
 from te_fuser.quantization.state import known_state_of
 from te_fuser.recipe import region
@@ -29,12 +29,8 @@ from te_fuser.recipe import region
 def agreeing() -> tuple[int, ...]:
     """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
     outermost = next(filter(None, region.entered()), None)
-    if not has_ranks() or outermost is None or not outermost.recipe.reduce_amax:
-        return ()
-    agreement = agreement_of(outermost.group)
-    if agreement is None or agreement.differs:
-        return ()
-    return tuple(dist.get_process_group_ranks(outermost.group or dist.group.WORLD))
+    agreement = agreement_in(outermost) if has_ranks() else None
+    return () if agreement is None or agreement.differs else tuple(sorted(agreement.ranks))
 
 
 def quantized_first(
@@ -74,7 +70,7 @@ def _kind(item: ListedOp) -> Any:
 
 
 def _in(item: ListedOp, ranks: Sequence[int]) -> bool:
-    """Whether all ranks of a collective are among these."""
+    """True where all ranks of a collective are among these."""
     op: Any = item.lowered.op
     return op.group.size > 1 and set(dist.get_process_group_ranks(op.group.process_group())) <= set(ranks)
 

@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,25 @@ from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given
 from te_fuser.ops.construction import latest
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.block import ROLES, Block
+from te_fuser.quantization.amax_slots import ROLES, Block
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
-from te_fuser.quantization.state import State, state_of
+from te_fuser.quantization.state import State, blocks, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, settings, settings_changed
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
-def agreement_of(group: Any) -> Agreement | None:
-    """What the ranks of a group agree on, None: of all; None where there is one rank.
+def agreement_in(region: Region | None) -> Agreement | None:
+    """The agreement of the ranks of a region's group, by default all; None where each has its own amaxes.
 
     Raises:
         ValueError: where this rank is none of the group's.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if region is None or not region.recipe.reduce_amax or not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.group.WORLD if group is None else group
+    group = dist.group.WORLD if region.group is None else region.group
     if dist.get_rank(group) < 0:
         raise ValueError("this rank is none of the group's that agrees on amaxes: give each rank one that it is in")
     if dist.get_world_size(group) == 1:
@@ -42,11 +42,6 @@ def agreement_of(group: Any) -> Agreement | None:
     if found is None:
         found = _kept[group] = Agreement(group)
     return found
-
-
-def any_agrees() -> bool:
-    """Whether any ranks agree on amaxes, or did."""
-    return len(_kept) > 0
 
 
 class _Told:
@@ -66,13 +61,6 @@ class _Told:
         return self._numbers.tolist()
 
 
-class _Place(NamedTuple):
-    """Where the amaxes of some products are in the vector and in a block."""
-
-    here: torch.Tensor
-    there: torch.Tensor
-
-
 class Agreement:
     """The products whose amaxes the ranks of a group agree on.
 
@@ -89,33 +77,22 @@ class Agreement:
         self._told: _Told | None = None
         self._brings = False
         self._answer: _Told | None = None  # of all ranks, since this one announced what it brings
-        self._begun = self._warned = False
+        self._begun = self.differs = False
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
-        self._places: tuple[Any, dict[Block, _Place]] = (None, {})
-
-    @property
-    def differs(self) -> bool:
-        """Whether ranks have made different numbers of products since, whose amaxes are each rank's own."""
-        return self._warned
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Those of the group."""
+        """Ranks of the group."""
         return frozenset(dist.get_process_group_ranks(self._group()))
 
-    @property
-    def known(self) -> int:
-        """How many products all ranks told of."""
-        return len(self._states)
-
-    def reduced(self) -> set[State]:
-        """The products whose amaxes folds reduce now."""
-        found = [state for ref in self._states if (state := ref()) is not None]
-        return {state for state in found if _is_agreed_on(state)}
+    def reduced(self) -> dict[State, int]:
+        """The products whose amaxes updates reduce now, and where they are in the vector."""
+        found = [(state, place) for place, ref in enumerate(self._states) if (state := ref()) is not None]
+        return {state: place for state, place in found if _is_agreed_on(state)}
 
     def waiting(self) -> list[State]:
-        """Products that all ranks may have made, which the next fold reduces: until then their scales stay."""
-        if self._warned:
+        """Products that all ranks may have made, which the next update reduces: until then their scales stay."""
+        if self.differs:
             return []
         found = [state for weight in self._coming if (state := _state_at(weight)()) is not None]
         return [s for s in found if s.block is not None and _is_agreed_on(s)]
@@ -162,40 +139,45 @@ class Agreement:
         self._begun, self._told = True, None
         self._add(new)
 
-    def make(self, recipe: Recipe) -> None:
-        """Have tensors for all of the products, those that ran on other ranks alone, too."""
+    def reduce(self, recipe: Recipe) -> None:
+        """Raise slots to the largest amaxes of all ranks: one all-reduce of bits, so that NaN stays.
+
+        Products that ran on other ranks alone get tensors here, too.
+        """
         self._grow()
         for weight, ref in zip(self._weights, self._states, strict=True):
             state = ref()
             if state is not None and state.block is None and (device := device_of(weight)) is not None:
-                state.recipe = found = recipe_for(weight, recipe)
-                if isinstance(found, DelayedScaling):
-                    state.make(found.amax_history_len, device)
-
-    def reduce(self, seen: dict[Block, torch.Tensor], recipe: Recipe) -> None:
-        """Put the largest amaxes of all ranks in the place of this one's: one all-reduce of bits, so that NaN stays."""
-        device, places = self._device(self._weights), self._places_of()
+                state.recipe = recipe_for(weight, recipe)
+                if isinstance(state.recipe, DelayedScaling):
+                    state.make(state.recipe.amax_history_len, device)
+        device, reduced = self._device(self._weights), self.reduced()
         amaxes = torch.zeros(len(self._states), len(ROLES), dtype=torch.float32, device=device)
-        for block, (here, there) in places.items():
-            amaxes[here] = seen[block][there].to(device)
+        places: list[tuple[Block, torch.Tensor, torch.Tensor]] = []
+        for block in blocks():
+            if found := [state for state in block.states() if state in reduced]:
+                there = block.index(tuple([reduced[state] for state in found])).to(device)
+                places.append((block, there, block.index(tuple([state.row for state in found]))))
+        for block, there, rows in places:
+            amaxes[there] = block.amaxes[rows].to(device)
         self._coming = self._new(recipe)
         bits = torch.cat([amaxes.view(torch.int32).flatten(), self._counts(len(self._coming), device)])
         self._largest(bits)
         self._told = self._answer = _Told(bits[-3:])
-        found = bits[:-3].view(torch.float32).view_as(amaxes)
-        for block, (here, there) in places.items():
-            seen[block][there] = found[here].to(block.device)
+        amaxes = bits[:-3].view(torch.float32).view_as(amaxes)
+        for block, there, rows in places:
+            block.amaxes[rows] = amaxes[there].to(block.device)
 
     def announce(self, brings: bool) -> None:
         """Have the other ranks told, at the entry of a region, whether products wait here to be folded."""
         self._brings, self._answer = brings, None
 
     def all_bring(self) -> bool:
-        """Whether all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
+        """True where all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
         return self._answer is not None and self._answer.read()[-1] == -1
 
     def _counts(self, count: int, device: torch.device) -> torch.Tensor:
-        """What gives the most and, turned round, the least of all ranks, by the largest of each."""
+        """Numbers whose largest of all ranks are the most products and, turned round, the fewest."""
         return torch.tensor([count, -count, -int(self._brings)], dtype=torch.int32, device=device)
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
@@ -217,8 +199,8 @@ class Agreement:
         most, least, _ = self._told.read()
         if most == -least == len(self._coming):
             self._add(self._coming)
-        elif not self._warned:
-            self._warned = True
+        elif not self.differs:
+            self.differs = True
             settings_changed()
             warnings.warn(
                 f"ranks that agree on amaxes have made different numbers of products ({-least} to {most}) since their "
@@ -240,20 +222,8 @@ class Agreement:
         known = {id(state) for ref in self._states if (state := ref()) is not None}
         return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
-    def _places_of(self) -> dict[Block, _Place]:
-        """Where amaxes are that ranks are to agree on."""
-        found: dict[Block, list[tuple[int, int]]] = {}
-        for place, ref in enumerate(self._states):
-            state = ref()
-            if state is not None and state.block is not None and _is_agreed_on(state):
-                found.setdefault(state.block, []).append((place, state.row))
-        if self._places[0] != found:
-            made = {b: _Place(*torch.tensor(rows).T.to(self._device(self._weights))) for b, rows in found.items()}
-            self._places = found, {b: _Place(p.here, p.there.to(b.device)) for b, p in made.items()}
-        return self._places[1]
-
     def _device(self, weights: Sequence[Binding]) -> torch.device:
-        """Where the vector is: with the first product, but on a GPU where the ranks know nothing else."""
+        """Device of the vector: with the first product, but on a GPU where the ranks know nothing else."""
         if "nccl" in dist.get_backend(self._group()):
             return torch.device("cuda", torch.cuda.current_device())
         return next(filter(None, map(device_of, weights)), torch.device("cpu"))
@@ -264,13 +234,22 @@ def _state_at(weight: Binding) -> Callable[[], State | None]:
     try:
         return weakref.ref(state_of(weight))
     except ReferenceError:
-        return _nowhere
+        return lambda: None
 
 
 def _is_agreed_on(state: State) -> bool:
-    """Whether ranks agree on the amaxes of a product, by the recipe of its last call."""
+    """True where ranks agree on the amaxes of a product, by the recipe of its last call."""
     return state.recipe is not None and state.recipe.reduce_amax
 
 
-def _nowhere() -> None:
-    """A reference to a state that is gone."""
+def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
+    """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
+    alone, parted = frozenset([dist.get_rank()]), False
+    ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
+    for state in [state for block in blocks() for state in block.states() if state not in left_out]:
+        if isinstance(state.recipe, DelayedScaling):
+            by, before = ranks if state in reduced else alone, state.alike
+            state.alike = by if before is None else by & before
+            parted = parted or state.alike != (by if before is None else before) or state.alike == alone != before
+    if parted and _kept:
+        settings_changed()

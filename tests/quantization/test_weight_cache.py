@@ -15,10 +15,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
-from te_fuser.quantization import checkpoint_contexts, kept, microbatch, states
-from te_fuser.quantization.kept import KEPT, keep
+from te_fuser.quantization import checkpoint_contexts, microbatch, states, weight_cache
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
+from te_fuser.quantization.weight_cache import KEPT, keep
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.test_lowering import FFN, F, data
 
@@ -95,7 +95,7 @@ def change(model: torch.nn.Module, by: float = 0.5) -> None:
 @pytest.fixture(autouse=True)
 def _loud() -> Any:
     """A warning is an error, but where a test asks for it."""
-    kept._say_once.cache_clear()
+    weight_cache._say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
@@ -456,7 +456,7 @@ def test_micro_batches_are_true_or_false(said: Any) -> None:
 def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("Linear")
     step(model, data(0), True)
-    weights = list(products_of(model).values())
+    weights = [(state_of(weight), weight) for weight in products_of(model).values()]
     with on(), microbatch(True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

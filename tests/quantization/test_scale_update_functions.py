@@ -12,7 +12,8 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.quantization.folding import fold, scales_of
+from te_fuser.quantization.scale_update import update
+from te_fuser.quantization.scaling import scales_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
 
@@ -22,7 +23,7 @@ LARGEST = torch.finfo(torch.float32).max
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    fold()
+    update()
 
 
 def test_functions_of_ones_own() -> None:

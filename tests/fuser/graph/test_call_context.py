@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 
 import pytest
@@ -12,14 +12,15 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.facts import Facts
-from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph import call_context
+from te_fuser.fuser.graph.call_context import CallContext, ReadyList
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.ops.base import LoweredOp
 
 FACTOR: ContextVar[float | None] = ContextVar("factor", default=None)
 
 
-class Scaled(surroundings.Surrounding):
+class Scaled(CallContext):
     """In here each GELU's output is multiplied by a number."""
 
     key = staticmethod(FACTOR.get)
@@ -29,19 +30,15 @@ class Scaled(surroundings.Surrounding):
         self.lefts = 0
         self.settings = {"held": 1}
 
-    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        return [*listed]
+    def prepare(self, listed: Sequence[ListedOp], key: Hashable, reads: bool) -> ReadyList:
+        if key is None:
+            self.lefts += 1
+            return ReadyList(listed)
+        self.entries.append((key, reads))
+        return ReadyList([*listed], not reads, lambda: Facts(items=((self.settings, "held", 1),)))
 
-    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        self.entries.append(key)
-
-    def left(self, listed: Sequence[ListedOp]) -> None:
-        self.lefts += 1
-
-    def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        return Facts(items=((self.settings, "held", 1),))
-
-    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+    def rewrite(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+        call.notes.append(f"times {key} on {call.x.device.type}")
         found: list[ListedOp] = []
         for item in listed:
             found.append(item)
@@ -50,16 +47,11 @@ class Scaled(surroundings.Surrounding):
                 found.append(ListedOp(scale, f"{item.path}.scaled", {}, (), stream=item.stream))
         return found
 
-    def notes(
-        self, listed: Sequence[ListedOp], key: Hashable, device: torch.device, capability: tuple[int, int] | None
-    ) -> Iterable[str]:
-        yield f"times {key} on {device.type}"
-
 
 @pytest.fixture
 def scaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scaled]:
     made = Scaled()
-    monkeypatch.setattr(surroundings, "_known", [made])
+    monkeypatch.setattr(call_context, "_known", [made])
     yield made
 
 
@@ -94,13 +86,21 @@ def test_known_calls_ask_nothing_but_facts(scaled: Scaled) -> None:
     with factor(2.0):
         for _ in range(3):
             model(x)
-        assert scaled.entries == [2.0]
+        assert scaled.entries == [(2.0, False)]
         scaled.settings["held"] = 2
         model(x)
-        assert scaled.entries == [2.0, 2.0]
+        assert scaled.entries == [(2.0, False), (2.0, False)]
     for _ in range(3):
         model(x)
     assert scaled.lefts == 1
+
+
+def test_references_are_made_ready_apart(scaled: Scaled) -> None:
+    model, x = te_fuser.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(3, 8)
+    with factor(2.0):
+        model.reference(x)
+        model(x)
+    assert scaled.entries == [(2.0, True), (2.0, False)]
 
 
 def test_draws_stay_as_they_are(scaled: Scaled) -> None:

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.kernels.fold_amaxes import FoldAmaxes
-from te_fuser.quantization import folding, not_finite, states
-from te_fuser.quantization.folding import fold
+from te_fuser.quantization import not_finite, scale_kernel, scale_update, states
+from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import blocks, state_of
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.fake_cuda import FakeDriver, running
@@ -30,7 +30,7 @@ LARGEST = torch.finfo(torch.float32).max
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     yield
-    fold()
+    update()
 
 
 def test_history_and_scales() -> None:
@@ -105,11 +105,13 @@ def test_nothing_is_recorded_without_gradients(mode: str) -> None:
 def test_evaluation_folds_once_what_training_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, folds = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16), list[int]()
     step(model, x)
-    monkeypatch.setattr(folding, "fold", lambda looks=False: (folds.append(1), fold()))
+    made = scale_update.evaluate
+    monkeypatch.setattr(scale_update, "evaluate", lambda: (folds.append(1), made()))
     with torch.no_grad():
         for _ in range(3):
             step(model, x)
-    assert folds == [1] and float(model[0].fp8_amax_history[0, 0]) == float(x.abs().max())
+    assert folds == [1] and not model[0].fp8_amax_history.any()
+    assert float(state_of(model[0]).scales["input"]) == float(torch.tensor(448.0) / x.abs().max())
 
 
 def test_backward_inside_and_outside_record_alike() -> None:
@@ -228,7 +230,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What is folded on the CPU is folded by the kernel, as on a GPU; in blocks of the test's own."""
     monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
-    monkeypatch.setattr(folding, "_has_kernel", lambda device: device.type == "cpu")
+    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: device.type == "cpu")
     return emulated
 
 
@@ -253,7 +255,7 @@ def test_the_kernel_folds_as_pytorch(by_path: Any, emulated: FakeDriver, monkeyp
     """Bit for bit, with functions of somebody's own beside it, and amaxes that are not finite."""
     found = []
     for device_type in ("cpu", "none"):
-        monkeypatch.setattr(folding, "_has_kernel", lambda device, which=device_type: device.type == which)
+        monkeypatch.setattr(scale_kernel, "has_kernel", lambda device, which=device_type: device.type == which)
         torch.manual_seed(0)
         model = te.Sequential(*(ops.MatMul(16, 16) if k % 2 == 0 else ops.GELU() for k in range(5)))
         if by_path:
@@ -272,13 +274,13 @@ def test_the_kernel_folds_as_pytorch(by_path: Any, emulated: FakeDriver, monkeyp
 def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriver) -> None:
     model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16)
     step(model, x)
-    fold()
+    update()
     block = state_of(model[0]).block
     assert block is not None
-    told, by_kernel.launches = folding._kernels[block], 0
+    told, by_kernel.launches = scale_kernel._kernels[block], 0
     for _ in range(3):
         step(model, x)
-    assert by_kernel.launches == 3 and folding._kernels[block] is told
+    assert by_kernel.launches == 3 and scale_kernel._kernels[block] is told
     assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
 
 
@@ -287,7 +289,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
     by_kernel: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph has saved, a view or somebody else holds, stays as it was, and calls find others."""
-    monkeypatch.setattr(folding, "_threads", set())
+    monkeypatch.setattr(scale_kernel, "_threads", set())
     model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
     state = state_of(model[0])
 
@@ -296,10 +298,10 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
 
     for _ in range(2):
         step(model, x)
-    fold()
+    update()
     first = found()
     step(model, 2.0 * x)
-    fold()
+    update()
     assert found() == (first[0], first[1] / 2.0)
     for hold in (lambda: state.scales["input"], lambda: state.scales["input"].detach(), lambda: model(x)):
         with te.autocast(recipe=RECIPE):
@@ -309,10 +311,10 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
         assert found()[0] != place and found()[1] != number
         assert kept.dim() or kept.item() == number
         del kept
-        fold()
+        update()
     before = found()[0]
-    monkeypatch.setattr(folding, "_threads", {1, 2})  # another one may look them up meanwhile
-    fold()
+    monkeypatch.setattr(scale_kernel, "_threads", {1, 2})  # another one may look them up meanwhile
+    update()
     assert found()[0] != before
 
 
@@ -320,7 +322,7 @@ def test_regions_whose_recipes_keep_nothing_fold_what_there_is(monkeypatch: pyte
     """What a call recorded, once; what a late backward left is folded at the next region that may read it."""
     model, x = te.Sequential(ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
     folds = []
-    monkeypatch.setattr(folding, "fold", lambda: folds.append(fold()))
+    monkeypatch.setattr(scale_update, "update", lambda: folds.append(update()))
     stateless = Float8CurrentScaling()
     with te.autocast(recipe=RECIPE):
         y = model(x)
@@ -345,13 +347,13 @@ def test_what_a_fold_calls_does_not_grow_with_products(by_kernel: FakeDriver) ->
 
     def calls(model: Any) -> int:
         step(model, torch.randn(4, 16))
-        fold()
+        update()
         found: list[str] = []
         gc.collect()
         gc.disable()  # what a collection finalizes meanwhile calls, too
         sys.setprofile(lambda frame, event, argument: found.append(event))
         try:
-            fold()
+            update()
         finally:
             sys.setprofile(None)
             gc.enable()
@@ -403,7 +405,7 @@ CHANGES = (another_product, a_copy, loaded, loaded_in_inference_mode, moved, tur
 def test_what_changes_is_told_anew(change: Any, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for device_type in ("cpu", "none"):
-        monkeypatch.setattr(folding, "_has_kernel", lambda device, which=device_type: device.type == which)
+        monkeypatch.setattr(scale_kernel, "has_kernel", lambda device, which=device_type: device.type == which)
         torch.manual_seed(0)
         model = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16))
         for k in range(2):
@@ -421,7 +423,7 @@ def test_late_backwards_have_their_own_scales(
     kernel: bool, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first region on, in which calls read what was there before any fold."""
-    monkeypatch.setattr(folding, "_has_kernel", lambda device: kernel and device.type == "cpu")
+    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: kernel and device.type == "cpu")
     torch.manual_seed(0)
     model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16, requires_grad=True)
     for _ in range(2):

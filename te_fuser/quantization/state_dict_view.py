@@ -1,0 +1,141 @@
+"""Scales and histories as users see them: by path, in a state_dict and in copies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from te_fuser.params.narrow import HISTORY, SCALE
+from te_fuser.params.scales import saved_numbers
+from te_fuser.quantization.amax_allreduce import Agreement, agreement_in
+from te_fuser.quantization.amax_slots import ROLES, is_transformed, not_in_capture
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.scale_kernel import folded_in
+from te_fuser.quantization.scale_update import moved, recorded, update
+from te_fuser.quantization.state import State, blocks, busy_states, lock, state_of
+from te_fuser.recipe.region import entered, in_backward
+
+
+class TensorState(NamedTuple):
+    """The scale of a tensor in 8 bits, float32 [], and the amaxes of its last calls.
+
+    Attributes:
+        amax_history: newest first, float32 [amax_history_len].
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+def states(model: torch.nn.Module) -> dict[str, TensorState]:
+    """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
+
+    Inside of a region or a backward they are those that its calls go by, and what these record comes later. Where ranks
+    agree on amaxes, all of them call this together.
+
+    Returns:
+        path of a product + ".input", ".weight" or ".output_gradient", for a model that is one product these alone
+        without the dot -> (scale, amax_history); of products that have run in a region, and whose weights are the
+        model's own: those of weights that come with a call are kept with its list.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    _check(model, "states")
+    if _agreement_now() is not None and not (any(entered()) or in_backward()):
+        update()
+    found = _states_of(model)
+    numbers = numbers_now([*found.values()])
+    return {
+        _name(path, role): TensorState(numbers[state][0][k].clone(), numbers[state][1][:, k].clone())
+        for path, state in found.items()
+        for k, role in enumerate(ROLES)
+    }
+
+
+def _agreement_now() -> Agreement | None:
+    return agreement_in(recorded.region)
+
+
+def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torch.Tensor]]:
+    """Scale and history of products, as the next update would make them of what was recorded; nothing is written.
+
+    Inside of a region with gradients or a backward, and where ranks agree on amaxes, they are those of the last update.
+    """
+    not_in_capture("amaxes are folded")
+    found = {state: (state.scale, state.history) for state in states}
+    inside = recorded.is_new and (any(entered()) or in_backward())
+    if inside or is_transformed() or _agreement_now() is not None:
+        return found
+    with lock, torch.inference_mode(False), torch.no_grad():
+        theirs = busy_states()
+        for block in {state.block for state in states if state.block is not None}:
+            own = folded_in(block, [state for state in states if state not in theirs])
+            for alike, history, scales in moved(block, own, block.amaxes):
+                found.update({s: (scales[k], history[:, k]) for k, s in enumerate(alike)})
+    return found
+
+
+def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
+    """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
+    if _agreement_now() is not None and saves and recorded.is_new:
+        _say_that_ranks_differ()
+    if not state.has_buffers or state.block is None or is_transformed() or not any(state.recorded()):
+        return {}
+    now = numbers_now([state])[state]
+    return {} if now[0] is state.scale else dict(zip((state.prefix + SCALE, state.prefix + HISTORY), now, strict=True))
+
+
+def not_finite(model: torch.nn.Module) -> dict[str, int]:
+    """Counts of amaxes that were infinite or NaN, and so moved no scale: by the same names, where that happened at all.
+
+    Raises:
+        TypeError: for what is no module.
+        RuntimeError: inside of a region, whose amaxes are counted when it was left.
+    """
+    _check(model, "not_finite")
+    if any(entered()):
+        raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
+    if _agreement_now() is not None:
+        update()
+    found = {block: (block.not_finite + ~block.amaxes.isfinite()).tolist() for block in blocks()}  # a GPU is waited for
+    counts = {
+        _name(path, role): found[state.block][state.row][k]
+        for path, state in _states_of(model).items()
+        for k, role in enumerate(ROLES)
+        if state.block is not None
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _check(model: object, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"te_fuser.quantization.{function} takes the model whose products it tells of, a torch.nn.Module, got "
+            f"{type(model).__name__}: give what runs in the region"
+        )
+
+
+def _name(path: str, role: str) -> str:
+    return f"{path}.{role}" if path else role
+
+
+def _states_of(model: torch.nn.Module) -> dict[str, State]:
+    found = {path: state_of(weight) for path, weight in products_of(model).items()}
+    return {path: state for path, state in found.items() if state.has_buffers}
+
+
+def _say_that_ranks_differ() -> None:
+    """Warn who saves before ranks have agreed on the last step: what is saved is one rank's."""
+    warnings.warn(
+        "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
+        "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
+        "te_fuser.quantization.states(model) on all ranks before",
+        stacklevel=2,
+    )
+
+
+saved_numbers.append(_saved)
