@@ -209,6 +209,11 @@ def test_what_fills_parameters(name: str) -> None:
             else:
                 want = 1.0 if path.endswith(("proj.weight", "fc2_weight")) else 2.0
             assert (p == want).all(), path
+        with torch.no_grad():
+            for p in made.parameters():
+                p.fill_(3.0)
+        made.reset_parameters(defer_init=True)
+        assert all((p == 3.0).all() for p in made.parameters())
 
 
 @pytest.mark.parametrize(

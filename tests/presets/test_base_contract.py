@@ -154,7 +154,8 @@ CASES: dict[str, Case] = {
 each = pytest.mark.parametrize("name", CASES)
 NORMED = ("LayerNormLinear", "LayerNormMLP", "MultiheadAttention")
 few = pytest.mark.parametrize("name", [name for name in CASES if name.count(",") < 2])
-kinds = pytest.mark.parametrize("name", [name for name in CASES if "," not in name])
+KINDS = [name for name in CASES if "," not in name]
+kinds = pytest.mark.parametrize("name", KINDS)
 
 
 @each
@@ -169,7 +170,10 @@ def test_preset_gives_float64_values_and_gradients_of_its_meaning(name: str) -> 
     assert_same(made(wide), case.meaning(made, wide), leaves_of(made, wide))
 
 
-@few
+KEPT = ("Linear, split", "Linear, row", "LayerNormLinear, split", "LayerNormMLP, again")
+
+
+@pytest.mark.parametrize("name", [*KINDS, *KEPT])
 def test_preset_copied_or_loaded_is_trained_by_itself(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     made, x = case.make(), case.x()
@@ -250,6 +254,9 @@ def test_preset_returns_what_it_is_asked_for_beside(name: str, asked: tuple[str,
         assert bias is [p for path, p in made.named_parameters() if path.endswith("bias")][-1]
         y = y + bias
         assert case.make(bias=False, return_bias=True)(x)[1] is None
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = case.make(return_bias=True, params_dtype=torch.float32)(x.detach().float())
+        assert [t.dtype for t in narrow] == [torch.bfloat16] * 2
     if "return_layernorm_output" in asked:
         want.append(normalized(x, *held.values(), getattr(made, "eps", 1e-5)))
     assert_same((y, *beside), tuple(want), leaves_of(made, x))

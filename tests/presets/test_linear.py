@@ -58,6 +58,8 @@ def test_linear_without_a_weight_takes_those_of_the_call(norm: bool) -> None:
     for _ in range(2):
         assert_same(layer(x, w, bias=b), linear(h(), w, b), leaves_of(layer, x, w=w, b=b))
     assert torch.equal(copy.deepcopy(layer)(x, w, b), layer(x, w, b))
+    with pytest.raises(TypeError, match="has no weight, by skip_weight_param_allocation"):
+        layer.to_torch()
     y, bias = made(skip_weight_param_allocation=True, return_bias=True)(x, weight=w, bias=b)
     assert bias is b
     torch.testing.assert_close(y, linear(x, w))
