@@ -265,8 +265,12 @@ class Preset(Together, Variants):
         return ((str(n), op) for n, op in enumerate(self.variant_ops(**how)))
 
     def relist(self) -> None:
-        """Fill the list with the ops of a call that changes nothing; other modules in here stay."""
+        """Fill the list with the ops of a call that changes nothing, in the mode of those before; other modules stay."""
         found = dict(self.named_ops())
+        for name, op in found.items():
+            before = self._modules.get(name)
+            if op is not before:
+                op.train(self.training if before is None else before.training)
         others = {name: m for name, m in self._modules.items() if name not in {*found, *self._listed}}
         self._modules.clear()
         appended = {name: others.pop(name) for name in [*others] if name.isdecimal()}

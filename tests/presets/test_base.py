@@ -162,3 +162,17 @@ def test_what_calls_may_say_or_its_parts_have_is_settled(name: str) -> None:
     preset = te_fuser.TransformerLayer(8, 4, 2, device="cpu")
     with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
         setattr(preset, name, "padding")
+
+
+def test_ops_that_are_listed_anew_are_in_the_mode_of_those_before() -> None:
+    layer = te_fuser.TransformerLayer(16, 32, 2, hidden_dropout=0.5, attention_dropout=0.5).eval()
+    x = torch.randn(5, 2, 16)
+    expected = layer(x)
+    before = {name: m.training for name, m in layer.named_modules()}
+    layer.relist()
+    layer.self_attention.relist()
+    assert {name: m.training for name, m in layer.named_modules()} == before and not any(before.values())
+    assert torch.equal(layer(x), expected)
+    layer.self_attention.train()
+    layer.relist()
+    assert not layer.training and layer.self_attention.training
