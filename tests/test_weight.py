@@ -11,7 +11,7 @@ CEILINGS = {
     "files in te_fuser": 372,
     "files flat in te_fuser/ops": 40,
     "lines of tests": 76_700,
-    "lines of docs/design.md": 1_450,
+    "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 363,
     "class names defined in several files": 38,

@@ -265,7 +265,7 @@ class Preset(Together, Variants):
         return ((str(n), op) for n, op in enumerate(self.variant_ops(**how)))
 
     def relist(self) -> None:
-        """Fill the list with the ops of a call that changes nothing, in the mode of those before; other modules stay."""
+        """Fill the list with the ops of a call that changes nothing, in the mode of those before; others stay."""
         found = dict(self.named_ops())
         for name, op in found.items():
             before = self._modules.get(name)
