@@ -10,7 +10,7 @@ CEILINGS = {
     "lines of te_fuser and csrc": 71_600,
     "files in te_fuser": 372,
     "files flat in te_fuser/ops": 40,
-    "lines of tests": 76_700,
+    "lines of tests": 74_900,
     "lines of docs/design.md": 1_450,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 363,
