@@ -203,7 +203,7 @@ ASPECTS = {
         "weight",
         "works_with",
     },
-    "codegen": {"float8", "maxima"},
+    "codegen": {"float8", "maxima", "targets"},
     "fusions": {"plans", "refusals", "quack", "quack_float8"},
     "kernels": {"written"},
     "formula": {"counts", "philox", "row_ops"},

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import cache_folder, compiler, cpp, entry_file
-from te_fuser.codegen.compiler import KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
+from te_fuser.codegen.compiler import Compiler, KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from tests.codegen.corpus import Kit
 
@@ -59,6 +59,14 @@ def fresh_process() -> Iterator[None]:
     yield
     compiler._loaded.clear()
     compiler._loaded.update(before)
+
+
+@pytest.fixture
+def usual() -> Compiler:
+    """The compiler of this machine."""
+    found = find_compiler()
+    assert found is not None
+    return found
 
 
 def forget() -> None:
@@ -116,9 +124,7 @@ def test_another_compiler_flag_or_header_is_another_library(tmp_path: Path, monk
 
     def compiled() -> int:
         forget()
-        found = find_compiler()
-        assert found is not None
-        load([scaled(2.0)], cache_dir=cache, compiler=found)
+        load([scaled(2.0)], cache_dir=cache, compiler=find_compiler())
         return len(list(cache.iterdir()))
 
     assert compiled() == compiled() == 1
@@ -215,9 +221,7 @@ def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("command", ["{}", " {} ", "'{}' -DSPARE", "env '{}'"])
-def test_cxx_names_the_compiler(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = find_compiler()
-    assert usual is not None
+def test_cxx_names_the_compiler(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual: Compiler) -> None:
     mine = tmp_path / "a b" / "mine"
     mine.parent.mkdir()
     mine.symlink_to(usual.path)
@@ -237,13 +241,13 @@ def test_a_cxx_that_cannot_be_run_is_named(command: str, monkeypatch: pytest.Mon
     assert "that te_fuser.config.compiler names" in compiler.why_no_compiler("mine")
 
 
-def test_something_that_is_no_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = find_compiler()
-    assert found is not None
+def test_something_that_is_no_compiler_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual: Compiler
+) -> None:
     broken, working = tmp_path / "c++", tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    working.symlink_to(found.path)
+    working.symlink_to(usual.path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     chosen = find_compiler()
     assert chosen is not None and chosen.path == str(working)
@@ -268,41 +272,36 @@ def replaced(folder: Path, why: str) -> Iterator[None]:
         yield
 
 
-def full(real: str, folder: object = "") -> str:
-    """A compiler that finds no room in a folder, or anywhere."""
-    return f"""#!/bin/sh
-case "$*" in *"-o {folder}/"*) echo "error writing to $TMPDIR/unit.s: No space left on device" >&2; exit 1;; esac
-exec {real} "$@"
-"""
-
-
-def test_a_full_disk_is_no_refused_kernel(tmp_path: Path) -> None:
-    found = find_compiler()
+def program(path: Path, text: str) -> Compiler:
+    """A program in the place of a compiler."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    found = find_compiler(str(path))
     assert found is not None
-    fake, cache = tmp_path / "c++", tmp_path / "cache"
-    fake.write_text(full(found.path, cache))
-    fake.chmod(0o755)
+    return found
+
+
+def full(path: Path, real: Compiler, folder: object = "") -> Compiler:
+    """A compiler that finds no room in a folder, or anywhere."""
+    says = 'echo "error writing to $TMPDIR/unit.s: No space left on device" >&2; exit 1'
+    return program(path, f'case "$*" in *"-o {folder}/"*) {says};; esac\nexec {real.path} "$@"')
+
+
+def test_a_full_disk_is_no_refused_kernel(tmp_path: Path, usual: Compiler) -> None:
+    cache = tmp_path / "cache"
     with replaced(cache, "No space left on device"):
-        (handle,) = load([scaled(2.0)], cache_dir=cache, compiler=find_compiler(str(fake)))
+        (handle,) = load([scaled(2.0)], cache_dir=cache, compiler=full(tmp_path / "c++", usual, cache))
     assert works(handle, 2.0) and not list(cache.iterdir())
 
 
-def test_where_no_disk_has_room_the_compilers_words_come_out(tmp_path: Path) -> None:
-    found = find_compiler()
-    assert found is not None
-    fake = tmp_path / "c++"
-    fake.write_text(full(found.path))
-    fake.chmod(0o755)
-    with pytest.raises(KernelCompileError, match="failed on kernels scale_fwd_.*: error writing .*: No space left"):
-        load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=find_compiler(str(fake)))
-
-
-def test_a_program_that_makes_no_library_is_named(tmp_path: Path) -> None:
-    idle = tmp_path / "c++"
-    idle.write_text("#!/bin/sh\necho idle 1.0\n")
-    idle.chmod(0o755)
-    with pytest.raises(KernelCompileError, match="idle 1.0. failed on kernels .*: it wrote no library"):
-        load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=find_compiler(str(idle)))
+def test_a_program_that_makes_no_library_is_named_with_its_words(tmp_path: Path, usual: Compiler) -> None:
+    """Also where no disk has room."""
+    for one, words in (
+        (full(tmp_path / "c++", usual), "failed on kernels scale_fwd_.*: error writing .*: No space left"),
+        (program(tmp_path / "idle", "echo idle 1.0"), "idle 1.0. failed on kernels .*: it wrote no library"),
+    ):
+        with pytest.raises(KernelCompileError, match=words):
+            load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=one)
 
 
 def test_a_folder_where_a_library_should_be(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus, ptx
-from tests.codegen.corpus import RARE, Kit, descriptions, inputs, outputs, rare_inputs, reference
+from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
 from tests.codegen.cuda_calls import complaints, sizes_of
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.needs import needs_compiler, needs_nvrtc
@@ -42,44 +42,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------ machine code
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("arch", "every"), [("sm_80", 4), ("sm_90a", 1), ("sm_100a", 4)])
-def test_kernels_compile_without_spilling(arch: str, every: int, cache: Path) -> None:
-    names = list(CORPUS)[::every]
-
-    def complaint(name: str) -> str:
-        kernel, made = compile_kernel(CORPUS[name], arch, cache=cache)
-        assert sorted(r.symbol for r in made.resources) == sorted(launch.symbol for launch in kernel.launches)
-        spills = [r for r in made.resources if r.spilled_bytes > 16]
-        return f"{name}: {spills}" if spills else ""
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [text for text in pool.map(complaint, names) if text]
-    assert not found
-
-
-LARGE = [
-    (corpus.layer_norm, 4096), (corpus.layer_norm, 8192), (corpus.layer_norm, 16384), (corpus.layer_norm, 65536),
-    (corpus.rms_norm, 4096), (corpus.bias_gelu, 16384), (corpus.swiglu, 14336), (corpus.dropout_add_layer_norm, 4096),
-    (corpus.dropout_add_layer_norm, 8192), (corpus.dropout_add_layer_norm, 10240),
-    (corpus.dropout_add_layer_norm, 12288), (corpus.dropout_add_layer_norm, 16384), (corpus.geglu_chain, 10240),
-    (corpus.geglu_chain, 16384), (corpus.softmax, 2048),
-]  # fmt: skip
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("family", "width"), LARGE, ids=lambda v: str(getattr(v, "__name__", v)))
-def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, cache: Path) -> None:
-    for description in family(Kit(*BF16), width):
-        kernel, made = compile_kernel(description, "sm_90a", cache=cache)
-        # Where one block fills a multiprocessor there is nothing left to give to its threads.
-        most = 64 if any(s.blocks_per_multiprocessor == 1 for s in kernel.schedules) else 16
-        assert not [r for r in made.resources if r.spilled_bytes > most], kernel.schedules
-        for launch in kernel.launches:
-            resources = next(r for r in made.resources if r.symbol == launch.symbol)
-            assert resources.shared_bytes + launch.shared_bytes <= H200.shared_bytes
 
 
 @needs_nvrtc
@@ -117,12 +79,6 @@ def test_older_gpus_have_nothing_to_wait_for() -> None:
 # ------------------------------------------------------------------------------------------------------ values
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
-    kernels = [cuda.generate(d) for d in CORPUS.values()]
-    return dict(zip(CORPUS, build(str(COMPILER), kernels, tmp_path_factory.mktemp("emulated")), strict=True))
-
-
 def check(kernel: Emulated, d: KernelDescription, rows: int, batch: tuple[int, int] = (1, 1)) -> list[torch.Tensor]:
     tensors, made = inputs(d, rows, batch[1], seed=rows), outputs(d, rows, batch[1])
     kernel(d, tensors, made, rows, batch)
@@ -131,41 +87,14 @@ def check(kernel: Emulated, d: KernelDescription, rows: int, batch: tuple[int, i
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CORPUS)
-def test_values_are_the_interpreters(name: str, emulated: dict[str, Emulated]) -> None:
-    for rows, batch in ((0, (1, 1)), (1, (1, 1)), (13, (1, 1)), (24, (2, 3)), (7, (2, 3))):
-        check(emulated[name], CORPUS[name], rows, batch)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "kinks-16-f32", "choices_fwd-40-f32"])
-def test_rare_values_are_as_in_torch(name: str, emulated: dict[str, Emulated]) -> None:
-    d = CORPUS[name]
-    tensors, rows = rare_inputs(d), len(RARE)
-    made = outputs(d, rows)
-    emulated[name](d, tensors, made, rows)
-    for store, got, want in zip(d.stores, made, reference(d, tensors, rows, dtype=torch.float32), strict=True):
-        torch.testing.assert_close(
-            got, want, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}"
-        )
-
-
-@needs_compiler
-def test_rows_of_no_sample(emulated: dict[str, Emulated]) -> None:
-    name = "scale_shift_bwd-17-f32"
-    made = outputs(CORPUS[name], 0, 0)
-    emulated[name](CORPUS[name], inputs(CORPUS[name], 0, 0), made, 0, (1, 0))
-    assert all(t.numel() == 0 for t in made)
-
-
-@needs_compiler
-def test_many_blocks_add_up_the_same_sums_as_one(emulated: dict[str, Emulated]) -> None:
+def test_many_blocks_add_up_the_same_sums_as_one(tmp_path: Path) -> None:
     d = CORPUS["layer_norm_bwd-40-bf16"]
+    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
     tensors = inputs(d, 300)
     for multiprocessors in (1, 3, 50):
         made, again = outputs(d, 300), outputs(d, 300)
         for out in (made, again):
-            emulated["layer_norm_bwd-40-bf16"](d, tensors, out, 300, multiprocessors=multiprocessors)
+            kernel(d, tensors, out, 300, multiprocessors=multiprocessors)
         assert not complaints(d, tensors, made, 300)
         assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
 
@@ -255,50 +184,6 @@ def _gelu_tail(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     c = 2 * math.sqrt(2 / math.pi)
     s = torch.sigmoid(c * (x + 0.044715 * x**3))
     return x * s, s + x * s * (1 - s) * c * (1 + 3 * 0.044715 * x**2)
-
-
-@needs_compiler
-def test_constants_rows_and_broadcasts_are_stored(tmp_path: Path) -> None:
-    x = expr.leaf("x", Axes.FULL, 24)
-    total = f.row_sum(x)
-    targets = [
-        Target("seven", expr.const(7), Axes.FULL, 24, "bfloat16"),
-        Target("minus", expr.const(-0.1), Axes.ROWS, 1, "float32"),
-        Target("total", total, Axes.FULL, 24, "float32"),
-    ]
-    sums = [Target("everything", total, Axes.NONE, 1, "float32"), Target("spread", total, Axes.FEATURE, 24, "float32")]
-    d = describe("odds and ends", targets, sums, {"x": (Axes.FULL, 24, "float32")})
-    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
-    check(kernel, d, 5)
-
-
-@needs_compiler
-def test_constants_that_float32_has_no_decimal_for(tmp_path: Path) -> None:
-    """A number beyond its range is infinite, as in PyTorch, and NaN stays NaN."""
-    x = expr.leaf("x", Axes.FULL, 8)
-    values = {"beyond": -1e300, "infinite": math.inf, "nan": math.nan}
-    targets = [
-        Target(name, f.where(x > 0, x, expr.const(value)), Axes.FULL, 8, "float32") for name, value in values.items()
-    ]
-    d = describe("constants", targets, [], {"x": (Axes.FULL, 8, "float32")})
-    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
-    tensors, made = {"x": torch.arange(-4.0, 4.0)[None].contiguous()}, outputs(d, 1)
-    kernel(d, tensors, made, 1)
-    for got, value in zip(made, (-math.inf, math.inf, math.nan), strict=True):
-        wanted = torch.where(tensors["x"] > 0, tensors["x"], value)
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-
-
-@needs_compiler
-def test_words_of_the_language_can_be_roles(tmp_path: Path) -> None:
-    kit = Kit()
-    roles = ("class", "decltype", "wchar_t", "row", "te", "lane", "x_row", "x", "t_1", "2nd", "a.b", "a_b", "größe")
-    total = expr.ZERO
-    for role in roles:
-        total = total + f.exp(kit.full(role, 3)) * kit.feature(f"{role}._weight", 3)
-    d = kit.forward("default", {"int": (total, 3), "bitand": (total * 2, 3)})
-    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
-    check(kernel, d, 5)
 
 
 # --------------------------------------------------------------------------------------------------- schedules
@@ -448,13 +333,6 @@ def test_formulas_lose_instructions_and_keep_their_meaning() -> None:
     tensors = inputs(d, 9)
     for a, b in zip(reference(new, tensors, 9), reference(d, tensors, 9), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_float64_is_refused_by_name() -> None:
-    x = expr.leaf("x", Axes.FULL, 8)
-    d = describe("double", [Target("y", x, Axes.FULL, 8, "float64")], [], {"x": (Axes.FULL, 8, "float32")})
-    with pytest.raises(ValueError, match="kernel double: y is float64; generated kernels store float32"):
-        cuda.generate(d)
 
 
 def test_split_kernels_pass_one_number_a_row() -> None:

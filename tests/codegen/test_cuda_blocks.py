@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import cpp, cuda, in_place, schedule_model
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe, padded
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.schedule import Kind, coming, limits_of
@@ -24,9 +22,9 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.codegen.corpus import Kit, inputs, outputs
 from tests.codegen.cuda_on_cpu import Emulated
-from tests.codegen.test_cuda_tile import call, emulated
+from tests.codegen.targets import call, emulated
 from tests.float8 import codes
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
 LIMITS = limits_of("sm_90a")
 E4M3 = "float8_e4m3fn"
@@ -123,7 +121,7 @@ def test_bytes_and_scales(name: str, kernels: dict[str, Emulated]) -> None:
     for rows in ROWS:
         tensors = inputs(d, rows, seed=rows)
         tensors["x"] *= torch.logspace(-3, 3, max(rows, 1), dtype=torch.float32)[:rows, None].to(tensors["x"].dtype)
-        made, _ = call(kernels[name], d, tensors, rows)
+        made = call(kernels[name], d, tensors, rows)
         check(d, made, rows)
         if d.sums:
             expected = made[0].double().sum(0)
@@ -136,7 +134,7 @@ def test_blocks_of_nothing_and_of_what_is_not_finite(read: str, kernels: dict[st
     d = CASES[f"copied-{read}-256-both"]
     x = torch.zeros(132, 256, dtype=getattr(torch, read))
     x[1, 1], x[2, 130], x[130, 3], x[5, 5] = torch.inf, torch.nan, 1e-38, 3e38
-    made, _ = call(kernels[f"copied-{read}-256-both"], d, {"x": x}, 132)
+    made = call(kernels[f"copied-{read}-256-both"], d, {"x": x}, 132)
     check(d, made, 132)
 
 
@@ -148,20 +146,8 @@ def test_every_schedule_gives_the_same(tmp_path: Path) -> None:
         assert len({s.vector for s in schedules}) > 1
         found += [(d, cuda.generate(d, schedules=[s])) for s in schedules]
     for (d, _), kernel in zip(found, emulated([k for _, k in found], tmp_path), strict=True):
-        made, _ = call(kernel, d, inputs(d, 140), 140)
+        made = call(kernel, d, inputs(d, 140), 140)
         check(d, made, 140)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_machine_code(arch: str, tmp_path: Path) -> None:
-    for read in ("bfloat16", "float32") if arch == "sm_90a" else ("bfloat16",):
-        for family in (copied, gelu, slope):
-            d = family(Kit(read, read), 4096, E4M3)
-            d = dataclasses.replace(d, stores=d.stores[1:])
-            kernel, made = compile_kernel(d, arch, cache=tmp_path)
-            assert not [r for r in made.resources if r.spilled_bytes > 16], (d.name, kernel.schedules)
-            native_kernel(d, kernel, made.cubin)
 
 
 def test_no_lambda_is_generic() -> None:

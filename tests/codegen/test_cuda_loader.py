@@ -16,14 +16,12 @@ import torch
 
 from te_fuser.codegen import cuda, cuda_loader, nvrtc, progress
 from te_fuser.codegen.cuda_compile import compile_kernel
-from te_fuser.codegen.description import KernelDescription, Target, describe
+from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.in_place import pairs
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.codegen.written import MadeOnce
-from te_fuser.formula import expr
-from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import sizes_of
@@ -207,13 +205,6 @@ def test_a_captured_stream_makes_no_kernel_written_by_hand(driver: FakeDriver, c
     assert compiler.names == []
 
 
-def test_float64_is_refused(driver: FakeDriver, compiler: Compiler) -> None:
-    x = expr.leaf("x", Axes.FULL, 8)
-    d = describe("wide", [Target("y", x + x, Axes.FULL, 8, "float64")], (), {"x": (Axes.FULL, 8, "float64")})
-    with pytest.raises(ValueError, match="kernel wide: x is float64"):
-        cuda_loader.load([d], GPU)
-
-
 @pytest.mark.parametrize("threads", [4])
 def test_threads_that_want_the_same_share_the_work(driver: FakeDriver, compiler: Compiler, threads: int) -> None:
     compiler.seconds = 0.1
@@ -361,13 +352,6 @@ def test_where_no_block_is_left_to_give_another_schedule_is_tried(which: str, mo
 
 
 # ---- what the runtime is told ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CORPUS)
-def test_every_kernel_can_be_told_to_the_runtime(name: str) -> None:
-    d = CORPUS[name]
-    text = cuda.generate(d)
-    assert d.name in repr(cuda_loader.native_kernel(d, text, b""))
 
 
 def alignments(d: KernelDescription) -> dict[str, int]:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from te_fuser._native import CpuKernel
 from te_fuser.codegen import cpp, cuda, in_place, schedule_model
 from te_fuser.codegen.compiler import load
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.nvrtc import INCLUDE
@@ -26,65 +22,37 @@ from te_fuser.formula import expr, row_sum
 from te_fuser.formula.expr import Axes
 from te_fuser.quantization import quantize
 from tests.codegen import tile_cases
-from tests.codegen.corpus import Kit, inputs, outputs
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
-from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.codegen.corpus import Kit, inputs
+from tests.codegen.cuda_calls import complaints
+from tests.codegen.targets import COMPILER, ON_EVERY_TARGET, Kernels, call, compiled, emulated, shared_out, slots
 from tests.float8 import codes
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 CASES = tile_cases.cases()
 LIMITS = limits_of("sm_90a")
 ROWS = ((0, (1, 1)), (1, (1, 1)), (24, (4, 3)), (301, (1, 1)))
-targets = pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
-Kernels = dict[str, dict[str, object]]  # by target and key
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    folder, every = tmp_path_factory.mktemp("tile"), list(CASES.values())
-    return {
-        "torch": {d.key: InterpretedKernel(d) for d in every},
-        "cpp": {d.key: k.run for d, k in zip(every, load(every, cache_dir=folder), strict=True)},
-        "cuda": {d.key: k for d, k in zip(every, emulated([cuda.generate(d) for d in every], folder), strict=True)},
-    }
-
-
-def emulated(kernels: list[cuda.CudaKernel], folder: Path) -> list[Emulated]:
-    return build(str(COMPILER), kernels, folder)
-
-
-def call(
-    kernel: object, d: KernelDescription, tensors: dict[str, torch.Tensor], rows: int, batch: tuple[int, int] = (1, 1)
-) -> tuple[list[torch.Tensor], list[float]]:
-    """What a kernel of either target stores, and what it raises."""
-    made, slots = outputs(d, rows, batch[1]), {m.name: torch.zeros(1) for m in d.maxima}
-    if isinstance(kernel, Emulated):
-        kernel(d, {**tensors, **slots}, made, rows, batch)
-    else:
-        seed = (torch.tensor([SEED, OFFSET]),) if d.streams else ()
-        numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
-        kernel((*tensors.values(), *slots.values(), *seed, *made), rows, *batch, numbers)  # type: ignore[operator]
-    return made, [t.item() for t in slots.values()]
+kernels = compiled(CASES)
 
 
 def check(kernel: object, d: KernelDescription, rows: int, batch: tuple[int, int] = (1, 1)) -> None:
     tensors = inputs(d, rows, batch[1], seed=rows)
-    tile_cases.check(d, tensors, *call(kernel, d, tensors, rows, batch), rows, batch)
+    raised = slots(d)
+    made = call(kernel, d, tensors, rows, batch, raised)
+    tile_cases.check(d, tensors, made, [t.item() for t in raised.values()], rows, batch)
 
 
 @needs_compiler
-@targets
+@ON_EVERY_TARGET
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, target: str, kernels: Kernels) -> None:
     """Bytes, column sums and maxima, of no rows, few, and more than one tile."""
     d = CASES[name]
     for rows, batch in ROWS:
-        check(kernels[target][d.key], d, rows, batch)
+        check(kernels(target, d), d, rows, batch)
 
 
 @needs_compiler
-@targets
+@ON_EVERY_TARGET
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("read", tile_cases.READ)
 def test_the_bytes_of_a_quantized_tensor(read: str, dtype: str, target: str, kernels: Kernels) -> None:
@@ -92,19 +60,18 @@ def test_the_bytes_of_a_quantized_tensor(read: str, dtype: str, target: str, ker
         d = CASES[f"plain-{width}-{read}-{dtype}"]
         x = 500 * torch.randn(140, width, generator=torch.Generator().manual_seed(width)).to(getattr(torch, read))
         x[3, width // 2], x[137, 0] = torch.inf, torch.nan
-        (y, transposed), (amax,) = call(kernels[target][d.key], d, {"x": x, "scale": torch.tensor([1.7])}, 140)
+        raised = slots(d)
+        y, transposed = call(kernels(target, d), d, {"x": x, "scale": torch.tensor([1.7])}, 140, raised=raised)
         wanted = quantize(x, FLOAT8[dtype], 1.7)
         assert torch.equal(codes(y), codes(wanted.data))
         assert torch.equal(codes(transposed), codes(wanted.transposed))
-        assert amax != amax and wanted.amax.isnan()
+        assert raised["amax"].isnan() and wanted.amax.isnan()
 
 
 @needs_compiler
 def test_threads_of_a_cpu_share_the_rows(tmp_path: Path) -> None:
     d = CASES["gelu_slope-33-bfloat16-float8_e4m3fn"]
-    k, (loaded,) = cpp.generate(d), load([d], cache_dir=tmp_path)
-    sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
-    shared = CpuKernel(str(loaded.library), k.symbol, k.dtypes, *sizes, 1 << 30)
+    shared = shared_out(load([d], cache_dir=tmp_path)[0])
     before = torch.get_num_threads()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -184,17 +151,6 @@ def test_banks(count: int, tmp_path: Path) -> None:
         assert len({place(column, piece) % 32 for piece in range(8)}) == 8
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_machine_code(arch: str, tmp_path: Path) -> None:
-    for family in tile_cases.FAMILIES:
-        for width in (4096, 33) if arch == "sm_90a" else (4096,):
-            d = family(Kit("bfloat16", "bfloat16"), width, "float8_e4m3fn")
-            kernel, made = compile_kernel(d, arch, cache=tmp_path)
-            assert not [r for r in made.resources if r.spilled_bytes > 16], (d.name, kernel.schedules)
-            native_kernel(d, kernel, made.cubin)
-
-
 # --------------------------------------------------------------------------------------------------- what is said
 
 
@@ -262,5 +218,5 @@ def test_other_dtypes_on_the_cpu(tmp_path: Path) -> None:
     for d, kernel in zip(found, load(found, cache_dir=tmp_path), strict=True):
         for run in (kernel.run, InterpretedKernel(d)):
             tensors = inputs(d, 19)
-            (y,), _ = call(run, d, tensors, 19)
+            (y,) = call(run, d, tensors, 19)
             assert not complaints(d, tensors, [y], 19) and y.shape == (7, 32)

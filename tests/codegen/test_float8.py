@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
 from te_fuser.codegen import cpp, cuda
-from te_fuser.codegen.compiler import load
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
-from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.dtypes import FLOAT8, name_of
 from te_fuser.formula import expr, quantize, row_sum
 from te_fuser.formula.expr import Axes
-from tests.codegen.cuda_on_cpu import build
+from tests.codegen.targets import ON_EVERY_TARGET, Kernels, call, compiled
 from tests.float8 import codes, every_number, nearest_codes, numbers, telling_numbers
-from tests.needs import needs_compiler, needs_nvrtc
+from tests.needs import needs_compiler
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 READ = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 2, 6, 16, 33)
-Kernels = dict[KernelDescription, object]
 
 
 def to_float8(dtype: str, read: str, width: int) -> KernelDescription:
@@ -54,33 +46,13 @@ def rounded_twice(dtype: str) -> KernelDescription:
 TO = {(dtype, read, width): to_float8(dtype, read, width) for dtype in FLOAT8 for read in READ for width in WIDTHS}
 FROM = {(dtype, width): from_float8(dtype, width) for dtype in FLOAT8 for width in WIDTHS}
 TWICE = {dtype: rounded_twice(dtype) for dtype in FLOAT8}
-ALL = [*TO.values(), *FROM.values(), *TWICE.values()]
+kernels = compiled({d.key: d for d in (*TO.values(), *FROM.values(), *TWICE.values())})
 
 
-class Targets:
-    """The kernels on each target, called by description."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cpp = dict(zip([d.key for d in ALL], load(ALL, cache_dir=folder), strict=True))
-        texts = [cuda.generate(d, "sm_80") for d in ALL]
-        self.cuda = dict(zip([d.key for d in ALL], build(COMPILER, texts, folder), strict=True))
-
-    def __call__(self, target: str, d: KernelDescription, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """What the kernel stores of tensors of one row after another."""
-        rows = tensors[0].shape[0]
-        made = [torch.empty(rows, t.width, dtype=getattr(torch, t.dtype)) for t in d.stores]
-        if target == "cuda":
-            named = {load.name: t for load, t in zip(d.loads, tensors, strict=True)}
-            self.cuda[d.key](d, named, made, rows)
-        else:
-            run = self.cpp[d.key].run if target == "cpp" else InterpretedKernel(d)
-            run((*tensors, *made), rows, 1, 1, ())
-        return made
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Targets:
-    return Targets(tmp_path_factory.mktemp("float8"))
+def stored(kernels: Kernels, target: str, d: KernelDescription, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What a kernel of a target stores of tensors of one row after another."""
+    named = {load.name: t for load, t in zip(d.loads, tensors, strict=True)}
+    return call(kernels(target, d), d, named, tensors[0].shape[0])
 
 
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -93,33 +65,33 @@ def numbers_of(read: str, dtype: str) -> torch.Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@ON_EVERY_TARGET
 @pytest.mark.parametrize(("dtype", "read", "width"), TO)
-def test_bytes_that_are_stored(run: Targets, dtype: str, read: str, width: int, target: str) -> None:
+def test_bytes_that_are_stored(kernels: Kernels, dtype: str, read: str, width: int, target: str) -> None:
     x = rows_of(numbers_of(read, dtype), width)
     if target == "cuda" and width != 16:
         x = x[:: max(1, 16 // width)].contiguous()  # the emulation takes its time
     for scale in (1.0, 3.1, 2.0**-9) if width == 16 else (0.7,):
-        (y,) = run(target, TO[dtype, read, width], x, torch.tensor(scale))
+        (y,) = stored(kernels, target, TO[dtype, read, width], x, torch.tensor(scale))
         assert torch.equal(codes(y), nearest_codes(x.float() * scale, FLOAT8[dtype])), scale
 
 
 @needs_compiler
-@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@ON_EVERY_TARGET
 @pytest.mark.parametrize(("dtype", "width"), FROM)
-def test_numbers_that_are_read(run: Targets, dtype: str, width: int, target: str) -> None:
+def test_numbers_that_are_read(kernels: Kernels, dtype: str, width: int, target: str) -> None:
     x = rows_of(torch.arange(256, dtype=torch.uint8), width).view(FLOAT8[dtype])
-    (y,) = run(target, FROM[dtype, width], x)
+    (y,) = stored(kernels, target, FROM[dtype, width], x)
     wanted = rows_of(numbers(FLOAT8[dtype]), width) * 2
     torch.testing.assert_close(y.double(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_compiler
-@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@ON_EVERY_TARGET
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_who_reads_it_in_the_same_kernel_sees_what_is_stored(run: Targets, dtype: str, target: str) -> None:
+def test_who_reads_it_in_the_same_kernel_sees_what_is_stored(kernels: Kernels, dtype: str, target: str) -> None:
     x = rows_of(telling_numbers(FLOAT8[dtype]), 16)
-    y, twice = run(target, TWICE[dtype], x, torch.tensor(0.7))
+    y, twice = stored(kernels, target, TWICE[dtype], x, torch.tensor(0.7))
     assert torch.equal(codes(y), nearest_codes(x * 0.7, FLOAT8[dtype]))
     torch.testing.assert_close(twice, 2 * y.float(), rtol=0, atol=0, equal_nan=True)
 
@@ -152,17 +124,6 @@ def test_threads_that_share_a_row_load_16_bytes_beside_stores_in_8_bits() -> Non
         (summed,) = cuda.generate(describe("sums", [target], totals, tensors)).schedules
         assert alone.vector == summed.vector == 8
         assert summed.ahead == (2 if target is narrow else 3)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_machine_code_of_each_architecture(arch: str, tmp_path: Path) -> None:
-    """From 8.9 on there is an instruction for it, before that whole numbers do it."""
-    for dtype in FLOAT8:
-        large = to_float8(dtype, "bfloat16", 4096)
-        for d in (TWICE[dtype], FROM[dtype, 16], TO[dtype, "bfloat16", 1], TO[dtype, "bfloat16", 2], large):
-            kernel, made = compile_kernel(d, arch, cache=tmp_path)
-            assert not [r for r in made.resources if r.spilled_bytes > (0 if d is large else 16)], kernel.schedules
 
 
 def test_names_are_those_of_the_table() -> None:

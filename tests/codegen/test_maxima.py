@@ -5,34 +5,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from te_fuser._native import CpuKernel
-from te_fuser.codegen import cpp, cuda, cuda_body, schedule_model
-from te_fuser.codegen.compiler import LoadedKernel, load
+from te_fuser.codegen import cuda, cuda_body, schedule_model
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
-from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.activations import GELU_FORMS
 from te_fuser.ops.own_scales import Scaling, scale_by
-from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, outputs, reference
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
-from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, reference
+from tests.codegen.cuda_calls import complaints, streams
+from tests.codegen.cuda_on_cpu import build
+from tests.codegen.targets import COMPILER, ON_EVERY_TARGET, Kernels, call, compiled, shared_out, slots
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler, needs_nvrtc
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 NAMES = (
     "layer_norm_fwd-40-bf16", "layer_norm_bwd-257-f32", "rms_norm_bwd-1024-bf16", "bias_gelu_fwd-257-f16",
     "bias_gelu_bwd-257-f16", "layer_norm_swiglu_bwd-40-f32", "swiglu_fwd-1024-bf16", "scale_shift_bwd-17-f32",
@@ -65,10 +60,7 @@ def calibrating(width: int) -> KernelDescription:
 
 
 LOOK = {width: calibrating(width) for width in (1, 6, 33, 64)}
-
-
-def slots(d: KernelDescription, start: float = 0.0) -> dict[str, torch.Tensor]:
-    return {m.name: torch.tensor([start]) for m in d.maxima}
+kernels = compiled({d.key: d for d in (*RAISING.values(), *LOOK.values())})
 
 
 def wanted(d: KernelDescription, tensors: dict[str, torch.Tensor], rows: int, batch: tuple[int, int]) -> list[float]:
@@ -78,69 +70,32 @@ def wanted(d: KernelDescription, tensors: dict[str, torch.Tensor], rows: int, ba
     return [e.abs().max().item() if e.numel() else 0.0 for s, e in found if s.axes == Axes.FULL]
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedKernel]:
-    every = [*RAISING.values(), *LOOK.values()]
-    made = load(every, cache_dir=tmp_path_factory.mktemp("raising"))
-    return dict(zip([d.key for d in every], made, strict=True))
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
-    every = [*RAISING.values(), *LOOK.values()]
-    made = build(str(COMPILER), [cuda.generate(d) for d in every], tmp_path_factory.mktemp("raising"))
-    return dict(zip([d.key for d in every], made, strict=True))
-
-
-def call(
-    kernel: object,
-    d: KernelDescription,
-    tensors: dict[str, torch.Tensor],
-    given: dict[str, torch.Tensor],
-    rows: int,
-    batch: tuple[int, int] = (1, 1),
-) -> list[torch.Tensor]:
-    """Run a kernel of either target; what it raises is in `given`."""
-    made = outputs(d, rows, batch[1])
-    if isinstance(kernel, Emulated):
-        kernel(d, {**tensors, **given}, made, rows, batch)
-        return made
-    seed = (torch.tensor([SEED, OFFSET]),) if d.streams else ()
-    numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
-    kernel((*tensors.values(), *given.values(), *seed, *made), rows, *batch, numbers)  # type: ignore[operator]
-    return made
-
-
 @needs_compiler
-@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@ON_EVERY_TARGET
 @pytest.mark.parametrize("name", RAISING)
-def test_beside_what_is_stored(
-    name: str, target: str, on_cpu: dict[str, LoadedKernel], emulated: dict[str, Emulated]
-) -> None:
+def test_beside_what_is_stored(name: str, target: str, kernels: Kernels) -> None:
     d = RAISING[name]
-    kernel = {"torch": InterpretedKernel(d), "cpp": on_cpu[d.key].run, "cuda": emulated[d.key]}[target]
+    kernel = kernels(target, d)
     for rows, batch in ((0, (1, 1)), (1, (1, 1)), (13, (1, 1)), (24, (2, 3))):
         tensors, given = inputs(d, rows, batch[1], seed=rows), slots(d)
-        made = call(kernel, d, tensors, given, rows, batch)
+        made = call(kernel, d, tensors, rows, batch, raised=given)
         assert not complaints(d, tensors, made, rows, batch)
         found = [t.item() for t in given.values()]
         assert found == pytest.approx(wanted(d, tensors, rows, batch), rel=1e-5)
 
 
 @needs_compiler
-@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@ON_EVERY_TARGET
 @pytest.mark.parametrize("width", LOOK)
-def test_it_is_raised_and_never_lowered(
-    width: int, target: str, on_cpu: dict[str, LoadedKernel], emulated: dict[str, Emulated]
-) -> None:
+def test_it_is_raised_and_never_lowered(width: int, target: str, kernels: Kernels) -> None:
     d = LOOK[width]
-    kernel = {"torch": InterpretedKernel(d), "cpp": on_cpu[d.key].run, "cuda": emulated[d.key]}[target]
+    kernel = kernels(target, d)
     rng = torch.Generator().manual_seed(width)
     x = torch.randn(29, width, generator=rng)
     largest, given = 0.5 * x.abs().max().item(), slots(d)
 
     def look(x: torch.Tensor) -> float:
-        call(kernel, d, {"x": x}, given, x.shape[0])
+        call(kernel, d, {"x": x}, x.shape[0], raised=given)
         return given["amax"].item()
 
     assert look(x) == largest
@@ -198,7 +153,7 @@ def test_what_cannot_be_larger_is_passed_over(dtype: str, tmp_path: Path, monkey
             tensors = {t.name: v.to(getattr(torch, dtype)) for t, v in zip(d.loads, (x, z), strict=False)}
             found = [slots(d, 0.01), slots(d, 0.01)]
             for k, given in zip((kernel, whole), found, strict=True):
-                call(k, d, tensors, given, len(x))
+                call(k, d, tensors, len(x), raised=given)
             bits, wanted = (given["amax"].view(torch.int32).item() for given in found)
             assert bits == wanted
             seen.add(math.isfinite(found[0]["amax"].item()))
@@ -224,22 +179,20 @@ def test_scales_by_the_last_block(tmp_path: Path) -> None:
             x[rows // 2, 7] = 2.0 * amax if amax < 1e38 else amax
             found = 0.5 * x[rows // 2, 7]
             for _ in range(2):
-                call(kernel, d, {"x": x}, {"amax": numbers}, rows)
+                call(kernel, d, {"x": x}, rows, raised={"amax": numbers})
                 scale = scale_by(found.abs(), *way)
                 assert numbers.tolist() == [scale.reciprocal().item(), scale.item(), 0.0, 0.0]
 
 
 @needs_compiler
-def test_as_many_threads_as_there_are_find_the_same(on_cpu: dict[str, LoadedKernel]) -> None:
+def test_as_many_threads_as_there_are_find_the_same(kernels: Kernels) -> None:
     d, rows = RAISING["layer_norm_swiglu_bwd-40-f32"], 4099
-    k = cpp.generate(d)
-    sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
-    shared = CpuKernel(str(on_cpu[d.key].library), k.symbol, k.dtypes, *sizes, 1 << 30)
+    shared = shared_out(kernels.loaded[d.key])
     tensors, before, found = inputs(d, rows), torch.get_num_threads(), []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         given = slots(d)
-        call(shared, d, tensors, given, rows)
+        call(shared, d, tensors, rows, raised=given)
         found.append([t.item() for t in given.values()])
     torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
@@ -263,7 +216,7 @@ def test_every_kind_of_schedule(tmp_path: Path) -> None:
         folder.mkdir()
         for kernel in build(str(COMPILER), kernels, folder):
             given = slots(d)
-            made = call(kernel, d, tensors, given, 13)
+            made = call(kernel, d, tensors, 13, raised=given)
             assert not complaints(d, tensors, made, 13)
             values = [t.item() for t in given.values()]
             assert values == pytest.approx(wanted(d, tensors, 13, (1, 1)), rel=1e-5), kernel.kernel.schedules
@@ -285,18 +238,9 @@ def test_two_rows_a_thread(tmp_path: Path) -> None:
     for kernel in build(str(COMPILER), kernels, tmp_path):
         for rows in (1, 2, 7):
             tensors, given = inputs(d, rows), slots(d)
-            made = call(kernel, d, tensors, given, rows)
+            made = call(kernel, d, tensors, rows, raised=given)
             assert not complaints(d, tensors, made, rows)
             assert [t.item() for t in given.values()] == pytest.approx(wanted(d, tensors, rows, (1, 1)), rel=1e-5)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_machine_code(arch: str, tmp_path: Path) -> None:
-    for name in NAMES if arch == "sm_90a" else NAMES[::4]:
-        kernel, made = compile_kernel(RAISING[name], arch, cache=tmp_path)
-        assert not [r for r in made.resources if r.spilled_bytes > 16], (name, kernel.schedules)
-    assert "1 launch" in repr(native_kernel(RAISING[NAMES[0]], *compiled(RAISING[NAMES[0]], arch, tmp_path)))
 
 
 @needs_nvrtc
@@ -319,11 +263,6 @@ def test_blocks_that_end_soon_read_what_they_raise_when_they_begin() -> None:
     )
     walking = cuda.generate(RAISING["layer_norm_bwd-257-f32"])
     assert not walking.schedules[0].ends_soon and "raised_so_far" not in walking.source
-
-
-def compiled(d: KernelDescription, arch: str, folder: Path) -> tuple[cuda.CudaKernel, bytes]:
-    kernel, made = compile_kernel(d, arch, cache=folder)
-    return kernel, made.cubin
 
 
 def test_a_kernel_says_what_it_raises() -> None:

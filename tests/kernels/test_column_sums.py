@@ -143,34 +143,32 @@ def program(steps: int, width: int, sums: int, may_wait: bool = True) -> tuple[_
     return made, [torch.zeros(64, 4), *[None] * (steps * sums)]
 
 
-@pytest.mark.parametrize(("steps", "sums", "launches"), [(1, 1, 1), (3, 2, 1), (16, 4, 1), (17, 4, 2)])
-def test_a_launch_takes_sixty_four_sums(driver: FakeDriver, steps: int, sums: int, launches: int) -> None:
-    made, slots = program(steps, WIDTH, sums)
+@pytest.mark.parametrize(
+    ("steps", "width", "sums", "rows", "launches", "last"),
+    [
+        *((n, WIDTH, sums, 64, n + more, b"column_sums") for n, sums, more in ((1, 1, 1), (3, 2, 1), (16, 4, 1))),
+        (17, WIDTH, 4, 64, 17 + 2, b"column_sums"),  # a launch takes 64 sums
+        (3, 2 << 20, 1, 64, 3 + 2, b"column_sums"),  # and those that fill 64 MiB; here each step has 48
+        (2, WIDTH, 1, 1, 2, b"rows"),  # one block has nothing to add up
+    ],
+)
+def test_sums_of_a_program_are_added_up_by_few_launches(
+    driver: FakeDriver, steps: int, width: int, sums: int, rows: int, launches: int, last: bytes
+) -> None:
+    made, slots = program(steps, width, sums)
+    slots[0] = torch.zeros(rows, 4)
     made.run(slots)
-    assert driver.launches == steps + launches
-    assert driver.early == driver.launches
-    assert (driver.last_symbol, driver.last_threads) == (b"column_sums", FINISH_THREADS)
-    assert driver.last_blocks == 2 * (steps * sums - 64 * (launches - 1))
+    assert (driver.launches, driver.last_symbol) == (launches, last)
+    if last == b"column_sums":
+        assert driver.early == driver.launches and driver.last_threads == FINISH_THREADS
+    if width == WIDTH and rows > 1:
+        assert driver.last_blocks == 2 * (steps * sums - 64 * (launches - steps - 1))
 
 
-def test_without_leave_every_step_adds_up_its_own(driver: FakeDriver) -> None:
+def test_sums_of_a_program_without_leave_are_added_up_by_each_step(driver: FakeDriver) -> None:
     made, slots = program(3, WIDTH, 2, may_wait=False)
     made.run(slots)
     assert (driver.launches, driver.last_symbol) == (6, b"finish")
-
-
-def test_much_memory_does_not_wait(driver: FakeDriver) -> None:
-    """What waits is added up as soon as it fills 64 MiB; here each step has 48."""
-    made, slots = program(3, 2 << 20, 1)
-    made.run(slots)
-    assert driver.launches == 3 + 2
-
-
-def test_one_block_has_nothing_to_add_up(driver: FakeDriver) -> None:
-    made, slots = program(2, WIDTH, 1)
-    slots[0] = torch.zeros(1, 4)
-    made.run(slots)
-    assert driver.launches == 2
 
 
 def test_what_the_driver_refuses_is_said(driver: FakeDriver) -> None:

@@ -63,41 +63,35 @@ def gated_gradients(dy, w, h):
 SIZES = (((1,), 64, 64), ((3, 7), 136, 72), ((), 16, 24), ((129,), 8, 48), ((0, 4), 64, 128), ((2, 0), 24, 16))
 
 
-@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
-def test_forward(rows, inner, outer, package):
-    x, w, b, *_ = tensors(rows, inner, outer)
-    y, h = quack_matmul.linear_bias_gelu_aux(x, w, b)
+def results(x, w, b, dy, h, wide):
+    """What each product gives, and what is right."""
     exact = x @ w.t() + b
-    assert_close(h, exact)
-    assert_close(y, gelu(exact))
-    assert torch.equal(quack_matmul.linear_bias_gelu(x, w, b), y)
-    assert all(t.is_contiguous() for t in (y, h)) and len(package.calls) == (2 if y.numel() else 0)
+    dh, *others = gradients(dy, w, h)
+    return (
+        (lambda: quack_matmul.linear_bias_gelu_aux(x, w, b), (gelu(exact), exact)),
+        (lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h), (dh, *others)),
+        (lambda: quack_matmul.input_gradient_dswiglu(dy, w, wide), gated_gradients(dy, w, wide)),
+    )
+
+
+def all_tensors(*sizes):
+    """x, W, b, dy, h, and h of a gate and as many others."""
+    return (*tensors(*sizes), gated_tensors(*sizes)[2])
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
-def test_backward(rows, inner, outer, package):
-    _, w, _, dy, h = tensors(rows, inner, outer)
-    dh, y, total = quack_matmul.input_gradient_dgelu_sum(dy, w, h)
-    exact, activated, sums = gradients(dy, w, h)
-    assert_close(dh, exact)
-    assert_close(y, activated)
-    assert total.shape == (inner,)
-    assert_close(total.double(), sums)
-    assert all(t.is_contiguous() for t in (dh, y)) and len(package.calls) == (1 if dh.numel() else 0)
-
-
-@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
-def test_backward_of_swiglu(rows, inner, outer, package):
-    """Dh's halves are written where they belong."""
-    dy, w, h = gated_tensors(rows, inner, outer)
-    dh, y = quack_matmul.input_gradient_dswiglu(dy, w, h)
-    for found, want in zip((dh, y), gated_gradients(dy, w, h), strict=True):
-        assert_close(found, want)
-        assert found.is_contiguous()
-    assert len(package.calls) == (1 if dh.numel() else 0)
-    if package.calls:
-        _, given = package.calls[-1]
-        assert is_inside(given["D"], dh) and is_inside(given["up_gradient"], dh)
+def test_products_of_any_sizes_are_right(rows, inner, outer, package):
+    x, w, b, dy, h, _ = given = all_tensors(rows, inner, outer)
+    assert torch.equal(quack_matmul.linear_bias_gelu(x, w, b), quack_matmul.linear_bias_gelu_aux(x, w, b)[0])
+    # Backward reads W as it lies: from `outer` to `inner`.
+    for make, wanted in results(*given):
+        before, made = len(package.calls), make()
+        for found, want in zip(made, wanted, strict=True):
+            assert_close(found.double(), want)
+        assert all(t.is_contiguous() for t in made) and len(package.calls) - before == bool(made[0].numel())
+    if package.calls:  # the halves of dh are written where they belong
+        _, parts = package.calls[-1]
+        assert is_inside(parts["D"], made[0]) and is_inside(parts["up_gradient"], made[0])
 
 
 def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
@@ -159,37 +153,17 @@ def reads(package):
 @pytest.mark.parametrize("change", [aligned, odd, behind, turned, overlapping])
 @pytest.mark.parametrize("rows", [(1,), (48, 3)])
 def test_what_loads_can_read_is_read_where_it_lies_and_the_rest_is_copied(rows, change, package):
-    given = dict(zip(("x", "w", "b", "dy", "h"), tensors(rows, 136, 72), strict=True))
+    given = dict(zip(("x", "w", "b", "dy", "h", "wide"), all_tensors(rows, 136, 72), strict=True))
     for name in given:
         changed = given | {name: change(given[name])}
         before = {other: t.clone() for other, t in changed.items()}
-        x, w, b, dy, h = changed.values()
-        exact = x @ w.t() + b
-        for want, found in (
-            ((gelu(exact), exact), lambda: quack_matmul.linear_bias_gelu_aux(x, w, b)),  # noqa: B023
-            (gradients(dy, w, h), lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h)),  # noqa: B023
-        ):
-            for ours, theirs in zip(found(), want, strict=True):
-                assert_close(ours, theirs)
+        for k, (make, wanted) in enumerate(results(*changed.values())):
+            for ours, want in zip(make(), wanted, strict=True):
+                assert_close(ours.double(), want)
             for other, read in reads(package).items():
+                other = "wide" if (other, k) == ("h", 2) else other
                 if other != name or change is aligned:
                     assert is_inside(read, changed[other]), other
-        assert all(torch.equal(t, before[other]) for other, t in changed.items())
-
-
-@pytest.mark.parametrize("change", [aligned, odd, behind, turned, overlapping])
-@pytest.mark.parametrize("rows", [(1,), (48, 3)])
-def test_what_swiglus_loads_cannot_read_is_copied(rows, change, package):
-    given = dict(zip(("dy", "w", "h"), gated_tensors(rows, 136, 72), strict=True))
-    for name in given:
-        changed = given | {name: change(given[name])}
-        before = {other: t.clone() for other, t in changed.items()}
-        found = quack_matmul.input_gradient_dswiglu(*changed.values())
-        for ours, want in zip(found, gated_gradients(*changed.values()), strict=True):
-            assert_close(ours, want)
-        for other, read in reads(package).items():
-            if other != name or change is aligned:
-                assert is_inside(read, changed[other]), other
         assert is_inside(package.calls[-1][1]["up"], reads(package)["h"])
         assert all(torch.equal(t, before[other]) for other, t in changed.items())
 
@@ -212,22 +186,6 @@ def test_one_row_of_an_odd_stride(package):
 
 
 # ---- the package ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        (None, 'quack-kernels is not installed: pip install "quack-kernels>=0.6.5"'),
-        ("0.6.4", 'it needs quack-kernels 0.6.5, found 0.6.4: pip install "quack-kernels>=0.6.5"'),
-        ("0.6.5", None),
-        ("0.10.0", None),
-    ],
-)
-def test_missing(version, reason, monkeypatch):
-    """Nothing is imported for it."""
-    monkeypatch.setattr(quack_matmul.PACKAGE, "version", lambda: version)
-    monkeypatch.setattr(quack_matmul, "module", lambda name: pytest.fail("the package was imported"))
-    assert quack_matmul.PACKAGE.missing() == reason
 
 
 def test_the_package_in_place_is_usable(package):
