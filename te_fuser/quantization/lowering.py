@@ -191,14 +191,15 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
 
 def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool) -> list[ListedOp]:
     """A list whose products have the numbers that they may read, of their states or of their calls."""
-    times = Counter[Hashable]()
+    times, states = Counter[Hashable](), dict[Hashable, State]()  # by weight
     found: list[ListedOp] = []
     for item in listed:
         if why_not(item, key.recipe) is None:
             weight, scaling = weight_in(item), product_scaling(_recipe_of(item, key.recipe))
-            apart = looks or reads
-            state = _apart(weight, cast(MatMul, item.lowered.op), reads and not looks) if apart else state_of(weight)
-            aside = scaling.numbers(weight, state, key, times[weight.key])
+            if weight.key not in states:
+                product, apart = cast(MatMul, item.lowered.op), looks or reads
+                states[weight.key] = _apart(weight, product, not looks) if apart else state_of(weight)
+            aside = scaling.numbers(weight, states[weight.key], key, times[weight.key])
             item = replace(item, lowered=replace(item.lowered, aside=aside))
             times[weight.key] += 1
         found.append(item)
