@@ -56,7 +56,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class ErrorRow:
+class Row:
     """What one tensor erred by in one case, as a share of the tensor's scale.
 
     Attributes:
@@ -127,7 +127,7 @@ def judge(
     coarsest: float = 0.0,
     turned: Callable[[Tensors], Tensors] | None = None,
     settled: Callable[[bool], bool] = bool,
-) -> list[ErrorRow]:
+) -> list[Row]:
     """One row for each result of a fused run on `data`.
 
     Args:
@@ -143,7 +143,7 @@ def judge(
     scales = _sizes(exact)
     other = exact if turned is None else turned(doubled(data))
     plain = {name: distance(other[name], t) for name, t in exact.items()}
-    rows: list[ErrorRow] = []
+    rows: list[Row] = []
     for number in range(_NEIGHBOURS + 1):
         sample = neighbour(data, number - 1, coarsest) if number else data
         shown, erred = _plain(sample, evaluate)
@@ -168,7 +168,7 @@ def judge_alike(
     neighbouring: Callable[[int], Tensors],
     whose: str,
     settled: Callable[[bool], bool] = bool,
-) -> list[ErrorRow]:
+) -> list[Row]:
     """One row for each result that is to be as good as another one's, in the same dtypes and of the same data.
 
     As `judge`; what plain PyTorch errs by there is here what the other one's results move by on neighbouring data, and
@@ -181,7 +181,7 @@ def judge_alike(
     """
     scales = _sizes(wanted)
     moved: dict[str, Distance] = dict.fromkeys(wanted, Distance())
-    rows: list[ErrorRow] = []
+    rows: list[Row] = []
     for number in range(_NEIGHBOURS + 1):
         if number:
             near = neighbouring(number - 1)
@@ -197,7 +197,7 @@ def judge_alike(
     return rows
 
 
-def _settled(rows: list[ErrorRow], neighbours: int) -> bool:
+def _settled(rows: list[Row], neighbours: int) -> bool:
     """Whether more neighbours than these would change nothing."""
     hopeless = _HOPELESS if neighbours >= _FEW else float("inf")
     return all(row.passed or row.share > hopeless for row in rows)
@@ -240,14 +240,14 @@ def _row(
     room: Distance,
     scale: Distance,
     whose: str = "plain PyTorch",
-) -> ErrorRow:
+) -> Row:
     if (found.shape, found.dtype) != (shown.shape, shown.dtype):
-        return ErrorRow(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
+        return Row(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
     ulp = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
     ulp *= _EXACT_ULPS if found.dtype == torch.float64 else 1.0
     error, allowed = distance(found, exact), room + scale * ulp
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
-    return ErrorRow(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
+    return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
 
 
 def _of_sums(data: Tensors, dtype: torch.dtype) -> float:

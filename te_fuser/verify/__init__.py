@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_fuser.compare import ErrorRow
+from te_fuser.compare import Row
 from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import text_of
@@ -131,11 +131,11 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
     ranks: Sequence[RankGroup],
-) -> tuple[list[ErrorRow], list[tuple[str, str]]]:
+) -> tuple[list[Row], list[tuple[str, str]]]:
     whole = with_owners(model)
     parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
     draws = any(op.draws() for op in walk(model))
-    rows: list[ErrorRow] = []
+    rows: list[Row] = []
     if x is not None:
         call = Call(x, inputs, outputs, gradient_names(model, inputs))
         for dtype in dtypes or (None,):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.compare import ErrorRow
+from te_fuser.compare import Row
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Fusion, only
 from te_fuser.ops import Output, SiLU
@@ -41,7 +41,7 @@ class FusionCheck:
         # At no cost, it is taken wherever it may be.
         self.fusion = dataclasses.replace(fusion, cost=lambda m: Cost(seconds=0.0))
         self.lists, self.dtypes, self.device, self.kernels = lists, dtypes, device, kernels
-        self.rows: list[ErrorRow] = []
+        self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
 
     def report(self) -> VerifyReport:

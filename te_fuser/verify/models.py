@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.compare import UPSTREAM, ErrorRow, Tensors, judge, same_bits
+from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
 from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.distributed.group import Group as RankGroup
@@ -87,7 +87,7 @@ class Subject:
                 for marked in item.lowered.bindings[name].parts():
                     marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
-    def check(self, case: Case, call: Call) -> list[ErrorRow]:
+    def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy.
 
         Of other ranks that run it together there is a row for what fails.
@@ -103,7 +103,7 @@ class Subject:
             return rows
         failed = gather_values(self._ranks, f"verify: {case.name}", [str(row) for row in rows if not row.passed])
         others = [(k, text) for k, texts in enumerate(failed) for text in texts]
-        return rows + [ErrorRow(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
+        return rows + [Row(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
 
     def settled(self, settled: bool) -> bool:
         """Whether no rank has to look at other data, which all run together."""
@@ -117,7 +117,7 @@ class Subject:
             else:
                 p.data.neg_()
 
-    def _both_ways(self, case: Case, call: Call) -> list[ErrorRow]:
+    def _both_ways(self, case: Case, call: Call) -> list[Row]:
         """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
         with registry.disabled(registry.RECORDED):
             rows = _Run(self, case, call).rows()
@@ -178,16 +178,16 @@ class _Run:
         assert isinstance(group, FusedRegion)
         return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
 
-    def rows(self) -> list[ErrorRow]:
+    def rows(self) -> list[Row]:
         try:
             with torch.random.fork_rng(devices=[]):
                 return self._checked()
         except RankMismatchError:
             raise
         except Exception as error:
-            return [ErrorRow(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
+            return [Row(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
 
-    def _checked(self) -> list[ErrorRow]:
+    def _checked(self) -> list[Row]:
         self._set_modes()
         before = {name: t.clone() for name, t in self.data.items()}
         found, again = self._fused()
@@ -201,7 +201,7 @@ class _Run:
         notes += [(name, "is not repeated bit for bit") for name in differing]
         notes += [(name, "lies in the memory of an earlier call's") for name in self._reused(found, again)]
         notes += [("a step", what) for what in broken]
-        rows = [ErrorRow(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
+        rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
         data = {**before, **self.drawn}
         turned = self._turned if self._quantizes() else None
         return rows + judge(

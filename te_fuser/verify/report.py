@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from te_fuser.compare import ErrorRow
+from te_fuser.compare import Row
 
 _FEW = 5  # failures that are named
 
@@ -24,7 +24,7 @@ class VerifyReport:
     """
 
     title: str
-    rows: tuple[ErrorRow, ...]
+    rows: tuple[Row, ...]
     skipped: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -33,7 +33,7 @@ class VerifyReport:
         return all(row.passed for row in self.rows)
 
     @property
-    def failures(self) -> tuple[ErrorRow, ...]:
+    def failures(self) -> tuple[Row, ...]:
         """The rows that did not pass."""
         return tuple(row for row in self.rows if not row.passed)
 

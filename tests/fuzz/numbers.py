@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.compare import ErrorRow, Evaluate, Tensors, doubled, neighbour
+from te_fuser.compare import Evaluate, Row, Tensors, doubled, neighbour
 from te_fuser.formula import absolute, maximum, minimum, relu, where
 
 _NEIGHBOURS = 4
@@ -53,7 +53,7 @@ class Tied(ops.RowOp):
 EXTREME_OPS = ("Enlarged()", "Tied()", "ops.Scale(value=0.0)", "ops.Scale(value=1e20)", "ops.Scale(value=1e-30)")
 
 
-def judge_kinds(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, **_: Any) -> list[ErrorRow]:
+def judge_kinds(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, **_: Any) -> list[Row]:
     """One row for each result of a fused run that is NaN, infinite or finite where PyTorch's is not.
 
     What overflows or cancels in float64 otherwise, or on data that differ by an ulp, is nobody's promise.
@@ -69,7 +69,7 @@ def judge_kinds(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, **
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
             note = f"is {tensor[place].item()} at {place}, where PyTorch has {plain[name][place].item()}"
-            rows.append(ErrorRow(case, name, note=note))
+            rows.append(Row(case, name, note=note))
     return rows
 
 
