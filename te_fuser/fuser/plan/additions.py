@@ -74,7 +74,12 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
     seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
     result: list[Step] = []
     for step in steps:
-        result.append(_rename_outputs(step, seen))
+        renames: dict[Ref, Ref] = {}
+        for ref in step.writes():
+            if ref in seen:
+                renames[ref] = ref._replace(term=len(seen[ref]) + 1)
+                seen[ref].append(renames[ref])
+        result.append(_renamed(step, renames))
         complete = [r for r in step.writes() if r in shared and len(seen[r]) == counts[r]]
         result += [_sum(problem, prices, ref, seen[ref], step) for ref in dict.fromkeys(complete)]
     return result
@@ -120,13 +125,3 @@ def _renamed(step: Step, renames: dict[Ref, Ref]) -> Step:
         return step
     outputs = tuple([(name, renames.get(ref, ref)) for name, ref in step.outputs])
     return replace(step, outputs=outputs, task=step.task.renamed(renames))
-
-
-def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
-    """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
-    renames: dict[Ref, Ref] = {}
-    for ref in step.writes():
-        if ref in seen:
-            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
-            seen[ref].append(renames[ref])
-    return _renamed(step, renames)

@@ -286,7 +286,13 @@ def _words(name: str) -> set[str]:
 def _estimated(name: str, properties: Any) -> Device:
     """A GPU that is in no table, by its memory and its multiprocessors, beside those of the nearest one that is."""
     major, minor, count = properties.major, properties.minor, properties.multi_processor_count
-    nearest = _nearest(major, minor)
+
+    def distance(d: Device) -> int:
+        """How far a GPU's compute capability is from this one's."""
+        known = d.capability or (0, 0)
+        return abs(10 * (known[0] - major) + known[1] - minor)
+
+    nearest = min(_GPUS, key=distance)
     scale = count / nearest.multiprocessors
     # GeForce cards add up products of half precision, and of TF32, at half the rate of the others.
     products = scale / 2 if "geforce" in _words(name) else scale
@@ -301,16 +307,6 @@ def _estimated(name: str, properties: Any) -> Device:
         f"its properties and the rates of {nearest.name}",
         link=nearest.link.scaled(1.0, f"those of {nearest.name}"),
     )
-
-
-def _nearest(major: int, minor: int) -> Device:
-    """The first GPU of the table whose compute capability is the nearest."""
-
-    def distance(d: Device) -> int:
-        known = d.capability or (0, 0)
-        return abs(10 * (known[0] - major) + known[1] - minor)
-
-    return min(_GPUS, key=distance)
 
 
 def _memory_rate(properties: Any) -> float:

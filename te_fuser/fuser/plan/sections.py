@@ -167,7 +167,11 @@ def _section(
     numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
     preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
     fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
-    whole = *_Form(problem, known, start, stop, numbers, places).parts(), tuple(fusions), tuple(sorted(preferred))
+    whole = (
+        *_SectionKey(problem, known, start, stop, numbers, places).parts(),
+        tuple(fusions),
+        tuple(sorted(preferred)),
+    )
     form = forms.setdefault(whole, len(forms))
     first, last = (bisect.bisect_left(problem.stretches, (place,)) for place in (start, stop))
     return Section(start, stop, form, tuple(values), tuple(parameters), numbers, matches, tuple(range(first, last)))
@@ -177,7 +181,7 @@ def _section(
 
 
 @record(eq=False)
-class _Form:
+class _SectionKey:
     """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
 
     problem: Problem
