@@ -50,8 +50,14 @@ def with_blocks(plan: Plan, prices: Prices) -> Plan:
     limits, segments = _limits(prices.problem.options), []
     for s in plan.segments:
         held = {*s.gives, *s.takes, *[k.ref for k in s.kept], *s.returned, *s.arriving}
-        forward, backward = (_handed(s.steps(d), prices, limits, held) for d in ("forward", "backward"))
-        segments.append(replace(s, forward=forward, backward=backward))
+        forward, backward = [*s.forward], [*s.backward]
+        for steps in (forward, backward):
+            for maker, reader, ref in _pairs(steps, limits):
+                blocks, task = steps[reader].task.takes_blocks, _making(steps[maker], steps[reader], ref, limits)
+                if ref not in held and task is not None and blocks is not None:
+                    steps[maker] = _made_by(task, steps[maker], ref, blocks, prices)
+                    steps[reader] = _reading(steps[reader], ref, prices)
+        segments.append(replace(s, forward=tuple(forward), backward=tuple(backward)))
     return replace(plan, segments=tuple(segments))
 
 
@@ -74,16 +80,6 @@ def _is_on(options: Options) -> bool:
 
 def _limits(options: Options) -> Limits:
     return limits_of(options.device.arch)
-
-
-def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
-    made = list(steps)
-    for maker, reader, ref in _pairs(steps, limits):
-        blocks, task = made[reader].task.takes_blocks, _making(made[maker], made[reader], ref, limits)
-        if ref not in held and task is not None and blocks is not None:
-            made[maker] = _made_by(task, made[maker], ref, blocks, prices)
-            made[reader] = _reading(made[reader], ref, prices)
-    return tuple(made)
 
 
 # --------------------------------------------------------------------------------------------- who and whom
