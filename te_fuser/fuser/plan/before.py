@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Cost
 
 
@@ -41,21 +40,18 @@ def with_made(plan: Plan, prices: Prices) -> Plan:
             found.setdefault(maker, []).append((node, Wanted(node.op, given, tuple(wanted), again)))
     if not made:
         return plan
-    steps = tuple([_step(plan, prices, maker, items) for maker, items in found.items()])
+    steps = []
+    for maker, items in found.items():
+        inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
+        outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
+        makes, ops = tuple([w for _, w in items]), tuple([n.index for n, _ in items])
+        task, price = MakeTask(maker, makes, plan.x.device, ops), Price(_cost, (maker, makes))
+        steps.append(prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, price))
     segments = []
     for segment in plan.segments:  # each says of what it keeps whose it is
         kept = [k._replace(owner="tensor") if k.ref in made else k for k in segment.kept]
         segments.append(replace(segment, kept=tuple(kept)))
-    return replace(plan, before=steps, segments=tuple(segments))
-
-
-def _step(plan: Plan, prices: Prices, maker: Maker, items: list[tuple[Node, Wanted]]) -> Step:
-    inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
-    outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
-    wanted = tuple([w for _, w in items])
-    ops = tuple([n.index for n, _ in items])
-    task = MakeTask(maker, wanted, plan.x.device, ops)
-    return prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, Price(_cost, (maker, wanted)))
+    return replace(plan, before=tuple(steps), segments=tuple(segments))
 
 
 def _cost(prices: Prices, maker: Maker, wanted: tuple[Wanted, ...]) -> Cost:

@@ -212,7 +212,12 @@ class _Search:
         """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
         rounds = self._rounds
-        unfit = reason_of_any(rounds.groups, f"{place} {choice}", _unfit(plan, self.best, self._options.memory))
+        unfit, kept, most = "", plan.kept_bytes(), _MORE_MEMORY * self.best.kept_bytes()
+        if signature(plan) == signature(self.best):
+            unfit = "gives the same plan"
+        elif self._options.memory != "fast" and kept > most:
+            unfit = f"keeps {size_text(kept - self.best.kept_bytes())} more for backward"
+        unfit = reason_of_any(rounds.groups, f"{place} {choice}", unfit)
         if unfit:
             self.trials.append(Trial(place, choice, None, False, unfit))
             return
@@ -283,15 +288,6 @@ def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
         if place not in found or step in taken:
             found[place] = OFF if step in taken else ON
     return iter(found.items())
-
-
-def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
-    """Why a plan is not worth measuring; empty when it is."""
-    if signature(plan) == signature(best):
-        return "gives the same plan"
-    if memory != "fast" and plan.kept_bytes() > _MORE_MEMORY * best.kept_bytes():
-        return f"keeps {size_text(plan.kept_bytes() - best.kept_bytes())} more for backward"
-    return ""
 
 
 def _call(
