@@ -394,7 +394,7 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.float8_products", "_Products"),
-        ("te_fuser.ops.quantize_gradient", "_Measured"),
+        ("te_fuser.ops.quantize_gradient", "_MeasureGradient"),
         ("te_fuser.params.joined", "InOneBuffer"),
     ]
 

@@ -57,7 +57,7 @@ class CudaLaunch:
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialSums:
     """Scratch for the partial sums of one sum: float32, [groups, width]; uninitialised."""
 
     name: str
@@ -75,7 +75,7 @@ class CudaKernel:
     name: str
     source: str
     launches: tuple[CudaLaunch, ...]
-    partials: tuple[Partial, ...]
+    partials: tuple[PartialSums, ...]
     row_values: tuple[str, ...]
     schedules: tuple[Schedule, ...]
     overwrites: tuple[tuple[str, str], ...] = ()
@@ -175,7 +175,7 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
         bodies.append(f"// Adds up what the blocks found, in a fixed order.\n{body}")
         launches.append(launch)
     head = "".join(f"// {line}\n" for line in str(description).splitlines())
-    partials = tuple(Partial(t.name, t.width if t.axes & Axes.FEATURE else 1) for t in description.sums)
+    partials = tuple(PartialSums(t.name, t.width if t.axes & Axes.FEATURE else 1) for t in description.sums)
     values = [p.name for launch in launches[:1] for p in launch.parameters if p.kind == "row_value"]
     header = "te_cuda_tile.cuh" if description.transposed else "te_cuda.cuh"
     header = "te_cuda_blocks.cuh" if description.in_blocks else header

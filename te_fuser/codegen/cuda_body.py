@@ -25,8 +25,8 @@ class Parameter:
 
     `kind` is where it comes from: "load", "store", "sum", "maximum" (a tensor of the description), "seed" (two int64
     on the device, seed and offset, or nullptr: then "seed_value" and "seed_offset" bring them), "partial" (scratch of
-    `Partial`), "row_value" (float32 scratch, one a row), "rows", "batch_inner", "batch_size", "stream" (the number of a
-    random stream), "place" (where what is drawn for lies in the whole), "groups" (of the summing kernel).
+    `PartialSums`), "row_value" (float32 scratch, one a row), "rows", "batch_inner", "batch_size", "stream" (the number
+    of a random stream), "place" (where what is drawn for lies in the whole), "groups" (of the summing kernel).
     """
 
     kind: str

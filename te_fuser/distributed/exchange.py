@@ -47,21 +47,21 @@ class ByProcessGroup:
         self._group, self._ranks = group, group.process_group()
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        return _Collective("all_gather", sent.shape, self._group, self._ranks._allgather_base(made, sent))
+        return _CollectiveUnderWay("all_gather", sent.shape, self._group, self._ranks._allgather_base(made, sent))
 
     def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         started = self._ranks._reduce_scatter_base(made, sent, torch.distributed.ReduceScatterOptions())
-        return _Collective("reduce_scatter", sent.shape, self._group, started)
+        return _CollectiveUnderWay("reduce_scatter", sent.shape, self._group, started)
 
     def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        return _Collective("all_to_all", sent.shape, self._group, self._ranks.alltoall_base(made, sent, [], []))
+        return _CollectiveUnderWay("all_to_all", sent.shape, self._group, self._ranks.alltoall_base(made, sent, [], []))
 
     def add_up(self, summed: torch.Tensor) -> Work:
         """The sum of every rank's tensor, in the place of this one's."""
-        return _Collective("all_reduce", summed.shape, self._group, self._ranks.allreduce([summed]))
+        return _CollectiveUnderWay("all_reduce", summed.shape, self._group, self._ranks.allreduce([summed]))
 
 
-class _Collective(NamedTuple):
+class _CollectiveUnderWay(NamedTuple):
     """A collective that was started; where it fails its error says who waited in what."""
 
     name: str
@@ -169,46 +169,29 @@ class Exchange:
         return y if dtype is None else y.view(dtype)
 
     def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
         if dim == -1 and len(self.parts) > 1:
             return _blocks_of_parts(x, self.parts, n)
-        return _blocks(_in_turns(x, dim, n) if dim != -1 and self.balanced else x, dim, n)
+        if dim != -1 and self.balanced:  # of 2 n blocks the first and the last, the second and the last but one, ...
+            halves = x.chunk(2 * n, dim)
+            x = torch.cat([halves[k] for rank in range(n) for k in (rank, 2 * n - 1 - rank)], dim)
+        at = dim % x.dim()
+        return x.unflatten(at, (n, x.shape[at] // n)).movedim(at, 0).flatten(0, 1) if at else x
 
     def _join(self, blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+        """[n .., s, ..] -> [.., n s, ..]: the same the other way round."""
         if dim == -1 and len(self.parts) > 1:
             return _joined_parts(blocks, self.parts, n)
-        y = _joined(blocks, dim, n)
-        return _in_order(y, dim, n) if dim != -1 and self.balanced else y
+        at = dim % blocks.dim()
+        y = blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1) if at else blocks
+        if dim != -1 and self.balanced:
+            halves = y.chunk(2 * n, dim)
+            y = torch.cat((*halves[::2], *halves[::-2]), dim)
+        return y
 
     def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Both at once."""
         return self.wait(self.start(x, group), group)
-
-
-def _blocks(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
-    if dim % x.dim() == 0:
-        return x
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim % x.dim(), 0).flatten(0, 1)
-
-
-def _joined(blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """[n .., s, ..] -> [.., n s, ..]: the same the other way round."""
-    at = dim % blocks.dim()
-    if at == 0:
-        return blocks
-    return blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1)
-
-
-def _in_turns(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """Of 2 n blocks along a dimension the first and the last, the second and the last but one, and so on."""
-    blocks = x.chunk(2 * n, dim)
-    return torch.cat([blocks[k] for rank in range(n) for k in (rank, 2 * n - 1 - rank)], dim)
-
-
-def _in_order(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """The same the other way round."""
-    blocks = x.chunk(2 * n, dim)
-    return torch.cat((*blocks[::2], *blocks[::-2]), dim)
 
 
 def _sizes(parts: tuple[int, ...], features: int) -> list[int]:

@@ -87,12 +87,12 @@ class Entry:
 Entering = Mapping[Group, Entry]
 
 
-class _Call(threading.local):
+class _CurrentModule(threading.local):
     module: Any = None
     entering: Entering = {}
 
 
-CALL = _Call()  # the module that a list calls, and what enters it there
+CALL = _CurrentModule()  # the module that a list calls, and what enters it there
 
 
 @contextlib.contextmanager

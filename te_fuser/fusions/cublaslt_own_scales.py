@@ -28,7 +28,7 @@ from te_fuser.kernels.own_scales import DTYPES, FOUR, BlocksOf, Factor
 from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
-from te_fuser.ops.float8_products import Form
+from te_fuser.ops.float8_products import Float8Form
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked
 
@@ -47,12 +47,12 @@ _PRODUCTS: dict[str, tuple[int, int]] = {
 }  # -> its factors: of input, weight, output gradient
 
 
-def _scaling(form: Form, role: int) -> Scaling:
+def _scaling(form: Float8Form, role: int) -> Scaling:
     assert form.scalings is not None
     return form.scalings[role]
 
 
-def _form_of(form: Form, which: str, kind: str = "plain") -> ProductForm:
+def _form_of(form: Float8Form, which: str, kind: str = "plain") -> ProductForm:
     """One of the three products as it is configured."""
     a, b = _PRODUCTS[which]
     out = form.weight_dtype if which == "dW" else form.dtype
@@ -61,17 +61,17 @@ def _form_of(form: Form, which: str, kind: str = "plain") -> ProductForm:
     return products.form_of(kind, form.formats[a], form.formats[b], out, fast, scales=scales)
 
 
-def _onto_main_grad(form: Form, over: bool = False) -> ProductForm:
+def _onto_main_grad(form: Float8Form, over: bool = False) -> ProductForm:
     """dW as it is added to main_grad, or written over it."""
     return _form_of(form, "dW", "plain" if over else "onto").giving(MAIN_GRAD)
 
 
-def _product(form: Form, which: str, kind: str = "plain") -> Multiply:
+def _product(form: Float8Form, which: str, kind: str = "plain") -> Multiply:
     """What multiplies the data of two factors by their inverses, one of the three products."""
     return products.configured(_form_of(form, which, kind)).make
 
 
-def _quantizer(form: Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
+def _quantizer(form: Float8Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
     """What makes a factor in 8 bits of what is in a dtype."""
     return BlocksOf(own_scales.kernel_of(dtype, form.formats[role], _scaling(form, role), wanted))
 
@@ -83,7 +83,7 @@ def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return made[: math.prod(x.shape[:-1])].clone().view(*x.shape[:-1], made.shape[-1])
 
 
-def _lie(form: Form, role: int) -> str:
+def _lie(form: Float8Form, role: int) -> str:
     """How the scales of a factor lie, as the native product calls it."""
     block = _scaling(form, role).block
     return "squares" if block is not None and block[0] > 1 else "rows"

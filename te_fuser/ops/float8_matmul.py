@@ -14,7 +14,7 @@ from te_fuser.ops import float8_products as products
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
-from te_fuser.ops.float8_products import Form, raise_to_largest
+from te_fuser.ops.float8_products import Float8Form, raise_to_largest
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
@@ -75,7 +75,9 @@ class Float8MatMul(UnfusedOperation):
                 raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")
         for given in formats:
             check_float8(given)
-        self.form = Form(dtype, weight_dtype, formats, fast=fast, weight_is_kept=weight_is_kept, scalings=scalings)
+        self.form = Float8Form(
+            dtype, weight_dtype, formats, fast=fast, weight_is_kept=weight_is_kept, scalings=scalings
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ NUMBERS = tuple(f"{role}_{what}" for role in ("input", "weight", "output_gradien
 
 
 @dataclass(frozen=True)
-class Form:
+class Float8Form:
     """How the products of a MatMul are computed.
 
     Attributes:
@@ -50,37 +50,39 @@ class Form:
             return NUMBERS
         return READ_KEPT if self.weight_is_kept else READ
 
-    def exact(self) -> Form:
+    def exact(self) -> Float8Form:
         """The same with results in float64."""
         return replace(self, dtype=torch.float64, weight_dtype=torch.float64)
 
 
-def output(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
+def output(form: Float8Form, given: Given, x: torch.Tensor) -> torch.Tensor:
     """y = x W^T."""
     factors = _input(form, given, x, 0), _weight(form, given, 0).mT
     return in_shape_of(x, (factors[0] @ factors[1]).to(form.dtype))
 
 
-def input_gradient(form: Form, given: Given, dy: torch.Tensor) -> torch.Tensor:
+def input_gradient(form: Float8Form, given: Given, dy: torch.Tensor) -> torch.Tensor:
     """dx = dy W."""
     dx = _gradient(form, given, dy, 1) @ _weight(form, given, 1)
     return in_shape_of(dy, dx.to(form.dtype))
 
 
 def weight_gradient(
-    form: Form, given: Given, dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None
+    form: Float8Form, given: Given, dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """dW = dy^T x."""
     dy, x = weight_factors(form, given, dy, x)
     return (dy.mT @ x).to(form.weight_dtype if dtype is None else dtype)
 
 
-def weight_factors(form: Form, given: Given, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_factors(
+    form: Float8Form, given: Given, dy: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dy and x as dW multiplies them, by rows."""
     return _gradient(form, given, dy, 2), _input(form, given, x, 2)
 
 
-def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
+def recorded(form: Float8Form, given: Given, x: torch.Tensor) -> torch.Tensor:
     """y, whose gradients are these, recorded by autograd.
 
     Where x and dy come in 8 bits, these are wide numbers that 8 bits hold, and the gradient of what x stands for goes
@@ -102,7 +104,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor, weight: torch.Tensor, form: Form, names: tuple[str, ...], *numbers: torch.Tensor
+        x: torch.Tensor, weight: torch.Tensor, form: Float8Form, names: tuple[str, ...], *numbers: torch.Tensor
     ) -> torch.Tensor:
         return output(form, _by_name(names, weight, numbers), x)
 
@@ -132,39 +134,33 @@ def quantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     return rounded(x.to(torch.promote_types(x.dtype, torch.float32)) * scale, dtype)
 
 
-def _input(form: Form, given: Given, x: torch.Tensor, product: int) -> torch.Tensor:
+def _input(form: Float8Form, given: Given, x: torch.Tensor, product: int) -> torch.Tensor:
     return _factor(form, given, as_rows(x), "input", product, 0, form.comes_quantized)
 
 
-def _weight(form: Form, given: Given, product: int) -> torch.Tensor:
+def _weight(form: Float8Form, given: Given, product: int) -> torch.Tensor:
     t = given("weight_data" if form.weight_is_kept else "weight")
     return _factor(form, given, t, "weight", product, 1, form.weight_is_kept)
 
 
-def _gradient(form: Form, given: Given, dy: torch.Tensor, product: int) -> torch.Tensor:
+def _gradient(form: Float8Form, given: Given, dy: torch.Tensor, product: int) -> torch.Tensor:
     return _factor(form, given, as_rows(dy), "output_gradient", product, 2, form.comes_quantized)
 
 
 def _factor(
-    form: Form, given: Given, t: torch.Tensor, role: str, product: int, place: int, is_quantized: bool
+    form: Float8Form, given: Given, t: torch.Tensor, role: str, product: int, place: int, is_quantized: bool
 ) -> torch.Tensor:
     """A factor as it is multiplied: what its 8 bits stand for, or as it is, in y's dtype, where the product is kept."""
     wide = torch.promote_types(form.dtype, torch.float32)
     if form.kept[product]:
         return t.to(form.dtype).to(wide)
     if form.scalings is not None and (place == 1 or not form.comes_quantized):
-        return _by_own_scales(t, form, product, place).to(wide)
+        # Its blocks lie along what is summed: its rows in dW, and of W in dx.
+        turned = product == 2 or (product, place) == (1, 1)
+        meant = dequantized(t.mT if turned else t, form.formats[place], form.scalings[place])
+        return (meant.mT if turned else meant).to(wide)
     data = t if is_quantized else quantized(t, given(f"{role}_scale"), form.formats[place])
     return data.to(wide) * given(f"{role}_inverse")
-
-
-def _by_own_scales(t: torch.Tensor, form: Form, product: int, place: int) -> torch.Tensor:
-    """What a factor stands for whose blocks lie along what is summed: its rows in dW, and of W in dx."""
-    assert form.scalings is not None
-    dtype, scaling = form.formats[place], form.scalings[place]
-    if product == 2 or (product, place) == (1, 1):
-        return dequantized(t.mT, dtype, scaling).mT
-    return dequantized(t, dtype, scaling)
 
 
 def raise_to_largest(slot: torch.Tensor | None, x: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,11 +50,6 @@ def main_gradient_of(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ov
 def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
     gradient = weight_gradient_of(dy, x)
     main_grad.copy_(gradient) if over else main_grad.add_(gradient)
-
-
-def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """main_grad = dy^T x; gives what stands for it."""
-    return main_gradient_of(dy, x, weight, over=True)
 
 
 class MatMul(Cut, UnfusedOperation, HoldsScales):
@@ -156,7 +152,7 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
     weight_gradient = gradient_of("weight", weight_gradient_of, "dy", "input")
     main_gradient = gradient_of("weight", main_gradient_of, "dy", "input", "weight")
-    new_main_gradient = gradient_of("weight", _new_main_gradient, "dy", "input", "weight")
+    new_main_gradient = gradient_of("weight", functools.partial(main_gradient_of, over=True), "dy", "input", "weight")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

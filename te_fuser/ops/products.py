@@ -91,16 +91,12 @@ _ASKED = {
 @functools.cache
 def half_gains() -> Mapping[torch.dtype, float]:
     """bfloat16 and float16, where the CPU at hand has products in them -> how many times faster than in float32."""
-    there = _instructions()
-    found = {dtype: [gain for name, gain in known.items() if name in there] for dtype, known in _INSTRUCTIONS.items()}
-    return {dtype: gains[0] for dtype, gains in found.items() if gains}
-
-
-def _instructions() -> set[str]:
     named = getattr(torch.cpu, "get_capabilities", None)
+    there = {name: getattr(torch.cpu, ask, bool)() for name, ask in _ASKED.items()}
     if named is not None:
-        return {name for name, there in named().items() if there}
-    return {name for name, ask in _ASKED.items() if getattr(torch.cpu, ask, bool)()}
+        there = named()
+    found = {dtype: [gain for name, gain in known.items() if there.get(name)] for dtype, known in _INSTRUCTIONS.items()}
+    return {dtype: gains[0] for dtype, gains in found.items() if gains}
 
 
 def _in_float32(x: torch.Tensor) -> bool:

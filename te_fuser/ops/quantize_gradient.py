@@ -59,13 +59,13 @@ class QuantizeGradient(RowOp):
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         if self.own is None or not call.fresh:
             return super().reference(call, x)
-        return _Measured.apply(x, call["scale"], call["inverse"], self.dtype, self.own)  # type: ignore[no-untyped-call]
+        return _MeasureGradient.apply(x, call["scale"], call["inverse"], self.dtype, self.own)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale!r}"
 
 
-class _Measured(torch.autograd.Function):
+class _MeasureGradient(torch.autograd.Function):
     """x as it is; the gradient by its own scale, which is put into numbers of the call, with its reciprocal."""
 
     @staticmethod

@@ -79,7 +79,8 @@ class RotaryByAngles(OfPositions):
         self.layout, self.packing, self.padded = layout, packing, yes_or_no(who, "padded", padded)
         self.style = one_of("style", style, STYLES)
         for argument, names in (("angles", angles), ("cos_sin", cos_sin)):
-            if not (names is None or isinstance(names, str) and argument == "angles" or _is_pair(names)):
+            is_pair = isinstance(names, (tuple, list)) and len(names) == 2
+            if not (names is None or isinstance(names, str) and argument == "angles" or is_pair):
                 takes = "a name, or a pair of names" if argument == "angles" else "a pair of names"
                 raise ValueError(f"{who} takes {takes} as {argument}, got {names!r}")
         for given in self.named_inputs().values():
@@ -285,7 +286,3 @@ class RotaryByAngles(OfPositions):
         if starts is not None:
             places = places + torch.cat((starts.long(), starts.new_zeros(1, dtype=torch.long)))[sequence]
         return places.masked_fill(sequence == len(offsets) - 1, 0)
-
-
-def _is_pair(names: Any) -> bool:
-    return isinstance(names, (tuple, list)) and len(names) == 2

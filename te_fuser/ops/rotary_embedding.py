@@ -44,7 +44,7 @@ def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction
 
 
 @dataclass(frozen=True)
-class Style:
+class RotaryStyle:
     """Which features are a pair: `turn(x, cos, sin, direction)` may overwrite x; the others are for the reference."""
 
     turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -53,8 +53,8 @@ class Style:
 
 
 STYLES = {
-    "half": Style(_turn_halves, lambda x: x.chunk(2, -1), lambda a, b: torch.cat((a, b), -1)),
-    "interleaved": Style(
+    "half": RotaryStyle(_turn_halves, lambda x: x.chunk(2, -1), lambda a, b: torch.cat((a, b), -1)),
+    "interleaved": RotaryStyle(
         _turn_pairs, lambda x: (x[..., 0::2], x[..., 1::2]), lambda a, b: torch.stack((a, b), -1).flatten(-2)
     ),
 }

@@ -102,7 +102,9 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
         if unknown:
             why = f"takes no argument {unknown[0]!r}{meant(unknown[0], names)}"
         elif len(given) > positions:
-            others = zip(_names_in_torch(kind.__name__)[positions:], given[positions:], strict=False)
+            twin = getattr(nn, kind.__name__, None)
+            in_torch = [*_signature(twin.__init__).parameters][1:] if isinstance(twin, type) else []  # type: ignore[misc]
+            others = zip(in_torch[positions:], given[positions:], strict=False)
             said = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in others if name in names)
             why = f"takes {positions} arguments by position, got {len(given)}: "
             why += f"write {said}" if said else "name the others, or leave them out"
@@ -121,12 +123,6 @@ def meant(word: str, names: Collection[str]) -> str:
                 return f"; here that is {said}"
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _names_in_torch(kind: str) -> list[str]:
-    """What torch.nn's module of that name calls the arguments of its constructor."""
-    found = getattr(nn, kind, None)
-    return [*_signature(found.__init__).parameters][1:] if isinstance(found, type) else []  # type: ignore[misc]
 
 
 def no_module(kind: str, given: Any) -> TypeError:

@@ -137,14 +137,10 @@ def _parts(product: FusableOperation, between: list[Named], group: Group) -> Par
         if isinstance(op, GatedUnit):
             return 1 if joined else 2
         if isinstance(op, DotProductAttention):
-            return _parts_of_heads(name, op, group, joined)
+            if op.kv_heads % group.size:
+                raise ValueError(
+                    f"{type(op).__name__} {name!r} on {group}: kv_heads={op.kv_heads} cannot be cut into {group.size} "
+                    "equal parts: take fewer ranks, or more key/value heads"
+                )
+            return 1 if op.packing != "blocked" or joined else (op.heads, op.kv_heads, op.kv_heads)
     return 1
-
-
-def _parts_of_heads(name: str, op: DotProductAttention, group: Group, joined: bool) -> Parts:
-    if op.kv_heads % group.size:
-        raise ValueError(
-            f"{type(op).__name__} {name!r} on {group}: kv_heads={op.kv_heads} cannot be cut into {group.size} equal "
-            "parts: take fewer ranks, or more key/value heads"
-        )
-    return 1 if op.packing != "blocked" or joined else (op.heads, op.kv_heads, op.kv_heads)

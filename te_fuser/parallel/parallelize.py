@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from te_fuser.distributed import consistency
-from te_fuser.distributed.consistency import Line, shared_errors
+from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.group import Group
 from te_fuser.from_torch import converts
@@ -68,18 +68,15 @@ def parallelize(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize takes a module, got {words.described(model)}")
     if context is not None:
-        _share_context(model, mesh, context)
+        group = _group_of(context)
+        groups = [group] if group.size > 1 else []
+        with shared_errors(groups):
+            if groups and mesh is not None and group == Group.of("parallelize", mesh):
+                whose = f"{group.title!r} is mesh and context"
+                raise ValueError(f"parallelize: {whose}: give a dimension of a mesh to each")
+            share_context(model, group)
+        consistency.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
     return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
-
-
-def _share_context(model: torch.nn.Module, mesh: Any, context: DeviceMesh) -> None:
-    group = _group_of(context)
-    groups = [group] if group.size > 1 else []
-    with shared_errors(groups):
-        if groups and mesh is not None and group == Group.of("parallelize", mesh):
-            raise ValueError(f"parallelize: {group.title!r} is mesh and context: give a dimension of a mesh to each")
-        share_context(model, group)
-    consistency.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
 
 
 def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Model:
@@ -90,15 +87,22 @@ def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str,
         dim = sequence_dim(model) if sequence_parallel else 0
         styles = derived_plan(model, group) if plan is None else _matched(model, plan)
         _say_what_is_plain(model, styles, sequence_parallel)
-    consistency.compare(groups, [*_arguments(sequence_parallel, plan), *described(model)])
+    asked = [f"parallelize(model, mesh, sequence_parallel={sequence_parallel})"]
+    if plan is None:
+        asked.append("no plan: what the model gives by itself")
+    else:
+        asked += [f"a plan with {pattern!r}: {consistency.shown(style)}" for pattern, style in plan.items()]
+    consistency.compare(groups, [*[("argument", text) for text in asked], *described(model)])
     if plan is None:
         share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
-        asked, module = _as_asked(style, sequence_parallel, dim), model.get_submodule(name)
-        if isinstance(asked, (Column, Row)):
-            asked.cut(module, mesh)
+        module = model.get_submodule(name)
+        if not isinstance(style, (Column, Row)):
+            style._apply(module, mesh)
+        elif style.sequence_parallel is None:
+            dataclasses.replace(style, sequence_parallel=sequence_parallel, sequence_dim=dim).cut(module, mesh)
         else:
-            asked._apply(module, mesh)
+            style.cut(module, mesh)
     for module in [*model.modules()]:
         op = module.op if isinstance(module, Bound) else module
         if isinstance(op, Cut) and op.parallel_mode is None and group.size > 1:
@@ -120,15 +124,6 @@ def _group_of(mesh: DeviceMesh) -> Group:
             f"parallelize takes a DeviceMesh, got a {type(mesh).__name__}: give a dimension of one, mesh['tp'], "
             "or make one of the group: DeviceMesh.from_group(group, 'cuda')"
         )
-
-
-def _arguments(sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None) -> Iterator[Line]:
-    """What it was asked for."""
-    yield "argument", f"parallelize(model, mesh, sequence_parallel={sequence_parallel})"
-    if plan is None:
-        yield "argument", "no plan: what the model gives by itself"
-    for pattern, style in (plan or {}).items():
-        yield "argument", f"a plan with {pattern!r}: {consistency.shown(style)}"
 
 
 def _say_what_is_plain(model: torch.nn.Module, styles: Container[str], sequence_parallel: bool) -> None:
@@ -165,9 +160,3 @@ def _matched(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[
             )
         found.update(dict.fromkeys(matching, style))
     return found
-
-
-def _as_asked(style: ParallelStyle, sequence_parallel: bool, dim: int) -> ParallelStyle:
-    if isinstance(style, (Column, Row)) and style.sequence_parallel is None:
-        return dataclasses.replace(style, sequence_parallel=sequence_parallel, sequence_dim=dim)
-    return style

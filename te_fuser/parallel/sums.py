@@ -9,7 +9,6 @@ import torch
 from te_fuser.flatten import flatten
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.graph.sharding import with_placements
-from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.params.gradient_sums import LEFT
 from te_fuser.parts import Border
@@ -30,7 +29,9 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
     Raises:
         ValueError: where an op of a list cannot take what ranks have.
     """
-    marked = {id(part) for binding in _summed(model) for part in binding.parts()}
+    items = [item for listed in _lists(model) for item in with_placements(listed)]
+    summed = [item.lowered.bindings[name] for item in items for name in item.summed]
+    marked = {id(part) for b in summed if not isinstance(b, GivenBinding) for part in b.parts()}
     presets = [module for module in model.modules() if isinstance(module, Preset)]
     marked |= {id(preset.get_parameter(name)) for preset in presets for name in preset.returned_terms()}
     found = []
@@ -42,13 +43,6 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
                     module.mark(name, **{LEFT: True})
                 setattr(parameter, LEFT, True)
     return found
-
-
-def _summed(model: torch.nn.Module) -> Iterator[Binding]:
-    """The parameters whose gradients lists would add up."""
-    for listed in _lists(model):
-        for item in with_placements(listed):
-            yield from (b for name in item.summed if not isinstance(b := item.lowered.bindings[name], GivenBinding))
 
 
 def _lists(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:

@@ -241,7 +241,7 @@ def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The same as a copy."""
     if not any(map(is_dtensor, parts)):
         return torch.cat(parts)  # type: ignore[arg-type]
-    whole = torch.cat([own_part(p).detach() for p in parts])
+    whole = _concatenated(*parts)
     return InOneBuffer.apply(whole, *parts) if any(p.requires_grad for p in parts) else whole  # type: ignore[no-any-return, no-untyped-call]
 
 

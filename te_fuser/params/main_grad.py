@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 
 import torch
@@ -73,24 +73,16 @@ def put_gradient(
     shares = [
         (slice(end - part.shape[0], end), *main_grad_to_write(part, over))
         for part, end in zip(parts, ends, strict=True)
-        if _takes_gradient(part)
+        # Those of frozen parts take nothing, unless the whole is `caught`.
+        if part.requires_grad or _OVER in getattr(held_main_grad(part), "__dict__", {})
     ]
-    if len(shares) == len(parts) and _are_one(held := [t for _, t, _ in shares], {is_over for *_, is_over in shares}):
+    held, kinds = [t for _, t, _ in shares], {(t.dtype, is_over) for _, t, is_over in shares}
+    if len(shares) == len(parts) and len(kinds) == 1 and lie_together(held):
         put(dy, x, in_one_buffer(held), shares[0][2])
     else:
         for rows, main_grad, is_over in shares:
             put(dy[..., rows], x, main_grad, is_over)
     return gradient_added(weight)
-
-
-def _takes_gradient(part: torch.Tensor) -> bool:
-    """Whether a part's main_grad takes its share: those of frozen parts do not, unless the whole is `caught`."""
-    return part.requires_grad or _OVER in getattr(held_main_grad(part), "__dict__", {})
-
-
-def _are_one(held: Sequence[torch.Tensor], overs: set[bool]) -> bool:
-    """Whether one product can put what goes to these."""
-    return len(overs) == 1 and len({t.dtype for t in held}) == 1 and lie_together(held)
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:

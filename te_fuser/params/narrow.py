@@ -150,8 +150,9 @@ def _quantize(
         return
     kinds = {is_narrow(t) for t in found.values()}
     if len(found) < len(keys) or len(kinds) > 1:
+        has = ", ".join(f"{key} in {text_of(t.dtype)}" for key, t in found.items())
         raise ValueError(
-            f"{', '.join(keys)} have one scale: a checkpoint has all of them in 8 bits, or none {_said(found)}"
+            f"{', '.join(keys)} have one scale: a checkpoint has all of them in 8 bits, or none (it has {has})"
         )
     if kinds == {True}:
         if scale not in state_dict:
@@ -164,10 +165,6 @@ def _quantize(
         made = torch.where(torch.arange(3, device=made.device) == _OF_WEIGHT, made, others.to(made))
     state_dict[scale] = made
     state_dict.setdefault(own + HISTORY, made.new_zeros(1, 3) if history is None else history)
-
-
-def _said(found: Mapping[str, torch.Tensor]) -> str:
-    return f"(it has {', '.join(f'{key} in {text_of(t.dtype)}' for key, t in found.items())})"
 
 
 def _without_scale(key: str, scale: str) -> str:

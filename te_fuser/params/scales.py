@@ -177,15 +177,17 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
     there = {key: found for key, _, _, found in found_there}
     errors: list[str] = rest[-1] if rest else []
     for key, owner, name, found in found_there:
-        both = key, _other(key)
-        if both[1] not in there and not _is_own(owner, name, _other(name)):
+        both, buffers = (key, _other(key)), owner._buffers
+        is_own = buffers.get(name) is not None and buffers.get(_other(name)) is None  # it is called so, and no scale
+        if both[1] not in there and not is_own:
             errors.append(_ALONE.format(name=name, other=_other(name), who=type(owner).__name__))
         elif both[1] in there and any(_unsound(k, there[k]) for k in both):
             errors += filter(None, [_unsound(key, found)])
             del state_dict[key]  # neither of the two, which go together
         else:
             # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
-            owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
+            device = next((p.device for p in owner.parameters()), found.device)
+            buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=device)
             _forget_recorded(owner, name)
             if owner is not module:
                 take_scales(owner)  # it is asked by itself then, with its metadata
@@ -232,14 +234,10 @@ def _other(name: str) -> str:
     return name.removesuffix(SCALE) + HISTORY if name.endswith(SCALE) else name.removesuffix(HISTORY) + SCALE
 
 
-def _is_own(module: torch.nn.Module, name: str, other: str) -> bool:
-    """True where a module has a buffer that is called like ours, and is none."""
-    return module._buffers.get(name) is not None and module._buffers.get(other) is None
-
-
 def take_scales(module: torch.nn.Module) -> None:
     """Have a module that loads as torch.nn's take scales, and do without them."""
-    if loads_plainly(module) and before_loading not in _hooks_of(module):
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    if loads_plainly(module) and before_loading not in hooks:
         module.register_load_state_dict_pre_hook(before_loading)
 
 
@@ -254,10 +252,6 @@ def drop_scales(module: torch.nn.Module) -> None:
 def loads_plainly(module: torch.nn.Module) -> bool:
     """True where a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
     return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
-
-
-def _hooks_of(module: torch.nn.Module) -> list[Any]:
-    return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
 
 
 def _scales_in(
@@ -281,7 +275,3 @@ def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
     if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
         return False
     return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3
-
-
-def _device(module: torch.nn.Module, found: torch.Tensor) -> torch.device:
-    return next((p.device for p in module.parameters()), found.device)

@@ -29,13 +29,8 @@ SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
 @dataclass(frozen=True)
-class DotProductAttentionArguments(PlacementArguments):
-    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset.
-
-    Attributes:
-        set_parallel_mode: whether each rank of the group has its part of the heads.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
-    """
+class ScoreArguments(PlacementArguments):
+    """Heads of keys, masks, and how scores of queries and keys become weights, as `DotProductAttention` says."""
 
     num_gqa_groups: int | None = None
     qkv_format: str = "sbhd"
@@ -45,6 +40,25 @@ class DotProductAttentionArguments(PlacementArguments):
     softmax_scale: float | None = None
     softmax_type: str = "vanilla"
     softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.choose("softmax_type", SINKS)
+        if self.softmax_scale is not None:
+            finite_number("DotProductAttention", "softmax_scale", self.softmax_scale)
+        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
+            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
+
+
+@dataclass(frozen=True)
+class DotProductAttentionArguments(ScoreArguments):
+    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset.
+
+    Attributes:
+        set_parallel_mode: whether each rank of the group has its part of the heads.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
+    """
+
     layer_number: int | None = None
     attention_type: str = "self"
     get_rng_state_tracker: Callable[[], Any] | None = None
@@ -60,13 +74,8 @@ class DotProductAttentionArguments(PlacementArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choose("attention_type", ("self", "cross"))
-        self.choose("softmax_type", SINKS)
         if self.layer_number is not None:
             check_size("layer_number", self.layer_number)
-        if self.softmax_scale is not None:
-            finite_number("DotProductAttention", "softmax_scale", self.softmax_scale)
-        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
-            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
 
     def call(self) -> AttentionCall:
         """The call that changes nothing."""

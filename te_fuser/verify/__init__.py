@@ -20,7 +20,15 @@ from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases, variants
 from te_fuser.verify.examples import example
 from te_fuser.verify.fusions import FusionCheck
-from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, listed_ops, with_owners
+from te_fuser.verify.models import (
+    Subject,
+    VerifiedCall,
+    example_call,
+    first_features,
+    gradient_names,
+    listed_ops,
+    with_owners,
+)
 from te_fuser.verify.report import VerificationError, VerifyReport
 from te_fuser.verify.steps import run_verified
 
@@ -137,7 +145,7 @@ def _model_rows(
     draws = any(op.draws() for op in walk(model))
     rows: list[Row] = []
     if x is not None:
-        call = Call(x, inputs, outputs, gradient_names(model, inputs))
+        call = VerifiedCall(x, inputs, outputs, gradient_names(model, inputs))
         for dtype in dtypes or (None,):
             label = text_of(dtype or x.dtype)
             subject = Subject(model, dtype, ranks=ranks)

@@ -41,45 +41,24 @@ class Case:
     negated: bool = False
 
 
-def _transposed(t: torch.Tensor) -> torch.Tensor:
-    return t.mT.contiguous().mT if t.dim() > 1 else _every_other(t)
-
-
-def _channels_last(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
-
-
 def _every_other(t: torch.Tensor) -> torch.Tensor:
     wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
     wide[..., ::2] = t
     return wide[..., ::2]
 
 
-def _misaligned(t: torch.Tensor) -> torch.Tensor:
-    """Contiguous, but not at an address that 16 divides."""
-    shifted = t.new_zeros(t.numel() + 1)[1:].view(t.shape)
-    return shifted.copy_(t)
-
-
-def _same_rows(t: torch.Tensor) -> torch.Tensor:
-    """Every row the first one, by stride 0."""
-    return t[:1].expand(t.shape) if t.dim() > 1 and t.shape[0] else t
-
-
-def _ones(t: torch.Tensor) -> torch.Tensor:
-    """What y.sum().backward() brings: one 1 by stride 0."""
-    return t.new_ones(()).expand(t.shape)
-
-
 # Name of a layout -> a tensor that lies so, with the same numbers where that is possible.
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
-    "transposed": _transposed,
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else _every_other(t),
     "every other column": _every_other,
-    "channels last": _channels_last,
-    "misaligned": _misaligned,
-    "same rows": _same_rows,
-    "ones": _ones,
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t,
+    # Contiguous, but not at an address that 16 divides.
+    "misaligned": lambda t: t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t),
+    # Every row the first one, by stride 0.
+    "same rows": lambda t: t[:1].expand(t.shape) if t.dim() > 1 and t.shape[0] else t,
+    # The gradient that y.sum().backward() brings: one 1 by stride 0.
+    "ones": lambda t: t.new_ones(()).expand(t.shape),
 }
 
 # Name of a variant -> what it changes.

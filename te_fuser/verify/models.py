@@ -36,7 +36,7 @@ _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "grad
 
 
 @dataclass
-class Call:
+class VerifiedCall:
     """What a model is called with.
 
     Attributes:
@@ -48,7 +48,7 @@ class Call:
     outputs: tuple[str, ...] = ()
     differentiable: frozenset[str] = frozenset()
 
-    def to(self, dtype: torch.dtype | None) -> Call:
+    def to(self, dtype: torch.dtype | None) -> VerifiedCall:
         """The same call with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
         if dtype is None:
             return self
@@ -71,7 +71,12 @@ class Subject:
     ) -> None:
         self._ranks = ranks
         whole = with_owners(model)
-        self.owned = _with_own_parts(copy.deepcopy(whole).to(device, dtype))
+        self.owned = copy.deepcopy(whole).to(device, dtype)
+        for module in self.owned.modules():
+            for name, p in [*module._parameters.items()]:
+                if p is not None and is_dtensor(p):  # plain parameters: this rank's part
+                    plain = own_part(p.detach())
+                    module.register_parameter(name, torch.nn.Parameter(plain, p.requires_grad))
         self.fused = _list_of(self.owned)
         for module in self.fused.modules():
             if isinstance(module, Sequential):
@@ -87,7 +92,7 @@ class Subject:
                 for marked in item.lowered.bindings[name].parts():
                     marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
-    def check(self, case: Case, call: Call) -> list[Row]:
+    def check(self, case: Case, call: VerifiedCall) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy.
 
         Of other ranks that run it together there is a row for what fails.
@@ -117,13 +122,13 @@ class Subject:
             else:
                 p.data.neg_()
 
-    def _both_ways(self, case: Case, call: Call) -> list[Row]:
+    def _both_ways(self, case: Case, call: VerifiedCall) -> list[Row]:
         """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
         with registry.disabled(registry.RECORDED):
             rows = _Run(self, case, call).rows()
         return rows + (_Run(self, case, call).rows() if self._records(call) else [])
 
-    def _records(self, call: Call) -> bool:
+    def _records(self, call: VerifiedCall) -> bool:
         """Whether a part of the model would run as PyTorch's functions."""
         if not registry.enabled(registry.RECORDED):
             return False
@@ -131,7 +136,7 @@ class Subject:
         plans = self.fused.plans(x, outputs=call.outputs, **call.inputs)
         return any(segment.recorded for plan in plans for segment in plan.segments)
 
-    def plan(self, case: Case, call: Call) -> Plan:
+    def plan(self, case: Case, call: VerifiedCall) -> Plan:
         """The plan that the case runs by, of a model without plain modules.
 
         Raises:
@@ -143,7 +148,7 @@ class Subject:
 class _Run:
     """One case of one subject."""
 
-    def __init__(self, subject: Subject, case: Case, call: Call) -> None:
+    def __init__(self, subject: Subject, case: Case, call: VerifiedCall) -> None:
         self.subject, self.case, self.call = subject, case, call
         self.wanted = self._wanted()
         self.data = self._data()
@@ -305,7 +310,9 @@ class _Run:
         self, function: Callable[..., Any], leaves: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], Callable[[], dict[str, torch.Tensor]]]:
         """Outputs and gradients by name, and a function that runs backward once more."""
-        _seed(1)
+        torch.default_generator.manual_seed(1)  # torch.manual_seed without the milliseconds that it takes
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(1)
         x = leaves[_INPUT]
         named = {name: leaves[f"{_INPUT} {name}"] for name in self.call.inputs}
         outputs: dict[str, torch.Tensor] = {}
@@ -345,13 +352,6 @@ class _Run:
         return self.upstream[key].to(y.dtype)
 
 
-def _seed(number: int) -> None:
-    """torch.manual_seed, without the milliseconds that it takes."""
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-
-
 # ------------------------------------------------------------------------------------------ example inputs
 
 
@@ -360,16 +360,6 @@ def with_owners(model: Sequential) -> torch.nn.Module:
     owners = [op.owner for op in model.modules() if isinstance(op, Bound)]
     outside = [owner for owner in dict.fromkeys(owners) if owner not in set(model.modules())]
     return torch.nn.ModuleList([model, *outside]) if outside else model
-
-
-def _with_own_parts(owned: torch.nn.Module) -> torch.nn.Module:
-    """The same with plain parameters: of DTensors this rank's part."""
-    for module in owned.modules():
-        for name, p in [*module._parameters.items()]:
-            if p is not None and is_dtensor(p):
-                plain = own_part(p.detach())
-                module.register_parameter(name, torch.nn.Parameter(plain, p.requires_grad))
-    return owned
 
 
 def _list_of(owned: torch.nn.Module) -> Sequential:
@@ -385,7 +375,7 @@ def listed_ops(model: Sequential) -> list[ListedOp]:
 
 def example_call(
     model: Sequential, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rng: torch.Generator
-) -> Call:
+) -> VerifiedCall:
     """An input of this shape, every named input that the ops read, and every output they name.
 
     Raises:
@@ -413,7 +403,7 @@ def example_call(
     # Forks that nobody closes are handed to the caller, as outputs are.
     leaving = {n for i in listed_ops(model) if op_table.exports.of(type(i.lowered.op)) for n in i.names_out}
     asked = [n for n in outputs if n in leaving or n not in read]
-    return Call(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
+    return VerifiedCall(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
 
 
 def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]:

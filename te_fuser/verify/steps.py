@@ -53,12 +53,12 @@ def run_verified(
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
-    watch = _Watch(plan, entering, call.parameters, sums)
+    watch = _WatchedCall(plan, entering, call.parameters, sums)
     # Segments of this call's own: what backward is checked against is what this forward saw.
     return execute(load(known.plan, outputs, wrap=watch.wrap), x, inputs, call.parameters)
 
 
-class _Watch:
+class _WatchedCall:
     """What one call has computed so far, and the checks of its steps."""
 
     def __init__(
@@ -102,7 +102,10 @@ class _Watch:
     def data(self, nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
         """What nodes read, as it was in forward."""
         nodes = list(nodes)
-        found = {f"{_VALUE}{v}": _wide(self.value(v)) for v in self.entering(nodes)}
+        found = {}
+        for v in self.entering(nodes):
+            t = self.value(v)  # of 8 bits as float32, so that autograd rounds no gradient to these
+            found[f"{_VALUE}{v}"] = t.float() if t.dtype in FLOAT8.values() else t
         numbers = {p for node in nodes for p in node.parameters.values()}
         return found | {f"{_PARAMETER}{p}": self.parameters[p] for p in sorted(numbers)}
 
@@ -141,7 +144,7 @@ class _Watch:
 class _CheckedRunner:
     """Runs one step and checks what it made."""
 
-    def __init__(self, watch: _Watch, step: Step, direction: str, runner: Runner, slots: SlotMap) -> None:
+    def __init__(self, watch: _WatchedCall, step: Step, direction: str, runner: Runner, slots: SlotMap) -> None:
         self.watch, self.step, self.direction, self.runner = watch, step, direction, runner
         self.promises = Promises(watch.plan, step, slots)
         self.nodes = watch.graph.nodes[step.start : step.stop]
@@ -212,7 +215,12 @@ class _CheckedRunner:
     def _gradients(self, data: Tensors, exact: bool, leaving: list[int]) -> dict[str, torch.Tensor]:
         """What the step is to make, by autograd over the reference."""
         graph, refs = self.watch.graph, [ref for ref, _ in self.outputs if ref.kind in _CHECKED]
-        sources = {ref: _source(ref) for ref in refs if ref.kind is not RECOMPUTED}
+        # The datum whose gradient each is.
+        sources = {
+            ref: f"{_VALUE if ref.kind is GRADIENT else _PARAMETER}{ref.index}"
+            for ref in refs
+            if ref.kind is not RECOMPUTED
+        }
         wanted = set(sources.values())
         leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(UPSTREAM)}
         values = self.watch.run(self.nodes, leaves, exact)
@@ -285,16 +293,6 @@ def _laid_out(ref: Ref, t: torch.Tensor) -> torch.Tensor:
     return turned
 
 
-def _wide(t: torch.Tensor) -> torch.Tensor:
-    """What is stored in 8 bits as float32, so that autograd rounds no gradient to these."""
-    return t.float() if t.dtype in FLOAT8.values() else t
-
-
 def _number(ref: Ref) -> int:
     """The parameter whose gradient it is; -1 where it is none's."""
     return ref.index if ref.kind is PARAMETER_GRADIENT else -1
-
-
-def _source(ref: Ref) -> str:
-    """The datum whose gradient it is."""
-    return f"{_VALUE if ref.kind is GRADIENT else _PARAMETER}{ref.index}"

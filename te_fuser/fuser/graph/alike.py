@@ -15,7 +15,7 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.scales import Aside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.params.binding import Binding
@@ -27,18 +27,16 @@ def likeness(op: FusableOperation) -> Hashable:
     """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
     own = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
     found = [what for what in own if Aside not in what[1].__mro__]
-    if op._modules or op._buffers and op._buffers.keys() - _beside(value for _, _, value in own):
+    buffers = set(op._buffers)
+    if buffers:  # without those that are no part of what an op is
+        buffers.difference_update(*[value.buffers() for _, _, value in own if isinstance(value, Aside)])
+    if op._modules or buffers:
         return id(op)
     try:
         hash(tuple(found))
     except TypeError:
         return id(op)
     return type(op), op.training, *found
-
-
-def _beside(values: Iterable[object]) -> set[str]:
-    """The buffers that are no part of what an op is."""
-    return {name for value in values if isinstance(value, Aside) for name in value.buffers()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +87,7 @@ class Kinds:
         return found
 
 
-class Told(NamedTuple):
+class Inferred(NamedTuple):
     """What is known of the outputs of ops that are alike: the specs, and which can have gradients.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Kinds, Told, Traits, is_identity
+from te_fuser.fuser.graph.alike import Inferred, Kinds, Traits, is_identity
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_named,
@@ -45,7 +45,7 @@ class GraphBuilder:
         self.names = Names(ops, self.ops, call)
         self.kinds = Kinds()
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
-        self.told: dict[Hashable, Told] = {}
+        self.told: dict[Hashable, Inferred] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
@@ -102,7 +102,8 @@ class GraphBuilder:
     def _append(self, listed: ListedOp, current: int) -> int:
         op, bindings = listed.lowered.op, listed.lowered.bindings
         index = len(self.nodes)
-        label = _label(index, listed)
+        where = f" {listed.path!r}" if listed.path else ""
+        label = f"op {index} ({op.kind.__name__}{where})"
         traits = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
@@ -188,19 +189,23 @@ class GraphBuilder:
             self.names.inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad)
         return self.names.inputs[name]
 
-    def _told(self, label: str, op: FusableOperation, like: str, x: Spec, named: Mapping[str, Spec]) -> Told:
+    def _told(self, label: str, op: FusableOperation, like: str, x: Spec, named: Mapping[str, Spec]) -> Inferred:
         """What an op says of its outputs; once for all that are alike."""
         key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
-            specs = _inferred(label, op, x, named)
+            try:
+                op.check_inputs(x, dict(named))
+                specs = output_specs(op, x, named)
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"{label}: {error}") from error
             check_outputs(label, op, specs)
             if isinstance(op, RowOp):
                 specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
             able = frozenset([name for name, spec in specs.items() if is_differentiable(op, name, spec)])
-            self.told[key] = Told(specs, able, isinstance(op, RowOp) and is_identity(op, x))
+            self.told[key] = Inferred(specs, able, isinstance(op, RowOp) and is_identity(op, x))
         return self.told[key]
 
-    def _named_out(self, label: str, listed: ListedOp, told: Told, output: int, needs: bool) -> tuple[int, ...]:
+    def _named_out(self, label: str, listed: ListedOp, told: Inferred, output: int, needs: bool) -> tuple[int, ...]:
         """The values that an op names, each bound to its name in the list."""
         op, found = listed.lowered.op, []
         axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
@@ -210,19 +215,6 @@ class GraphBuilder:
             found.append(self._value(called, told.specs[own], axes, needed, same))
             self.names.bind(label, name, op, found[-1])
         return tuple(found)
-
-
-def _label(index: int, listed: ListedOp) -> str:
-    where = f" {listed.path!r}" if listed.path else ""
-    return f"op {index} ({listed.lowered.op.kind.__name__}{where})"
-
-
-def _inferred(label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
-    try:
-        op.check_inputs(x, dict(named))
-        return output_specs(op, x, named)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{label}: {error}") from error
 
 
 def _with_tied_features(spec: Spec) -> Spec:

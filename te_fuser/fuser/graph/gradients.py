@@ -47,7 +47,9 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     makers = {v: node for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
     known: dict[Hashable, torch.dtype] = {}
     for value in readers.keys() & makers.keys():
-        own, taken = values[value].spec.dtype, _taken(makers[value])
+        own, op = values[value].spec.dtype, makers[value].op
+        # The dtypes that it takes beside its own; None: any, as formulas do.
+        taken = op.takes_gradients_in if isinstance(op, UnfusedOperation) else None
         what = own, taken, *[node.traits.number for node in readers[value]]
         if what not in known:
             known[what] = _arriving(own, readers[value], taken or ())
@@ -110,11 +112,6 @@ def _reached(
         if [v for v in (node.output, *node.named_out) if v in found and values[v].needs_grad]:
             found.update(given[node.index])
     return found
-
-
-def _taken(node: Node) -> tuple[torch.dtype, ...] | None:
-    """The dtypes in which an op takes gradients beside those of its outputs; None: in any, as formulas do."""
-    return node.op.takes_gradients_in if isinstance(node.op, UnfusedOperation) else None
 
 
 def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtype, ...]) -> torch.dtype:

@@ -80,7 +80,15 @@ def emptied(module: torch.nn.Module, blanks: dict[Any, torch.nn.Parameter]) -> N
         blanks: what stands for parameters that are alike, in all ops of a list.
     """
     held = module.__dict__
-    held["_parameters"] = {name: None if p is None else _like(p, blanks) for name, p in held["_parameters"].items()}
+    parameters: dict[str, torch.nn.Parameter | None] = dict.fromkeys(held["_parameters"])
+    for name, p in held["_parameters"].items():
+        if p is not None:
+            key = p.shape, p.dtype, p.requires_grad
+            if key not in blanks:
+                blank = torch.empty(p.shape, dtype=p.dtype, device="meta")
+                blanks[key] = torch.nn.Parameter(blank, p.requires_grad)
+            parameters[name] = blanks[key]
+    held["_parameters"] = parameters
     if not held["_modules"]:
         held["_modules"] = {}
         return
@@ -88,13 +96,6 @@ def emptied(module: torch.nn.Module, blanks: dict[Any, torch.nn.Parameter]) -> N
     held["_modules"] = {name: None if m is None else with_attributes(m, {**m.__dict__}) for name, m in inner.items()}
     for made in filter(None, held["_modules"].values()):
         emptied(made, blanks)
-
-
-def _like(p: torch.Tensor, blanks: dict[Any, torch.nn.Parameter]) -> torch.nn.Parameter:
-    key = p.shape, p.dtype, p.requires_grad
-    if key not in blanks:
-        blanks[key] = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-    return blanks[key]
 
 
 @record()

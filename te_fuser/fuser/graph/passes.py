@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 Found = TypeVar("Found")
 Given = TypeVar("Given")
 Items = Callable[[Any], Iterable[tuple[str, object]]]
@@ -92,7 +94,7 @@ def run_passes(
         over: "ops" or "steps".
         items: f(list or plan) -> its entries, as (text, entry).
     """
-    records = _records.get()
+    records = None if is_dynamo_compiling() else _records.get()  # which Dynamo cannot read
     for name, run in passes.items():
         made = run(found, given)
         if records is not None:
@@ -103,6 +105,6 @@ def run_passes(
 
 def record_start(name: str, over: str, entries: Iterable[tuple[str, object]]) -> None:
     """Record what there is to begin with, made by no pass."""
-    records = _records.get()
+    records = None if is_dynamo_compiling() else _records.get()
     if records is not None:
         records.append(PassRecord(name, over, (), tuple(entries)))

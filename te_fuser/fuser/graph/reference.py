@@ -38,7 +38,10 @@ def reference_run(
         around: what surrounds the call.
     """
     lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
-    tensors = {b.key: _of_call(t) if b.made_in_call else recorded_part(t) for b, t in given.items()}
+    tensors = {
+        b.key: torch.full_like(t, math.nan, requires_grad=False) if b.made_in_call else recorded_part(t)
+        for b, t in given.items()
+    }
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
@@ -56,11 +59,6 @@ def reference_run(
                 narrow |= {name: stored[own]} if own in stored else {}
     values.update((name, values[name].to(dtype)) for name, dtype in narrow.items())
     return x.to(stored["output"]) if "output" in stored else x
-
-
-def _of_call(blank: torch.Tensor) -> torch.Tensor:
-    """A number that ops of this call make."""
-    return torch.full_like(blank, math.nan, requires_grad=False)
 
 
 def run_nodes(

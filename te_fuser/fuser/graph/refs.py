@@ -145,10 +145,6 @@ def _spec_of_value(graph: Graph, ref: Ref) -> Spec:
     return ref.form.of(graph.values[ref.index].spec)
 
 
-def _spec_of_gradient(graph: Graph, ref: Ref) -> Spec:
-    return ref.form.of(graph.values[ref.index].gradient_spec)
-
-
 def _spec_of_parameter(graph: Graph, ref: Ref) -> Spec:
     return ref.form.of(graph.parameter_specs[ref.index])
 
@@ -173,11 +169,6 @@ def _value_label(graph: Graph, ref: Ref) -> str:
     return name + _LYING[ref.form.layout]
 
 
-def _parameter_label(graph: Graph, ref: Ref) -> str:
-    name = graph.parameters[ref.index].name
-    return name if ref.form == AS_MADE else f"cast {name}"
-
-
 def _parameter_gradient_label(graph: Graph, ref: Ref) -> str:
     owner = next(node for node in graph.nodes if ref.index in node.parameters.values())
     return f"gradient of {graph.parameters[ref.index].name} of {owner.label}"
@@ -186,9 +177,19 @@ def _parameter_gradient_label(graph: Graph, ref: Ref) -> str:
 VALUE = RefKind("value", "values", "activation", _spec_of_value, label=_value_label)
 RECOMPUTED = RefKind("value again", "values", "", _spec_of_value, label=_value_label)
 GRADIENT = RefKind(
-    "gradient", "values", "", _spec_of_gradient, label=lambda graph, ref: f"gradient of {_value_label(graph, ref)}"
+    "gradient",
+    "values",
+    "",
+    lambda graph, ref: ref.form.of(graph.values[ref.index].gradient_spec),
+    label=lambda graph, ref: f"gradient of {_value_label(graph, ref)}",
 )
-PARAMETER = RefKind("parameter", "parameters", "parameter", _spec_of_parameter, label=_parameter_label)
+PARAMETER = RefKind(
+    "parameter",
+    "parameters",
+    "parameter",
+    _spec_of_parameter,
+    label=lambda graph, ref: ("" if ref.form == AS_MADE else "cast ") + graph.parameters[ref.index].name,
+)
 PARAMETER_GRADIENT = RefKind(
     "parameter gradient", "parameters", "", _spec_of_parameter, label=_parameter_gradient_label
 )

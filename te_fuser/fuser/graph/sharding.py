@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-    from te_fuser.ops.base import FusableOperation
     from te_fuser.params.binding import Key
 
 
@@ -113,7 +112,7 @@ class _Walk:
     def _check_gradients(self, item: ListedOp, x: Placement) -> None:
         """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
         for argument, name in item.names_in.items() if self._needing else ():
-            axes = _axes(item.lowered.op, argument)
+            axes = item.lowered.op.named_inputs()[argument].axes
             if name not in self._needing or axes is None:
                 continue
             by_rows = x.by_rows or x == Replicated(gathered=True)
@@ -139,10 +138,6 @@ def _share(x: Placement, group: Group, other: Share | None) -> Share:
             f"it draws for rows that ranks cut along two dimensions, {known.dim} and {x.dim}: cut them along one"
         )
     return replace(known, rows=(*known.rows, group), dim=x.dim)
-
-
-def _axes(op: FusableOperation, argument: str) -> Axes | None:
-    return op.named_inputs()[argument].axes
 
 
 def add_collectives(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

@@ -41,21 +41,17 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
         for _, ref in step.inputs:
             if ref.form == AS_MADE or ref in made:
                 continue
+            covers = step.start, step.stop
             if ref.form.layout != "rows":
-                result.append(turning_step(problem, prices, ref, (step.start, step.stop)))
+                result.append(turning_step(problem, prices, ref, covers))
             elif ref.kind is PARAMETER:
-                result.append(_cast(prices, ref, step))
+                assert ref.form.dtype is not None
+                inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
+                task, price = CastTask(ref.form.dtype), Price("of_launch", (inputs, outputs, 0.0))
+                result.append(prices.step("cast_parameter", covers, inputs, outputs, task, price))
             made.add(ref)
         result.append(step)
     return result
-
-
-def _cast(prices: Prices, ref: Ref, step: Step) -> Step:
-    dtype = ref.form.dtype
-    assert dtype is not None
-    inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
-    price = Price("of_launch", (inputs, outputs, 0.0))
-    return prices.step("cast_parameter", (step.start, step.stop), inputs, outputs, CastTask(dtype), price)
 
 
 def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
@@ -74,17 +70,20 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
     seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
     result: list[Step] = []
     for step in steps:
-        result.append(_rename_outputs(step, seen))
+        renames: dict[Ref, Ref] = {}
+        for ref in step.writes():
+            if ref in seen:
+                renames[ref] = ref._replace(term=len(seen[ref]) + 1)
+                seen[ref].append(renames[ref])
+        result.append(_renamed(step, renames))
         complete = [r for r in step.writes() if r in shared and len(seen[r]) == counts[r]]
-        result += [_sum(problem, prices, ref, seen[ref], step) for ref in dict.fromkeys(complete)]
+        for ref in dict.fromkeys(complete):
+            inputs = tuple((f"term {k}", r) for k, r in enumerate(seen[ref]))
+            price = Price("of_sum", (ref, len(inputs) - 1))
+            absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(problem.nodes)
+            covers, outputs = (step.start, step.stop), (("sum", ref),)
+            result.append(prices.step("add_gradients", covers, inputs, outputs, AddTask(absent), price))
     return result
-
-
-def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
-    inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
-    price = Price("of_sum", (ref, len(terms) - 1))
-    absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(problem.nodes)
-    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(absent), price)
 
 
 def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
@@ -120,13 +119,3 @@ def _renamed(step: Step, renames: dict[Ref, Ref]) -> Step:
         return step
     outputs = tuple([(name, renames.get(ref, ref)) for name, ref in step.outputs])
     return replace(step, outputs=outputs, task=step.task.renamed(renames))
-
-
-def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
-    """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
-    renames: dict[Ref, Ref] = {}
-    for ref in step.writes():
-        if ref in seen:
-            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
-            seen[ref].append(renames[ref])
-    return _renamed(step, renames)

@@ -11,18 +11,18 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.makers import Maker, Wanted, maker_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Cost
 
 
 def with_made(plan: Plan, prices: Prices) -> Plan:
     """The plan with what its fusions read of parameters that are made."""
-    forward, backward = (_read_by_fusions(steps) for steps in (plan.forward, plan.backward))
+    forward, backward = (
+        {r for s in steps if s.task.what == "fusion" for r in s.reads() if r.kind is PARAMETER}
+        for steps in (plan.forward, plan.backward)
+    )
     found: dict[Maker, list[tuple[Node, Wanted]]] = {}
     made: set[Ref] = set()
     for node in plan.graph.nodes if forward or backward else ():
@@ -34,36 +34,24 @@ def with_made(plan: Plan, prices: Prices) -> Plan:
         wanted = [n for n in wanted if refs[n] not in made]
         if wanted:
             made |= {refs[name] for name in wanted}
-            found.setdefault(maker, []).append((node, _wanted(plan.graph, node, maker, wanted)))
+            numbers, graph = node.parameters, plan.graph
+            given = {name: graph.parameter_specs[numbers[name]] for name in maker.of if name in numbers}
+            again = frozenset([name for name in wanted if graph.parameters[numbers[name]].in_parts])
+            found.setdefault(maker, []).append((node, Wanted(node.op, given, tuple(wanted), again)))
     if not made:
         return plan
-    steps = tuple([_step(plan, prices, maker, items) for maker, items in found.items()])
-    return replace(plan, before=steps, segments=tuple(_keeping(segment, made) for segment in plan.segments))
-
-
-def _keeping(segment: SegmentPlan, made: set[Ref]) -> SegmentPlan:
-    """A segment that says of what it keeps whose it is."""
-    kept = [k._replace(owner="tensor") if k.ref in made else k for k in segment.kept]
-    return replace(segment, kept=tuple(kept))
-
-
-def _read_by_fusions(steps: Iterable[Step]) -> set[Ref]:
-    return {r for s in steps if s.task.what == "fusion" for r in s.reads() if r.kind is PARAMETER}
-
-
-def _wanted(graph: Graph, node: Node, maker: Maker, names: list[str]) -> Wanted:
-    given = {name: graph.parameter_specs[node.parameters[name]] for name in maker.of if name in node.parameters}
-    again = [name for name in names if graph.parameters[node.parameters[name]].in_parts]
-    return Wanted(node.op, given, tuple(names), frozenset(again))
-
-
-def _step(plan: Plan, prices: Prices, maker: Maker, items: list[tuple[Node, Wanted]]) -> Step:
-    inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
-    outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
-    wanted = tuple([w for _, w in items])
-    ops = tuple([n.index for n, _ in items])
-    task = MakeTask(maker, wanted, plan.x.device, ops)
-    return prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, Price(_cost, (maker, wanted)))
+    steps = []
+    for maker, items in found.items():
+        inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
+        outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
+        makes, ops = tuple([w for _, w in items]), tuple([n.index for n, _ in items])
+        task, price = MakeTask(maker, makes, plan.x.device, ops), Price(_cost, (maker, makes))
+        steps.append(prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, price))
+    segments = []
+    for segment in plan.segments:  # each says of what it keeps whose it is
+        kept = [k._replace(owner="tensor") if k.ref in made else k for k in segment.kept]
+        segments.append(replace(segment, kept=tuple(kept)))
+    return replace(plan, before=tuple(steps), segments=tuple(segments))
 
 
 def _cost(prices: Prices, maker: Maker, wanted: tuple[Wanted, ...]) -> Cost:

@@ -27,7 +27,7 @@ from te_fuser.fusions import registry
 if TYPE_CHECKING:
     from te_fuser.codegen.schedule import Limits
     from te_fuser.fuser.plan.covers import Covers
-    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from te_fuser.fusions.match import ByBlocks
 
 
-class _Pair(NamedTuple):
+class _Handover(NamedTuple):
     """A step that makes a tensor, the step that reads it by blocks, by their numbers, and which tensor that is."""
 
     maker: int
@@ -47,7 +47,18 @@ def with_blocks(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels make by blocks what products read so."""
     if not _is_on(prices.problem.options):
         return plan
-    return replace(plan, segments=tuple([_in_segment(s, prices) for s in plan.segments]))
+    limits, segments = _limits(prices.problem.options), []
+    for s in plan.segments:
+        held = {*s.gives, *s.takes, *[k.ref for k in s.kept], *s.returned, *s.arriving}
+        forward, backward = [*s.forward], [*s.backward]
+        for steps in (forward, backward):
+            for maker, reader, ref in _pairs(steps, limits):
+                blocks, task = steps[reader].task.takes_blocks, _making(steps[maker], steps[reader], ref, limits)
+                if ref not in held and task is not None and blocks is not None:
+                    steps[maker] = _made_by(task, steps[maker], ref, blocks, prices)
+                    steps[reader] = _reading(steps[reader], ref, prices)
+        segments.append(replace(s, forward=tuple(forward), backward=tuple(backward)))
+    return replace(plan, segments=tuple(segments))
 
 
 def held_together(problem: Problem, prices: Prices, covers: Covers) -> Iterator[int]:
@@ -71,27 +82,10 @@ def _limits(options: Options) -> Limits:
     return limits_of(options.device.arch)
 
 
-def _in_segment(segment: SegmentPlan, prices: Prices) -> SegmentPlan:
-    held = {*segment.gives, *segment.takes, *[k.ref for k in segment.kept], *segment.returned, *segment.arriving}
-    limits = _limits(prices.problem.options)
-    forward, backward = (_handed(segment.steps(d), prices, limits, held) for d in ("forward", "backward"))
-    return replace(segment, forward=forward, backward=backward)
-
-
-def _handed(steps: tuple[Step, ...], prices: Prices, limits: Limits, held: set[Ref | None]) -> tuple[Step, ...]:
-    made = list(steps)
-    for maker, reader, ref in _pairs(steps, limits):
-        blocks, task = made[reader].task.takes_blocks, _making(made[maker], made[reader], ref, limits)
-        if ref not in held and task is not None and blocks is not None:
-            made[maker] = _made_by(task, made[maker], ref, blocks, prices)
-            made[reader] = _reading(made[reader], ref, prices)
-    return tuple(made)
-
-
 # --------------------------------------------------------------------------------------------- who and whom
 
 
-def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
+def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Handover]:
     """What is handed over in these steps, each of which makes a tensor for one reader alone."""
     readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := step.task.takes_blocks) is not None]
     if not readers:
@@ -103,7 +97,7 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Pair]:
         ref = dict(steps[k].inputs)[blocks.name]
         maker, plain = makers.get(ref), reads[ref] == 1 and ref.form == AS_MADE and not ref.term
         if maker is not None and plain and _making(steps[maker], steps[k], ref, limits) is not None:
-            found.append(_Pair(maker, k, ref))
+            found.append(_Handover(maker, k, ref))
     return found
 
 

@@ -20,17 +20,16 @@ def with_delayed(plan: Plan, prices: Prices) -> Plan:
     """
     if not [g for n in plan.graph.nodes for g in n.gradients if g.delayed]:
         return plan
-    found = retimed(replace(plan, segments=tuple(_delayed(s, plan.graph) for s in plan.segments)))
-    late = {r.index for s in found.segments for step in s.late for r in step.writes() if r in s.returned}
-    names = [plan.graph.parameters[k].name for k in sorted(late)]
+    segments = []
+    for segment in plan.segments:
+        late = _late(segment, plan.graph)
+        now = [s for s in segment.backward if id(s) not in late]
+        later = [s for s in segment.backward if id(s) in late]
+        segments.append(replace(segment, backward=(*now, *later), delayed=len(later)))
+    found = retimed(replace(plan, segments=tuple(segments)))
+    weights = {r.index for s in found.segments for step in s.late for r in step.writes() if r in s.returned}
+    names = [plan.graph.parameters[k].name for k in sorted(weights)]
     return found.noted(f"gradients of {', '.join(names)} are left to backward_dw()") if names else found
-
-
-def _delayed(segment: SegmentPlan, graph: Graph) -> SegmentPlan:
-    late = _late(segment, graph)
-    now = [s for s in segment.backward if id(s) not in late]
-    later = [s for s in segment.backward if id(s) in late]
-    return replace(segment, backward=(*now, *later), delayed=len(later))
 
 
 def _late(segment: SegmentPlan, graph: Graph) -> set[int]:

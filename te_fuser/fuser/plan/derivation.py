@@ -46,10 +46,15 @@ class DerivedStretch:
         described = self._describe(nodes)
         key = tuple(n.traits.number for n in nodes), described
         self._like = alike.get(key)
-        self._known: dict[Any, KernelTask | NotOneKernel | None] = (
-            self._like._known if self._like is not None else _known_of((self._digests(nodes), described))
-        )
-        alike.setdefault(key, self)
+        self._known: dict[Any, KernelTask | NotOneKernel | None]  # of the kernels of all stretches of a form
+        if self._like is not None:
+            self._known = self._like._known
+        else:
+            form = self._digests(nodes), described
+            if form not in _derived and len(_derived) >= _KEPT:
+                _derived.clear()
+            self._known = _derived.setdefault(form, {})
+            alike[key] = self
         self._made: dict[Any, KernelTask | None | NotOneKernel] = {}  # what was asked of this one before
         self._leaving: dict[tuple[int, int], list[int]] = {}
 
@@ -210,13 +215,6 @@ class DerivedStretch:
     def _placed(self, ref: Ref) -> Ref:
         kind, index, form, name, term = ref
         return Ref(kind, self._outward[kind.counts][index], form, name, term)
-
-
-def _known_of(form: Any) -> dict[Any, KernelTask | NotOneKernel | None]:
-    """What is known of the kernels of all stretches of a form."""
-    if form not in _derived and len(_derived) >= _KEPT:
-        _derived.clear()
-    return _derived.setdefault(form, {})
 
 
 def forget() -> None:

@@ -286,13 +286,22 @@ def _words(name: str) -> set[str]:
 def _estimated(name: str, properties: Any) -> Device:
     """A GPU that is in no table, by its memory and its multiprocessors, beside those of the nearest one that is."""
     major, minor, count = properties.major, properties.minor, properties.multi_processor_count
-    nearest = _nearest(major, minor)
+
+    def distance(d: Device) -> int:
+        """How far a GPU's compute capability is from this one's."""
+        known = d.capability or (0, 0)
+        return abs(10 * (known[0] - major) + known[1] - minor)
+
+    nearest = min(_GPUS, key=distance)
     scale = count / nearest.multiprocessors
     # GeForce cards add up products of half precision, and of TF32, at half the rate of the others.
     products = scale / 2 if "geforce" in _words(name) else scale
+    # Bytes per second of a copy by the clock (kHz, two transfers) and the width (bits) of the memory; 0: not known.
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    bandwidth = _COPY * 2e3 * clock * width / 8
     return Device(
         name,
-        _memory_rate(properties) or scale * nearest.bandwidth,
+        bandwidth or scale * nearest.bandwidth,
         {dtype: products * rate for dtype, rate in nearest.matrix_rate.items()},
         scale * nearest.vector_rate,
         nearest.launch,
@@ -301,19 +310,3 @@ def _estimated(name: str, properties: Any) -> Device:
         f"its properties and the rates of {nearest.name}",
         link=nearest.link.scaled(1.0, f"those of {nearest.name}"),
     )
-
-
-def _nearest(major: int, minor: int) -> Device:
-    """The first GPU of the table whose compute capability is the nearest."""
-
-    def distance(d: Device) -> int:
-        known = d.capability or (0, 0)
-        return abs(10 * (known[0] - major) + known[1] - minor)
-
-    return min(_GPUS, key=distance)
-
-
-def _memory_rate(properties: Any) -> float:
-    """Bytes per second of a copy by the clock (kHz, two transfers) and the width (bits) of the memory; 0: not known."""
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    return _COPY * 2e3 * clock * width / 8

@@ -20,7 +20,6 @@ from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
-from te_fuser.fusions.match import Cost
 from te_fuser.kernels import peers
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.sharding.rule import rule_of
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
+    from te_fuser.fusions.match import Cost
 
 
 class _Pair(NamedTuple):
@@ -193,7 +193,7 @@ class _InSegment:
         task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
         outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], (BUFFER, buffer))
         read = (BUFFER, buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
-        covers, price = (scatter.start, scatter.stop), Price(_nothing, ())
+        covers, price = (scatter.start, scatter.stop), Price("of_nothing", ())
         self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), CloseTask(), price)
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
@@ -223,10 +223,6 @@ class _InSegment:
         covers = min(product.start, start.start), max(product.stop, start.stop)
         price = Price(_cost, (product.price, start.price, product.cost, start.cost))
         return self._prices.step(name + product.name, covers, inputs, outputs, task, price, chain=product.chain)
-
-
-def _nothing(prices: Prices) -> Cost:
-    return Cost(launches=0)
 
 
 def _cost(prices: Prices, product: Price | None, exchange: Price | None, *known: Cost) -> Cost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import FLOAT8
@@ -70,14 +70,11 @@ def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[Segment
     if problem.gathered_again:
         backward = without_idle(backward)
     backward = without_unread(problem, prices, backward)
-    return tuple(
-        _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
-        for part in segments(problem, prices, covers)
-    )
-
-
-def _within(steps: list[Step], part: tuple[int, int]) -> list[Step]:
-    return [s for s in steps if part[0] <= s.start < part[1]]
+    found = []
+    for part in segments(problem, prices, covers):
+        within = [[s for s in steps if part[0] <= s.start < part[1]] for steps in (forward, backward)]
+        found.append(_segment(problem, prices, part, within))
+    return tuple(found)
 
 
 def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
@@ -85,12 +82,14 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     graph = problem.graph
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
-    arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
+    leaving = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_out]
+    # Where steps give the gradient of a value that leaves too, as that is read inside as well: a term of a sum.
+    arriving = tuple(r._replace(term=1) if r in given else r for r in leaving)
     forward = with_forms(problem, prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
     backward = with_forms(problem, prices, with_sums_over_ranks(problem, prices, summed), cast)
-    reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
+    reads, made = {r for s in (*forward, *backward) for _, r in s.inputs}, {r for s in backward for _, r in s.outputs}
     own = {r for s in (*forward, *backward) for r in s.writes()}  # scales, say, which each call makes
     parameters = {r.index for r in reads - own if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
@@ -109,15 +108,6 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
         kept,
     )
-
-
-def _arriving(ref: Ref, given: Container[Ref]) -> Ref:
-    """The gradient of a value that leaves: where steps give it too, as that is read inside as well, a term of a sum."""
-    return ref._replace(term=1) if ref in given else ref
-
-
-def _reads(*groups: Iterable[Step]) -> set[Ref]:
-    return {r for steps in groups for s in steps for _, r in s.inputs}
 
 
 def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> Iterator[Ref | None]:

@@ -10,12 +10,11 @@ from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fusions.match import Cost
 from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -44,7 +43,9 @@ def measuring_steps(
     in_kernel = _is_made_in_kernels(problem.options.target)
     own_of = {parameter_ref(node.parameters[_AMAX]): own for node, own in found}
     if in_kernel:
-        kernel = _with_scales(kernel, own_of)
+        d = kernel.description
+        maxima = [replace(m, scale=in_kernels(*own_of[ref])) for m, ref in zip(d.maxima, kernel.raised, strict=True)]
+        kernel = replace(kernel, description=replace(d, maxima=tuple(maxima)))
     made = [kernel_step(problem, prices, kernel, *covers)]
     for node, own in found:
         if parameter_ref(node.parameters[_AMAX]) not in kernel.raised:
@@ -53,7 +54,7 @@ def measuring_steps(
         inputs = (("amax", refs[_AMAX]),)
         outputs = tuple([(name, refs[name]) for name in _MADE])
         task = ScaleTask(*own, in_kernel)
-        price = Price("of_launch", (inputs, outputs, 0.0)) if not in_kernel else Price(_of_views, ())
+        price = Price("of_nothing", ()) if in_kernel else Price("of_launch", (inputs, outputs, 0.0))
         made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
     return tuple(made)
 
@@ -61,19 +62,6 @@ def measuring_steps(
 def _is_made_in_kernels(target: str) -> bool:
     """Whether the last block of a pass makes the scale, too."""
     return target == "cuda"
-
-
-def _with_scales(kernel: KernelTask, own_of: Mapping[Ref, tuple[torch.dtype, Scaling]]) -> KernelTask:
-    """The pass that makes scales of what it raises."""
-    maxima = tuple(
-        replace(m, scale=in_kernels(*own_of[ref]))
-        for m, ref in zip(kernel.description.maxima, kernel.raised, strict=True)
-    )
-    return replace(kernel, description=replace(kernel.description, maxima=maxima))
-
-
-def _of_views(prices: Prices) -> Cost:
-    return Cost(launches=0)
 
 
 def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:

@@ -31,17 +31,13 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
                 made.update([r for _, r in step.outputs])
             else:
                 waiting.append(step)
-        while waiting and (ready := [s for s in waiting if made.issuperset(_again(s))]):
+        # A step waits for what is computed again.
+        while ready := [s for s in waiting if all(r in made for _, r in s.inputs if r.kind is RECOMPUTED)]:
             waiting = [s for s in waiting if s not in ready]
             order += ready
             made.update([r for s in ready for r in s.writes()])
     assert not waiting, [s.name for s in waiting]
     return order
-
-
-def _again(step: Step) -> list[Ref]:
-    """What a step reads that is computed again."""
-    return [r for _, r in step.inputs if r.kind is RECOMPUTED]
 
 
 def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:

@@ -174,12 +174,12 @@ class _Order:
         steps = self.segment.backward
         if not any(started(s) for s in steps):
             return list(steps)
-        parts = _Parts.of(steps, self._device)
+        parts = _StepsByFreedom.of(steps, self._device)
         where = self._filled(parts) if fill else {}
         in_order = dict(zip(sorted(where), sorted(where.values()), strict=True))
         return min(parts.laid_out(in_order), parts.laid_out(where), key=lambda made: seconds(made, self._device))
 
-    def _filled(self, parts: _Parts) -> dict[int, int]:
+    def _filled(self, parts: _StepsByFreedom) -> dict[int, int]:
         """By the number of a free step the start that it runs behind, of those for which that is a gain.
 
         First each gap takes of those that could run since the gap before it, then of those that none has taken.
@@ -223,7 +223,7 @@ def _pairs(steps: Iterable[Step]) -> list[tuple[Ref, Step]]:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _StepsByFreedom:
     """Steps by how free they are.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Parts:
     device: Device
 
     @classmethod
-    def of(cls, steps: Sequence[Step], device: Device) -> _Parts:
+    def of(cls, steps: Sequence[Step], device: Device) -> _StepsByFreedom:
         flying = [s for s in steps if not s.chain and (started(s) or awaited(s))]
         free = free_steps(steps)
         apart = {id(s) for s in (*free, *flying)}

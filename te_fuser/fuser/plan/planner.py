@@ -137,19 +137,15 @@ def make_plan(graph: Graph, options: Options) -> Plan:
     """
     plan = _made(graph, options)[0]
     for step in plan.forward:
-        if step.task.what == "op" and _explicit_bytes(graph, step.start) > _LARGE:
+        node = graph.nodes[step.start]
+        if step.task.what != "op" or not isinstance(node.op, UnfusedOperation):
+            continue
+        named = {k: graph.values[v].spec for k, v in node.named_in.items()}
+        if node.op.explicit_bytes(graph.values[node.input].spec, named) > _LARGE:
             within = (r for r in plan.refusals if r.start <= step.start < r.stop)
             reasons = dict.fromkeys(f"{r.name}: {r.reason}" for r in within)
-            _warn_of_large(graph.nodes[step.start].label, "; ".join(reasons) or "no fusion that could take it is on")
+            _warn_of_large(node.label, "; ".join(reasons) or "no fusion that could take it is on")
     return plan
-
-
-def _explicit_bytes(graph: Graph, node: int) -> int:
-    """Those of an op's largest intermediate result, by the sizes of the call."""
-    n = graph.nodes[node]
-    if not isinstance(n.op, UnfusedOperation):
-        return 0
-    return n.op.explicit_bytes(graph.values[n.input].spec, {k: graph.values[v].spec for k, v in n.named_in.items()})
 
 
 @functools.cache

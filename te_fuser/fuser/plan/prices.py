@@ -177,6 +177,10 @@ class Prices:
         read = sum(self.size(r) for r in {r for _, r in inputs})
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
 
+    def of_nothing(self) -> Cost:
+        """No launch, as of views."""
+        return Cost(launches=0)
+
     def of_sum(self, ref: Ref, additions: int) -> Cost:
         """So many additions of tensors like this one."""
         size = self.size(ref)

@@ -19,7 +19,7 @@ from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.plan.plan import Choice, Plan, SegmentPlan
+    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Named, Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -30,7 +30,7 @@ _VIEW = Cost(launches=0, calls=1.0)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _FunctionCall:
     """A function over one op, or over one and what the next one adds."""
 
     function: TorchFunction
@@ -56,7 +56,9 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
         if recorded is None:
             continue
         segments = (*plan.segments[:k], recorded, *plan.segments[k + 1 :])
-        other = replace(plan, segments=segments, choices=_choices_outside(plan, segment))
+        inside = {v for n in problem.nodes[segment.start : segment.stop] for v in (n.output, *n.named_out)}
+        choices = tuple(c for c in plan.choices if c.root not in inside)
+        other = replace(plan, segments=segments, choices=choices)
         fits = budget is None or other.kept_bytes() <= max(budget, plan.kept_bytes())
         gain = price(plan) - price(other)
         if fits and gain > _LEAST_GAIN * plan.seconds():
@@ -70,11 +72,6 @@ def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
     for direction in DIRECTIONS:
         names = {(s.name, s.start, s.stop) for s in segment.steps(direction) if s.task.what == "fusion"}
         yield from (Refusal(direction, start, stop, name, reason) for name, start, stop in sorted(names))
-
-
-def _choices_outside(plan: Plan, segment: SegmentPlan) -> tuple[Choice, ...]:
-    made = {v for n in plan.graph.nodes[segment.start : segment.stop] for v in (n.output, *n.named_out)}
-    return tuple(c for c in plan.choices if c.root not in made)
 
 
 def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> SegmentPlan | None:
@@ -121,9 +118,9 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
 # --------------------------------------------------------------------------------------------- functions of a segment
 
 
-def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_Call] | None:
+def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | None:
     """What runs for some ops, in their order; None where one of them has no function."""
-    graph, found = problem.graph, list[_Call]()
+    graph, found = problem.graph, list[_FunctionCall]()
     for node in nodes:
         if graph.ref(node.output) == graph.ref(node.input):
             continue  # another name
@@ -136,7 +133,7 @@ def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_Call] | None:
             continue
         refs = [problem.read_ref(node, name) for name in function.reads]
         assert all(r is not None for r in refs)
-        found.append(_Call(function, (node,), tuple(r for r in refs if r is not None)))
+        found.append(_FunctionCall(function, (node,), tuple(r for r in refs if r is not None)))
     return found
 
 
@@ -159,7 +156,7 @@ def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
     return found
 
 
-def _joined(problem: Problem, call: _Call, function: TorchFunction, node: Node) -> _Call | None:
+def _joined(problem: Problem, call: _FunctionCall, function: TorchFunction, node: Node) -> _FunctionCall | None:
     """The call before with what this op adds to its output, where its function takes that and nobody else reads it."""
     value = call.output
     follows = node.input == value and len(call.nodes) == 1
@@ -169,13 +166,13 @@ def _joined(problem: Problem, call: _Call, function: TorchFunction, node: Node) 
         return None
     addend = problem.read_ref(node, function.addend)
     assert addend is not None
-    return _Call(call.function, (*call.nodes, node), (*call.reads, addend))
+    return _FunctionCall(call.function, (*call.nodes, node), (*call.reads, addend))
 
 
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
-def _forward(problem: Problem, prices: Prices, call: _Call) -> Step:
+def _forward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
     graph = problem.graph
     inputs = tuple(zip((*call.function.reads, "addend"), call.reads, strict=False))
     outputs = (("output", graph.ref(call.output)),)
@@ -183,12 +180,12 @@ def _forward(problem: Problem, prices: Prices, call: _Call) -> Step:
     return prices.step(call.function.name, covers, inputs, outputs, RecordedTask(call.function.function), price)
 
 
-def _forward_cost(prices: Prices, call: _Call, inputs: Named, outputs: Named) -> Cost:
+def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Named) -> Cost:
     """One operation."""
     return _VIEW if call.nodes[0].op.views else prices.of_launch(inputs, outputs, _flops(prices.graph, call))
 
 
-def _backward(problem: Problem, prices: Prices, call: _Call) -> Step:
+def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
     """What PyTorch's node reads and gives, for the plan to show and to price."""
     function, first = call.function, call.nodes[0]
     named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
@@ -204,7 +201,7 @@ def _backward(problem: Problem, prices: Prices, call: _Call) -> Step:
     return prices.step(f"{function.name} backward", covers, inputs, outputs, RecordedBackwardTask(), price)
 
 
-def _backward_cost(prices: Prices, call: _Call, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
+def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
     """Operations that give some gradients each, one after the other, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
@@ -221,7 +218,7 @@ def _backward_cost(prices: Prices, call: _Call, inputs: Named, outputs: Sequence
     return replace(total, seconds=seconds, calls=node + count - 1)
 
 
-def _flops(graph: Graph, call: _Call) -> float:
+def _flops(graph: Graph, call: _FunctionCall) -> float:
     node = call.nodes[0]
     specs = {name: graph.parameter_specs[p] for name, p in node.parameters.items()}
     return node.op.flops(graph.values[node.input].spec, specs)

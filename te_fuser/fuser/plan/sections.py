@@ -126,30 +126,21 @@ def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
 
 def _values(problem: Problem) -> list[int]:
     """By value a number: equal where everything is equal that does not depend on the section."""
-    graph, known = problem.graph, dict[Hashable, int]()
-    return [
-        known.setdefault(
-            (
-                plain(v.name),
-                asked.spec.key,
-                (v.axes, v.gradient, v.needs_grad),
-                graph.leaves(v.index),
-                problem.hanging_reads.get(v.index),
-                problem.forms_read[graph.root(v.index)],
-                *_transposed(problem, v.index),
-            ),
-            len(known),
+    graph, known, read = problem.graph, dict[Hashable, int](), problem.transposed
+    numbers = []
+    for v, asked in zip(graph.values, problem.asked.values, strict=True):
+        key = (
+            plain(v.name),
+            asked.spec.key,
+            (v.axes, v.gradient, v.needs_grad),
+            graph.leaves(v.index),
+            problem.hanging_reads.get(v.index),
+            problem.forms_read[graph.root(v.index)],
+            bool(read) and graph.ref(v.index).transposed in read,
+            bool(read) and gradient_ref(v.index).transposed in read,
         )
-        for v, asked in zip(graph.values, problem.asked.values, strict=True)
-    ]
-
-
-def _transposed(problem: Problem, value: int) -> tuple[bool, ...]:
-    """Whether a value, and its gradient, are read transposed; nothing where nothing is."""
-    if not problem.transposed:
-        return ()
-    read = problem.transposed
-    return problem.graph.ref(value).transposed in read, gradient_ref(value).transposed in read
+        numbers.append(known.setdefault(key, len(known)))
+    return numbers
 
 
 def _section(
@@ -167,7 +158,11 @@ def _section(
     numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
     preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
     fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
-    whole = *_Form(problem, known, start, stop, numbers, places).parts(), tuple(fusions), tuple(sorted(preferred))
+    whole = (
+        *_SectionKey(problem, known, start, stop, numbers, places).parts(),
+        tuple(fusions),
+        tuple(sorted(preferred)),
+    )
     form = forms.setdefault(whole, len(forms))
     first, last = (bisect.bisect_left(problem.stretches, (place,)) for place in (start, stop))
     return Section(start, stop, form, tuple(values), tuple(parameters), numbers, matches, tuple(range(first, last)))
@@ -177,7 +172,7 @@ def _section(
 
 
 @record(eq=False)
-class _Form:
+class _SectionKey:
     """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
 
     problem: Problem

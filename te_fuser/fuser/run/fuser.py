@@ -34,7 +34,7 @@ from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.sizes import Questions
 from te_fuser.ops.words import no_tensor
 
@@ -468,11 +468,9 @@ def _run_alone(
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:
     """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
     twin = with_attributes(op, op.__dict__)
-    listed = list_ops([twin], "0")
-    known = entering_now(op)
-    return [replace(i, lowered=replace(i.lowered, bindings=_weak(i.lowered, twin)), entering=known) for i in listed]
-
-
-def _weak(low: LoweredOp, twin: FusableOperation) -> dict[str, Binding]:
-    """The bindings, those of the twin's own parameters as they are."""
-    return {name: b if b.owner is twin else b.weak() for name, b in low.bindings.items()}
+    listed, known = [], entering_now(op)
+    for item in list_ops([twin], "0"):
+        bindings = item.lowered.bindings  # those of the twin's own parameters stay as they are
+        bindings = {name: b if b.owner is twin else b.weak() for name, b in bindings.items()}
+        listed.append(replace(item, lowered=replace(item.lowered, bindings=bindings), entering=known))
+    return listed

@@ -78,13 +78,10 @@ class Call(NamedTuple):
             given = sorted(self.inputs.items())
             shapes += tuple([t.shape for _, t in given])
             named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
-        known = _native.tensor_key(self.parameters) or _key_of(self.parameters)
+        known = _native.tensor_key(self.parameters) or tuple(  # where one is no plain tensor
+            [(p.__class__, p.shape, p.dtype, p.device, p.requires_grad, Lies.of(p)) for p in self.parameters]
+        )
         return shapes, (x.dtype, x.layout, x.device, grad and x.requires_grad, named, known, modes)
-
-
-def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What plans know of parameters of which one is no plain tensor."""
-    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad, Lies.of(p)) for p in parameters])
 
 
 class Modes(NamedTuple):

@@ -92,10 +92,13 @@ def load(
     sums = load_column_sums(plan.target, plan.x.device) if with_sums else None
     graph = plan.graph
     given = [graph.output, *(graph.named_outputs[name] for name in outputs)]
-    handed_on = _handed_on(graph, given)
-    computed = handed_on is None
-    result, *extras = handed_on or given
+    # Where a call gives inputs alone, and none twice: views of these, and nothing runs.
+    inputs = {graph.ref(v): v for v in (*graph.named_inputs.values(), 0)}
+    handed_on = [inputs[ref] for ref in map(graph.ref, given) if ref in inputs]
+    computed = len({*handed_on}) < len(given)
+    result, *extras = given if computed else handed_on
     loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
+    refs = [parameter_ref(k) for k in range(len(graph.parameters))]
     prepared = Prepared(
         plan,
         build_segments(plan, loaded) if computed else (),
@@ -106,15 +109,10 @@ def load(
         tuple(graph.named_inputs.items()),
         result,
         tuple(extras),
-        before=_before(plan, loaded) if computed and plan.before else None,
+        before=build_program(plan.before, refs, refs, loaded)[0] if computed and plan.before else None,
         lying=tuple([k for k, it in enumerate(graph.lies) if it is not None]),
     )
     return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
-
-
-def _before(plan: Plan, loaded: Loaded) -> Program:
-    refs = [parameter_ref(k) for k in range(len(plan.graph.parameters))]
-    return build_program(plan.before, refs, refs, loaded)[0]
 
 
 def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
@@ -129,13 +127,6 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     (step, *more) = segment.forward
     called = None if more or alone.backward is not None else step.task.called(step)
     return called.function if called is not None and called.reads == segment.takes else None
-
-
-def _handed_on(graph: Graph, values: Sequence[int]) -> list[int] | None:
-    """The inputs that a call gives, where it gives nothing else and none twice: views of these, and nothing runs."""
-    inputs = {graph.ref(v): v for v in (*graph.named_inputs.values(), 0)}
-    found = [inputs[ref] for ref in map(graph.ref, values) if ref in inputs]
-    return found if len(set(found)) == len(values) else None
 
 
 def runs_alike(first: Plan, second: Plan) -> bool:

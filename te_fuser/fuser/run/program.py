@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,11 @@ def build_program(
     runners = [s.task.runner(s, Bench(slots, loaded.kernels, d)) for s, d in zip(steps, dying, strict=True)]
     if wrap is not None:
         runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
-    may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
+    may_wait = []
+    for k, step in enumerate(() if wrap else steps):
+        sums = [slots[r] for r in step.sums()]
+        if sums and all(slot in held and last[slot] == k for slot in sums):  # results that no later step reads
+            may_wait.append(k)
     ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
     names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     runners = [_naming(s.name, o, r) if s.task.waits else r for s, o, r in zip(steps, ops, runners, strict=True)]
@@ -96,8 +100,12 @@ def build_program(
     )
     blank = (None,) * (len(slots) - given + 1)
     made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
-    authors = tuple(_author(s, labels, slots) for s, labels in zip(steps, ops, strict=True))
-    return Program(native.run, len(slots), blank, names, made, authors), slots
+    authors: list[Author | None] = []
+    for step, labels in zip(steps, ops, strict=True):
+        name = f"fusion {step.name!r} over {labels}" if step.task.what == "fusion" else labels
+        author = Author(name, tuple((ref, slots[ref]) for ref in step.writes()))
+        authors.append(author if step.task.description is None else None)
+    return Program(native.run, len(slots), blank, names, made, tuple(authors)), slots
 
 
 def _naming(name: str, ops: str, runner: Runner) -> Runner:
@@ -110,16 +118,3 @@ def _naming(name: str, ops: str, runner: Runner) -> Runner:
             raise RankMismatchError(f"step {name!r} of {ops}: {error}") from error
 
     return run
-
-
-def _author(step: Step, ops: str, slots: SlotMap) -> Author | None:
-    if step.task.description is not None:
-        return None
-    name = f"fusion {step.name!r} over {ops}" if step.task.what == "fusion" else ops
-    return Author(name, tuple((ref, slots[ref]) for ref in step.writes()))
-
-
-def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:
-    """Whether a step has column sums, and all are results of the program that no later step reads."""
-    places = [slots[r] for r in step.sums()]
-    return bool(places) and all(p in held and last[p] == number for p in places)

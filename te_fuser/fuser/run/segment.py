@@ -337,15 +337,14 @@ def _arriving(ctx: Any, back: Backward, grads: tuple[torch.Tensor | None, ...]) 
     """The gradients of the results that take one; zeros for those that nobody used."""
     if len(grads) == 1:
         return [grads[0].resolve_neg()] if grads[0].is_neg() else grads  # type: ignore[union-attr, return-value]
-    needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, back.gradients_in, strict=True)) if slot is not None]
-    return [g.resolve_neg() if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
+    found = []
+    for g, slot, (shape, dtype, device) in zip(grads, back.gradients_in, ctx.meta, strict=True):
+        if slot is not None:
+            found.append(torch.zeros(shape, dtype=dtype, device=device) if g is None else g.resolve_neg())
+    return found
 
 
-def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
-    return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
-
-
-class _Parameters(NamedTuple):
+class _ParameterRefs(NamedTuple):
     """Parameters of a graph that steps write into, that may be kept in parts, and that are zero before a backward."""
 
     written: Container[Ref]
@@ -356,7 +355,7 @@ class _Parameters(NamedTuple):
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     graph, bindings = plan.graph, {parameter_ref(k): b for k, b in enumerate(plan.graph.parameters)}
-    parameters = _Parameters(
+    parameters = _ParameterRefs(
         {r for r, b in bindings.items() if b.written},
         {r for r, b in bindings.items() if b.in_parts},
         {r for r, b in bindings.items() if b.written and b.made_in_call},
@@ -374,26 +373,26 @@ def _among_ranks(segment: SegmentPlan, graph: Graph) -> Ranks:
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     kept = [entry.ref for entry in segment.kept] if segment.backward and not segment.recorded else []
+    sums: dict[Group, list[tuple[int, int]]] = {}
+    for place, (ref, gradient) in enumerate(zip(segment.takes, segment.returned, strict=True)):
+        group = graph.sums.get(ref.index) if ref.kind is PARAMETER and gradient is not None else None
+        if group is not None:
+            sums.setdefault(group, []).append((place, ref.index))
     return Ranks(
         tuple(dict.fromkeys([one.group for one in joint])),
-        _sums(graph, segment),
+        tuple((group, tuple(places)) for group, places in sums.items()),
         tuple(segment.takes.index(ref) for ref in refs),
         tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept),
     )
 
 
-def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[tuple[int, int], ...]], ...]:
-    """Whose gradients ranks add up, by the groups of these."""
-    places: dict[Group, list[tuple[int, int]]] = {}
-    for place, (ref, gradient) in enumerate(zip(segment.takes, segment.returned, strict=True)):
-        group = graph.sums.get(ref.index) if ref.kind is PARAMETER and gradient is not None else None
-        if group is not None:
-            places.setdefault(group, []).append((place, ref.index))
-    return tuple((group, tuple(found)) for group, found in places.items())
-
-
 def _build_backward(
-    segment: SegmentPlan, graph: Graph, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded, known: _Parameters
+    segment: SegmentPlan,
+    graph: Graph,
+    notes: Sequence[Ref],
+    forward_slots: SlotMap,
+    loaded: Loaded,
+    known: _ParameterRefs,
 ) -> Backward | None:
     if not segment.backward or segment.recorded:
         return None
@@ -436,7 +435,7 @@ def _late(segment: SegmentPlan, read: Sequence[Ref], made: Sequence[Ref], before
 
 
 def _build(
-    segment: SegmentPlan, plan: Plan, loaded: Loaded, known: _Parameters, stops: bool, last_read: tuple[int, ...]
+    segment: SegmentPlan, plan: Plan, loaded: Loaded, known: _ParameterRefs, stops: bool, last_read: tuple[int, ...]
 ) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))

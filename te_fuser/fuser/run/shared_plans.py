@@ -46,8 +46,9 @@ def compare_plans(groups: Sequence[Group], call: Call, plan: Plan, modes: str, d
         RankMismatchError: on all ranks, naming the first difference, the error of one that has no plan, or who does
             not come.
     """
-    drawn = [("seed", f"random numbers from {_random(call.x.device)}")] if draws else []
-    lines = [*_call(call, plan), ("mode", modes), *_steps(plan), *_sums(call, plan), *drawn]
+    lines = [*_lines(call, plan, modes)]
+    if draws:
+        lines.append(("seed", f"random numbers from {_random(call.x.device)}"))
     labels = {node.op: node.label for node in plan.graph.nodes}
     first = next((f" of {labels[one.op]}" for one in joint_ops([*labels]) if one.group in groups), "")
     consistency.compare(groups, lines, f"a call{first} with {lines[0][1]}")
@@ -67,37 +68,32 @@ def seed_facts(device: torch.device) -> Facts:
     return Facts(calls=((functools.partial(seed_of, device), seed_of(device)),))
 
 
-def _call(call: Call, plan: Plan) -> Iterator[Line]:
+def _lines(call: Call, plan: Plan, modes: str) -> Iterator[Line]:
+    """The call, the steps of its plan, and the gradients that backward adds up over ranks."""
+    nodes = plan.graph.nodes
     yield "x", f"x {_of(call.x)}"
     for name, t in sorted(call.inputs.items()):
         yield "input", f"input {name!r} {_of(t)}"
-    for node in plan.graph.nodes:
+    for node in nodes:
         for name, k in node.parameters.items():
             yield "parameter", f"{node.label} with {name} {_of(call.parameters[k])}"
-
-
-def _of(t: torch.Tensor) -> str:
-    """The form of a tensor; of one that is spread over ranks, this rank's part."""
-    shown = getattr(t, "_local_tensor", t)
-    return f"{list(shown.shape)} {text_of(shown.dtype)}{' with a gradient' if t.requires_grad else ''}"
-
-
-def _steps(plan: Plan) -> Iterator[Line]:
-    nodes = plan.graph.nodes
+    yield "mode", modes
     for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
         for k, step in enumerate(steps):
             over = ", ".join(f"{n.label} {n.op.extra_repr()}".rstrip() for n in nodes[step.start : step.stop])
             yield "step", f"step {k} of {direction}: {step.name} for {over}"
     for k, segment in enumerate(plan.segments):
         yield "step", f"segment {k} of steps {segment.start} to {segment.stop}"
-
-
-def _sums(call: Call, plan: Plan) -> Iterator[Line]:
-    """The gradients that backward adds up over ranks."""
-    read = {k: f"{name} of {node.label}" for node in reversed(plan.graph.nodes) for name, k in node.parameters.items()}
+    read = {k: f"{name} of {node.label}" for node in reversed(nodes) for name, k in node.parameters.items()}
     for k, group in sorted(plan.graph.sums.items()):
         by = "left to the engine" if is_left(call.parameters[k]) else "added up by the list"
         yield "sum", f"the gradient of {read[k]}, of which ranks have terms, {by} over {group.title!r}"
+
+
+def _of(t: torch.Tensor) -> str:
+    """The form of a tensor; of one that is spread over ranks, this rank's part."""
+    shown = getattr(t, "_local_tensor", t)
+    return f"{list(shown.shape)} {text_of(shown.dtype)}{' with a gradient' if t.requires_grad else ''}"
 
 
 def _random(device: torch.device) -> str:

@@ -27,10 +27,16 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback:
     why = obstacle(device, dtype)
     # What nobody generates, float64 above all, is no fallback from what a device lacks.
     demanded = kernels == "generated" or (fallback == "error" and dtype in dtypes.GENERATED)
+    if why is None and device.type != "cuda":
+        return "cpp"
     if why is None:
-        if device.type == "cuda":
-            _check_libraries(device, demanded)
-        return "cuda" if device.type == "cuda" else "cpp"
+        for library in libraries():  # which fusions may have to do without
+            lacking = library.obstacle(device)
+            if lacking is not None and demanded:
+                raise RuntimeError(_asked_for(library.kernels, lacking))
+            if lacking is not None:
+                _warn_once(library.runs_without, lacking)
+        return "cuda"
     if demanded:
         raise RuntimeError(_asked_for("generated kernels", why))
     if device.type in _PLACES and dtype in dtypes.GENERATED:
@@ -40,16 +46,6 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback:
 
 def _asked_for(what: str, why: str) -> str:
     return f"{what} were asked for, but {why}; kernels='auto' takes what there is"
-
-
-def _check_libraries(device: torch.device, demanded: bool) -> None:
-    """Warn once where fusions cannot have a library, or raise where it was demanded."""
-    for library in libraries():
-        why = library.obstacle(device)
-        if why is not None and demanded:
-            raise RuntimeError(_asked_for(library.kernels, why))
-        if why is not None:
-            _warn_once(library.runs_without, why)
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
@@ -81,10 +77,8 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{dtype} runs the reference"
     if device.type == "cuda":
         return _cuda_obstacle(device.index if device.index is not None else torch.cuda.current_device())
-    return _cpp_obstacle() if device.type == "cpu" else f"there are no generated kernels for {device.type}"
-
-
-def _cpp_obstacle() -> str | None:
+    if device.type != "cpu":
+        return f"there are no generated kernels for {device.type}"
     from te_fuser.codegen import compiler
 
     found = compiler.find_compiler(config.compiler)

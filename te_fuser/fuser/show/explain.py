@@ -124,7 +124,10 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         f"row kernels by {_TARGETS[plan.target]}, memory {plan.memory}",
         style="bold",
     )
-    yield from _readings(plan)
+    nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
+    for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():  # what can be misread
+        more = and_others(len(entries))
+        yield Text(f"Layout: {place(entries[0][0])}{more} {'read' if more else 'reads'} {text}")
     for direction in ("forward", "backward"):
         rows = step_rows(plan, direction, measured)
         if rows:
@@ -139,17 +142,8 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         yield Text(f"Note: {note}")
 
 
-def _readings(plan: Plan) -> Iterable[Text]:
-    """How ops read their inputs, where that can be misread."""
-    nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
-    for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():
-        more = and_others(len(entries))
-        verb = "read" if more else "reads"
-        yield Text(f"Layout: {place(entries[0][0])}{more} {verb} {text}")
-
-
 def _table(direction: str, rows: list[StepRow]) -> Group:
-    size_unit, size = _size_unit(max(r.read + r.written for r in rows))
+    size_unit, size = ("MiB", 2.0**20) if max(r.read + r.written for r in rows) >= 2**20 else ("KiB", 2.0**10)
     times = [t for r in rows for t in (r.seconds, r.measured) if t is not None]
     time_unit, tick = ("ms", 1e-3) if max(times) >= 0.1 else ("us", 1e-6)
     with_measured = rows[0].measured is not None
@@ -194,11 +188,6 @@ def _whole(table: Table) -> Table:
             lines = "\n".join(map(str, (column.header, *column.cells))).splitlines()
             column.width = max(map(len, lines))
     return table
-
-
-def _size_unit(largest: float) -> tuple[str, float]:
-    """MiB, or KiB where that would show little."""
-    return ("MiB", 2.0**20) if largest >= 2**20 else ("KiB", 2.0**10)
 
 
 def _step_text(row: StepRow) -> Group:
@@ -374,12 +363,7 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
     own = f"autograd: {count(len(plan.segments) - recorded, 'node')} of its own, else PyTorch's"
     nodes = own if recorded else "autograd nodes"
     text = f"{count(len(plan.segments), 'segment')} ({nodes}), {size_text(plan.kept_bytes())} of activations kept"
-    sums = _segments_with_sums(plan)
+    # Segments that end with a launch which adds up the column sums of their kernels.
+    sums = sum(any(s.sums() for s in segment.backward) for segment in plan.segments) if plan.target == "cuda" else 0
     text += f"; column sums are added up by at most {count(sums, 'launch', 'es')} more" if sums else ""
     yield Padding(Text(text), (0, 0, 0, 2))
-
-
-def _segments_with_sums(plan: Plan) -> int:
-    """Segments that end with a launch which adds up the column sums of their kernels."""
-    with_sums = sum(any(s.sums() for s in segment.backward) for segment in plan.segments)
-    return with_sums if plan.target == "cuda" else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,22 +34,17 @@ class Gain:
 def gains(plan: Plan) -> list[Gain]:
     """One for each op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
     found: dict[int, Gain] = {}
-    for step, node in _products(plan):
+    for step in plan.steps:
+        nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
+        node = next((node for node in nodes if getattr(node.op, "multiplies_8_bits", False)), None)
+        if node is None or not step.cost.flops:
+            continue
         before = found.get(node.index)
         y = plan.graph.values[node.output].spec
         taken = step.seconds + (before.seconds if before else 0.0)
         own = _own_seconds(plan, step, node, y) + (before.own_seconds if before else 0.0)
         found[node.index] = Gain(node.path, name_of(y.dtype), taken, own)
     return [found[index] for index in sorted(found)]
-
-
-def _products(plan: Plan) -> Iterator[tuple[Step, Node]]:
-    """The steps that multiply numbers of 8 bits, each with the op that these are of."""
-    for step in plan.steps:
-        nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
-        node = next((node for node in nodes if getattr(node.op, "multiplies_8_bits", False)), None)
-        if step.cost.flops and node is not None:
-            yield step, node
 
 
 def _own_seconds(plan: Plan, step: Step, node: Node, y: Spec) -> float:

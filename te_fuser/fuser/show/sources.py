@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.show.words import few, range_of
@@ -23,26 +23,13 @@ def sources(plans: Sequence[Plan]) -> dict[str, str]:
                     continue
                 _, _, users = found.setdefault(d.key, (plan, d, []))
                 users.append(f"{direction}, {range_of(step.start, step.stop - 1)}")
-    return {
-        f"{d.name}: {'; '.join(few(users, 4))}": _WRITERS[plan.target](plan, d) for plan, d, users in found.values()
-    }
+    return {f"{d.name}: {'; '.join(few(users, 4))}": _text(plan, d) for plan, d, users in found.values()}
 
 
-def _cpp_source(plan: Plan, description: KernelDescription) -> str:
-    from te_fuser.codegen.compiler import source_of
+def _text(plan: Plan, description: KernelDescription) -> str:
+    """A row kernel as it runs: C++, CUDA, or its formula."""
+    from te_fuser.codegen import compiler, cuda
 
-    return source_of(description)
-
-
-def _cuda_source(plan: Plan, description: KernelDescription) -> str:
-    from te_fuser.codegen.cuda import generate
-
-    return generate(description, plan.device.arch).source
-
-
-# What row kernels run as -> the text of one.
-_WRITERS: dict[str, Callable[[Plan, KernelDescription], str]] = {
-    "cpp": _cpp_source,
-    "cuda": _cuda_source,
-    "torch": lambda plan, description: str(description),
-}
+    if plan.target == "cpp":
+        return compiler.source_of(description)
+    return cuda.generate(description, plan.device.arch).source if plan.target == "cuda" else str(description)

@@ -89,10 +89,21 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
     nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
     taken = step.seconds if measured is None else measured
+    description, what = step.task.description, step.task.what
+    if description is not None and step.cost.launches == 0:
+        what = "no kernel:"
+    elif description is not None and plan.target == "torch":
+        what = "formula"
+    # Their layouts are named by nothing else.
+    turned = [r for r in step.writes() if r.form.layout != "rows" and r.kind is not RECOMPUTED and r not in kept]
+    held = [kept[r] for r in step.writes() if r in kept]
+    keeps = [f"{k.name.rpartition(': ')[2]} ({size_text(k.bytes)})" for k in held if k.owner != "statistic"]
+    if len(keeps) < len(held):
+        keeps.append(f"{count(len(held) - len(keeps), 'statistic')} of each row")
     return StepRow(
         ops=(step.start, step.stop - 1),
         covers=tuple(place(n) for n in nodes),
-        what=_what(plan, step),
+        what=what,
         name=step.name,
         read=step.cost.read,
         written=step.cost.written,
@@ -101,23 +112,13 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         measured=measured,
         limit=limit,
         share=least / taken if limit != "stated" and taken > 0 and not awaited(step) else None,
-        keeps=_keeps([kept[r] for r in step.writes() if r in kept]),
+        keeps=tuple(keeps),
         again=tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
-        transposed=tuple(r.label(plan.graph) for r in step.writes() if _is_said(r, kept)),
+        transposed=tuple(r.label(plan.graph) for r in turned),
         algorithm=step.task.runs_by(),
-        over=_over(step),
+        over=tuple(f"{store} over {load}" for store, load in description.overwrites) if description else (),
         sends=said_of(plan, step),
     )
-
-
-def _is_said(ref: Ref, kept: dict[Ref, Kept]) -> bool:
-    """Whether a layout is to be named that nothing else names."""
-    return ref.form.layout != "rows" and ref.kind is not RECOMPUTED and ref not in kept
-
-
-def _over(step: Step) -> tuple[str, ...]:
-    description = step.task.description
-    return tuple(f"{store} over {load}" for store, load in description.overwrites) if description else ()
 
 
 def place(node: Node) -> str:
@@ -125,14 +126,6 @@ def place(node: Node) -> str:
     kind = node.op.kind.__name__
     path = node.path.removesuffix("." + kind.lower())
     return f"{kind} {path}" if path else kind
-
-
-def _what(plan: Plan, step: Step) -> str:
-    if step.task.description is None:
-        return step.task.what
-    if step.cost.launches == 0:
-        return "no kernel:"
-    return "formula" if plan.target == "torch" else step.task.what
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
@@ -148,11 +141,3 @@ def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
     together = limits | calls
     # A launch or a call is a cost, not a limit to come near to: the share is that of the work.
     return max(together, key=lambda name: together[name]), max(limits.values())
-
-
-def _keeps(entries: Sequence[Kept]) -> tuple[str, ...]:
-    statistics = [k for k in entries if k.owner == "statistic"]
-    found = [f"{k.name.rpartition(': ')[2]} ({size_text(k.bytes)})" for k in entries if k.owner != "statistic"]
-    if statistics:
-        found.append(f"{count(len(statistics), 'statistic')} of each row")
-    return tuple(found)

@@ -24,7 +24,7 @@ from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription, Layout, Load, Store
+    from te_fuser.codegen.description import KernelDescription, Layout, Store
     from te_fuser.distributed.share import Share
     from te_fuser.formula.expr import Expr
     from te_fuser.ops.base import Spec
@@ -210,7 +210,11 @@ class KernelTask(Task):
             [(slots[new], slots[old]) for new, old in self.aliases],
             LARGE // widest if widest else sys.maxsize,
             prefer_huge_pages,
-            [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(self.inputs)),
+            [
+                # How many elements it has to have.
+                *[(_shape_rule(d.axes), d.width if d.axes & Axes.FEATURE else 1) for d in description.loads],
+                *[_ANY_SIZE] * (len(refs) - len(self.inputs)),
+            ],
             [slots[r] for r in self.overwritten() if slots[r] in bench.dying],
             None if self.share is None or self.share.rows is None else self.share.dim,
         )
@@ -255,11 +259,6 @@ def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
     if axes & Axes.BATCH:
         return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
     return _FIXED
-
-
-def _input_size(load: Load) -> tuple[int, int]:
-    """How many elements a tensor has that a kernel loads, as the native step takes it."""
-    return _shape_rule(load.axes), load.width if load.axes & Axes.FEATURE else 1
 
 
 # ---------------------------------------------------------------------------------------------- huge pages

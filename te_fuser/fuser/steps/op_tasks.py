@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -136,10 +136,11 @@ class OpRunner:
         method = task.waiting_method if task.waits else task.method
         assert method is not None
         self._function: Callable[..., Any] = getattr(task.node.op, method)
-        self._inputs, given = _named_slots(step.inputs, slots, "seed", "started", *(() if self._forward else ("dy",)))
-        first = dict(self._inputs)["input"] if self._forward else given["dy"]
-        self._first = given["started"] if task.phase == "wait" else first
-        self._seed = given["seed"]
+        inputs = {name: slots[r] for name, r in step.inputs}
+        self._seed, started = inputs.pop("seed", -1), inputs.pop("started", -1)
+        first = inputs["input"] if self._forward else inputs.pop("dy", -1)
+        self._first = started if task.phase == "wait" else first
+        self._inputs = tuple(inputs.items())
         self._outputs = tuple((name if self._forward else made_name(name), slots[r]) for name, r in step.outputs)
         self._casts = {made_name(name): dtype for name, dtype in task.casts}
         self._notes = slots[task.notes]
@@ -177,15 +178,6 @@ class OpRunner:
             slots[k] = given[name] if name in given else emission_made(label, call.emitted, name)
 
 
-def _named_slots(
-    refs: Iterable[tuple[str, Ref]], slots: SlotMap, *apart: str
-) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
-    """The slots of named refs, and those of some names apart; -1 for one of these that is not there."""
-    found = {name: slots[r] for name, r in refs}
-    given = {name: found.pop(name, -1) for name in apart}
-    return tuple(found.items()), given
-
-
 def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
     """What an op's forward gave, by name; a tensor that it gave twice is another one the second time, over its memory.
 
@@ -196,13 +188,10 @@ def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, tor
     found: dict[str, torch.Tensor] = {}
     for name, t in given.items():
         if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{label}: its forward must return a tensor, got {type(t).__name__}{_for(name)}")
+            which = "" if name == "output" else f" for {name!r}"
+            raise TypeError(f"{label}: its forward must return a tensor, got {type(t).__name__}{which}")
         found[name] = t.view_as(t) if any(t is other for other in found.values()) else t
     return found
-
-
-def _for(name: str) -> str:
-    return "" if name == "output" else f" for {name!r}"
 
 
 def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

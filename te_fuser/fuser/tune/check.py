@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.compare import Tensors, judge_alike, neighbour
+from te_fuser.compare import judge_alike, neighbour
 from te_fuser.distributed.consistency import gather_values
 from te_fuser.distributed.dtensor import is_dtensor, like_dtensor, own_part
 from te_fuser.fuser.run.loading import Prepared, execute
@@ -96,7 +96,10 @@ class Check:
         # What has a main_grad is known by the tensor itself, and stays.
         moving = {f"{k}": p for k, p in enumerate(self.parameters) if not has_main_grad(p)}
         given = {"x": self.x, **{f"input {name}": t for name, t in self.inputs.items()}, **moving}
-        moved = _moved(given, number, self.coarsest)
+        moved = neighbour({name: own_part(t.detach()) for name, t in given.items()}, number, self.coarsest)
+        for name, t in given.items():  # of DTensors each rank's own part was moved
+            whole = like_dtensor(moved[name], t) if is_dtensor(t) else moved[name]
+            moved[name] = whole.requires_grad_(t.requires_grad)
         inputs = {name: moved[f"input {name}"] for name in self.inputs}
         parameters = [moved.get(f"{k}", p) for k, p in enumerate(self.parameters)]
         return self._results(self.default, moved["x"], inputs, parameters, number)
@@ -110,8 +113,13 @@ class Check:
         moved: int | None = None,
     ) -> Results:
         """Outputs and gradients; `moved` is the number of the neighbour whose arriving gradients are to be taken."""
-        _seed(x.device)
-        names = _names(prepared.plan)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed is for all devices
+        if x.device.type == "cuda":
+            torch.cuda.default_generators[x.device.index or 0].manual_seed(0)
+        graph = prepared.plan.graph
+        # Parameters as errors call them: by the first op that reads them.
+        called = {k: f"{name} of {n.label}" for n in reversed(graph.nodes) for name, k in n.parameters.items()}
+        names = [called.get(k, f"parameter {k}") for k in range(len(graph.parameters))]
         with contextlib.ExitStack() as stack:
             added = {k: stack.enter_context(caught(p)) for k, p in enumerate(parameters) if p.requires_grad}
             result = execute(prepared, x, inputs, parameters)
@@ -123,7 +131,10 @@ class Check:
             leaves = {"input": x, **named, **dict(zip(names, parameters, strict=True))}
             leaves = {f"gradient of {name}": t for name, t in leaves.items() if t.requires_grad}
             ends = [t for t in made if t.requires_grad]
-            arriving = {f"{k}": _upstream(t, k) for k, t in enumerate(ends)}
+            arriving = {}
+            for k, t in enumerate(ends):  # the same normal numbers each time
+                rng = torch.Generator(t.device).manual_seed(k + 1)
+                arriving[f"{k}"] = torch.randn(t.shape, generator=rng, device=t.device, dtype=t.dtype)
             if moved is not None:  # a bias's gradient depends on nothing else
                 arriving = neighbour(arriving, moved, self.coarsest)
             gradients = torch.autograd.grad(ends, list(leaves.values()), list(arriving.values()), allow_unused=True)
@@ -134,32 +145,6 @@ class Check:
                 name = f"gradient of {names[k]}"
                 found[name] = found[name] + t.to(found[name].dtype)
         return found
-
-
-def _moved(data: Tensors, number: int, coarsest: float) -> Results:
-    """The data moved by an ulp, leaves as they were; of DTensors each rank's own part."""
-    moved = neighbour({name: own_part(t.detach()) for name, t in data.items()}, number, coarsest)
-    whole = {name: like_dtensor(moved[name], t) if is_dtensor(t) else moved[name] for name, t in data.items()}
-    return {name: whole[name].requires_grad_(t.requires_grad) for name, t in data.items()}
-
-
-def _seed(device: torch.device) -> None:
-    """The same random draws from now on, of this device's generator and the host's; torch.manual_seed is for all."""
-    torch.default_generator.manual_seed(0)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(0)
-
-
-def _upstream(t: torch.Tensor, number: int) -> torch.Tensor:
-    """The gradient of an output: the same normal numbers each time."""
-    rng = torch.Generator(t.device).manual_seed(number + 1)
-    return torch.randn(t.shape, generator=rng, device=t.device, dtype=t.dtype)
-
-
-def _names(plan: Plan) -> list[str]:
-    """The parameters of a plan's graph as errors call them: by the first op that reads them."""
-    found = {k: f"{name} of {n.label}" for n in reversed(plan.graph.nodes) for name, k in n.parameters.items()}
-    return [found.get(k, f"parameter {k}") for k in range(len(plan.graph.parameters))]
 
 
 def _drawn_elsewhere(plan: Plan, other: Plan) -> list[str]:

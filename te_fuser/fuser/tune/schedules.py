@@ -69,7 +69,9 @@ def tune_schedules(
         trials.append(trial)
     trials = concluded(trials, "schedules of kernels together", lambda: compare({}, _kernels(taken)))
     if any(t.taken for t in trials) and deciding.writes:
-        _keep(taken, device)
+        store = store_for(torch.cuda.get_device_name(device))
+        for v in taken:
+            store.put(v.description.key, v.schedules, v.rows, alone=v.alone, in_model=v.in_model)
     return trials
 
 
@@ -96,13 +98,6 @@ def _try(
 def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
     """By description key, as plans run them."""
     return {v.description.key: v.kernel.run for v in variants}
-
-
-def _keep(variants: Iterable[_Variant], device: torch.device) -> None:
-    """Put schedules on disk."""
-    store = store_for(torch.cuda.get_device_name(device))
-    for v in variants:
-        store.put(v.description.key, v.schedules, v.rows, alone=v.alone, in_model=v.in_model)
 
 
 def _fastest_of(

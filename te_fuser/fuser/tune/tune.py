@@ -81,19 +81,13 @@ class TuneReport:
 
     def __str__(self) -> str:
         width = max([len("place"), *(len(t.place) for t in self.trials)])
-        lines = [
-            f"{t.place:{width}} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} {_outcome(t)}"
-            for t in self.trials
-        ]
-        head = f"{'place':{width}} {'':4} {'ratio':8}"
+        lines = [f"{'place':{width}} {'':4} {'ratio':8}"]
+        for t in self.trials:
+            ratio = "" if t.ratio is None else f"{t.ratio:.4f}"
+            outcome = "; ".join(filter(None, ("taken", t.reason))) if t.taken else t.reason or "no gain"
+            lines.append(f"{t.place:{width}} {t.choice:4} {ratio:8} {outcome}")
         found = ", ".join(f"{ratio:.4f}" for ratio in self.ratios)
-        return "\n".join([head, *lines, f"time over that of the plan by prices alone: {found}"])
-
-
-def _outcome(trial: Trial) -> str:
-    if not trial.taken:
-        return trial.reason or "no gain"
-    return f"taken; {trial.reason}" if trial.reason else "taken"
+        return "\n".join([*lines, f"time over that of the plan by prices alone: {found}"])
 
 
 # contest(first, second, effort) -> seconds of the second over seconds of the first
@@ -159,7 +153,8 @@ def _tune(
     contest: Contest | None,
     groups: tuple[Group, ...],
 ) -> tuple[TuneReport, Any]:
-    store_for(device_name(x.device)).check()  # now, not after minutes of measuring
+    store = store_for(device_name(x.device))
+    store.check()  # now, not after minutes of measuring
     if groups:  # their ranks compare what they run, as in a call
         gather_values(groups, f"tune: {effort} for x {list(x.shape)}", None)
         fuser.prepare_call(x, inputs, outputs)
@@ -182,7 +177,7 @@ def _tune(
             trials += _library_trials(library, rounds.prepared(best), rounds, search.check, deciding)
         result = execute(rounds.prepared(best), x, inputs, parameters)
     if deciding.writes:
-        _keep(graph, fuser, x.device, search.choices, total)
+        store.put(list_key(graph, fuser.memory, fuser.kernels), search.choices, total)
     gather_values(groups, "tune: what was found is on disk", None)
     fuser.forget_plans()
     return TuneReport(tuple(trials), (total,)), result
@@ -217,7 +212,12 @@ class _Search:
         """Take a choice if it fits, computes the same and gains."""
         plan = self._plan({**self.choices, place: choice})
         rounds = self._rounds
-        unfit = reason_of_any(rounds.groups, f"{place} {choice}", _unfit(plan, self.best, self._options.memory))
+        unfit, kept, most = "", plan.kept_bytes(), _MORE_MEMORY * self.best.kept_bytes()
+        if signature(plan) == signature(self.best):
+            unfit = "gives the same plan"
+        elif self._options.memory != "fast" and kept > most:
+            unfit = f"keeps {size_text(kept - self.best.kept_bytes())} more for backward"
+        unfit = reason_of_any(rounds.groups, f"{place} {choice}", unfit)
         if unfit:
             self.trials.append(Trial(place, choice, None, False, unfit))
             return
@@ -290,15 +290,6 @@ def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
     return iter(found.items())
 
 
-def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
-    """Why a plan is not worth measuring; empty when it is."""
-    if signature(plan) == signature(best):
-        return "gives the same plan"
-    if memory != "fast" and plan.kept_bytes() > _MORE_MEMORY * best.kept_bytes():
-        return f"keeps {size_text(plan.kept_bytes() - best.kept_bytes())} more for backward"
-    return ""
-
-
 def _call(
     prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
@@ -342,7 +333,3 @@ def _contest_on(device: torch.device, groups: Sequence[Group] = ()) -> Contest:
         return statistics.median(ratios)
 
     return contest
-
-
-def _keep(graph: Graph, fuser: Fuser, device: torch.device, choices: Choices, ratio: float) -> None:
-    store_for(device_name(device)).put(list_key(graph, fuser.memory, fuser.kernels), choices, ratio)

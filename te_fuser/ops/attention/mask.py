@@ -98,7 +98,8 @@ class AttentionMask:
         if self.longest is not None:
             whole_number("AttentionMask", "longest", self.longest)
         sides = (None, None) if self.window is None else self.window
-        if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(map(_is_side, sides)):
+        is_pair = isinstance(sides, (tuple, list)) and len(sides) == 2
+        if not is_pair or any(isinstance(s, bool) or not (s is None or isinstance(s, int) and s >= 0) for s in sides):
             raise ValueError(
                 f"window is (left, right), how many positions a query sees on each side, None for all; got "
                 f"{self.window!r}"
@@ -276,10 +277,6 @@ class AttentionMask:
 
     def _offsets_for(self, lengths: str) -> str:
         return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
-
-
-def _is_side(side: object) -> bool:
-    return side is None or isinstance(side, int) and not isinstance(side, bool) and side >= 0
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_free_steps_behind_any_start(tied: bool) -> None:
     """They run behind what they read, and before others that read what they make, whatever start is asked for."""
     plan = tied_plan(2, "fast") if tied else plan_of(2, "lean", 2)
     for segment in plan.segments:
-        parts = overlap._Parts.of(segment.backward, H200)
+        parts = overlap._StepsByFreedom.of(segment.backward, H200)
         for number, (start, _) in itertools.product(range(len(parts.free)), parts.gaps()):
             steps = parts.laid_out({number: start})
             assert sorted(map(id, steps)) == sorted(map(id, segment.backward))

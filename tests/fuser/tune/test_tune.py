@@ -187,7 +187,7 @@ def test_what_there_is_no_memory_to_compare_is_refused(monkeypatch: pytest.Monke
     def exhausted(*known: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(check, "_moved", exhausted)
+    monkeypatch.setattr(check, "neighbour", exhausted)
     wrong_gelu(forward=True)
     model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
     clock(monkeypatch, lambda: 0.9)
