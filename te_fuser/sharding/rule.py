@@ -133,5 +133,11 @@ def joint_ops(ops: Collection[FusableOperation]) -> list[JointOp]:
     """Those of some ops that several ranks run together, in their order."""
     rules = {kind: RULES.of(kind) for kind in {*map(type, ops)}}
     own = {kind: rule for kind, rule in rules.items() if type(rule).group is not ShardingRule.group}
-    joint = [(op, own[type(op)]) for op in ops if type(op) in own]
-    return [JointOp(op, group, rule.takes(op)) for op, rule in joint if (group := rule.group(op)).size > 1]
+    found = []
+    for op in ops:  # a loop, as Dynamo goes through it
+        rule = own.get(type(op))
+        if rule is not None:
+            group = rule.group(op)
+            if group.size > 1:
+                found.append(JointOp(op, group, rule.takes(op)))
+    return found
