@@ -35,9 +35,9 @@ def test_parts_of_the_gpu_tests_name_tests_that_exist() -> None:
 def test_what_ranks_run_together_is_apart(capsys: pytest.CaptureFixture[str]) -> None:
     together = gpu_tests.parts(ranks=2)
     assert [*together] == [
+        "consistency",
         "in-flight",
         "measuring",
-        "out-of-step",
         "peer-products",
         "presets",
         "regions",

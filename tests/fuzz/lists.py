@@ -18,7 +18,7 @@ from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
-from te_fuser.verify.models import Call, Subject, gradient_names
+from te_fuser.verify.models import Subject, VerifiedCall, gradient_names
 from tests.float8 import Dequantized  # noqa: F401 - by name in a list
 from tests.fuzz.covers import GENERATED_PLANS, PLANS
 from tests.fuzz.numbers import EXTREME_OPS, NUMBERS, Enlarged, Tied, judge_kinds  # noqa: F401 - by name in a list
@@ -174,7 +174,7 @@ class FuzzCase:
                 name: torch.randn(shape, generator=rng, dtype=torch.float64).to(getattr(torch, own))
                 for name, shape, own in self.inputs
             }
-            call = Call(x, inputs, self.outputs, gradient_names(model, inputs))
+            call = VerifiedCall(x, inputs, self.outputs, gradient_names(model, inputs))
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
@@ -191,7 +191,7 @@ class FuzzCase:
         return te_fuser.autocast(recipe=RECIPES[self.recipe]) if self.recipe else contextlib.nullcontext()
 
 
-def _wrong_steps(model: te_fuser.Sequential, call: Call) -> list[Row]:
+def _wrong_steps(model: te_fuser.Sequential, call: VerifiedCall) -> list[Row]:
     """Run the model with each step verified."""
     model.verify = True
     try:
@@ -201,7 +201,7 @@ def _wrong_steps(model: te_fuser.Sequential, call: Call) -> list[Row]:
     return []
 
 
-def _run(model: te_fuser.Sequential, call: Call) -> None:
+def _run(model: te_fuser.Sequential, call: VerifiedCall) -> None:
     """Forward and backward."""
     x = call.x.clone().requires_grad_()
     inputs = {n: t.clone().requires_grad_(n in call.differentiable) for n, t in call.inputs.items()}
