@@ -183,7 +183,7 @@ class Fuser:
             found, graph = self._found(call, modes)
         if agreed is not None:
             shared_plans.compare_plans(call.listing.groups, call, found.plan, modes.words, found.draws)
-            self._agreed.put(*agreed)
+            self._agreed.replace(*agreed)
         self._note(call, modes, found)
         return found, call, graph
 

@@ -51,6 +51,12 @@ class Recent(Generic[Item]):
                 self._items.popitem(last=False)
             return found
 
+    def replace(self, key: Hashable, item: Item) -> None:
+        """Keep an item in the place of one that is kept by that key."""
+        with _caching:
+            self._items.pop(key, None)
+        self.put(key, item)
+
     def items(self) -> list[tuple[Any, Item]]:
         """All of them with their keys, the one that was used last first."""
         with _caching:
