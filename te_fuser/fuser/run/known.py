@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
+# torch.fx says that it traces by a flag of its module, and from 2.14 on by one of each thread.
+_TRACING = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
+_NO_TRACE = () if _TRACING else ((vars(_symbolic_trace), "_is_fx_tracing_flag", False),)
+_NO_TRACE_IN_THREAD = ((_TRACING, False),) if _TRACING else ()
 _NOBODY_LOOKS = (
     (_C._are_functorch_transforms_active, False),
     (_C._len_torch_dispatch_stack, 0),
@@ -172,7 +176,7 @@ class Listing:
             items=(
                 *[(vars(op), "training", mode) for op, mode in zip(self.lowered, modes.training, strict=True)],
                 (vars(forward_ad), "_current_level", -1),
-                (vars(_symbolic_trace), "_is_fx_tracing_flag", False),
+                *_NO_TRACE,
                 (vars(profiler), "_is_profiler_enabled", False),
             ),
             calls=(
@@ -182,6 +186,7 @@ class Listing:
                 (capturing.get, modes.capturing),
                 *zip(self.switches, modes.states, strict=True),
                 *_NOBODY_LOOKS,
+                *_NO_TRACE_IN_THREAD,
             ),
         )
         return Facts.of([self.given, now, self.ready.facts()])
