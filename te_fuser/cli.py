@@ -141,7 +141,7 @@ def _version(_: argparse.Namespace) -> int:
 
 
 def _own_parts() -> dict[str, str]:
-    """What it builds on -> which that is, or what follows where it is missing."""
+    """Each thing that te_fuser builds on -> its version, or what follows where it is missing."""
     import torch
 
     from te_fuser import _native

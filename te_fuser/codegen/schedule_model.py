@@ -297,7 +297,7 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
 
 
 def _draws(description: KernelDescription) -> bool:
-    """Whether each element has a random draw."""
+    """True where each element has a random draw."""
     return any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
 
 

@@ -141,7 +141,7 @@ def _gathered(groups: Sequence[Group], lines: Sequence[Line], value: Any, doing:
 
 
 def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
-    """What each rank says, unless one has an error in its place."""
+    """The words of each rank, unless one has an error in their place."""
     store, longest = group.process_group().get_group_store(), timeout(group)
     until, pause = time.monotonic() + longest, _SOON
     try:
@@ -194,7 +194,7 @@ def _key(number: int, who: int | str) -> str:
 
 
 def _first_difference(group: Group, given: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Where the first rank that differs from rank 0 begins to, in words that are the same on all ranks."""
+    """The first line in which a rank differs from rank 0, in words that are the same on all ranks."""
     rank = next(k for k, lines in enumerate(given) if lines != given[0])
     of = {0: given[0], rank: given[rank]}
     at = next(k for k in range(max(map(len, of.values()))) if given[0][k : k + 1] != given[rank][k : k + 1])

@@ -12,7 +12,7 @@ from te_fuser.distributed.group import Group
 
 
 class Placement:
-    """What each rank of a group has of a value; of its gradient the same where nothing else is said."""
+    """Part of a value that each rank of a group has; of its gradient the same where nothing else is said."""
 
     outer: bool = False
 
@@ -71,7 +71,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Entry:
-    """What each rank has where a part of a list begins.
+    """Placements where a part of a list begins.
 
     Attributes:
         x: of what enters it.
@@ -107,5 +107,5 @@ def entering(module: Any, known: Entering) -> Iterator[None]:
 
 
 def entering_now(module: Any) -> Entering:
-    """What enters a module in the list that calls it; nothing is known where none does."""
+    """Placements that enter a module in the list that calls it; none where no list does."""
     return CALL.entering if CALL.module is module else {}

@@ -60,17 +60,12 @@ SPILLED = {("packed_tiles", "sm_80"): 8, ("packed_tiles in blocks", "sm_90a"): 3
 COMPILED = [(name, arch) for name in KERNELS for arch in ARCHS if "blocks" not in name or arch == "sm_90a"]
 
 
-def some_of(kernels: Sequence[TextKernel[Any]]) -> Sequence[TextKernel[Any]]:
-    """All of a few, of many each third: where the text is that of another GPU's."""
-    return kernels if len(kernels) < 7 else kernels[::3]
-
-
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_text_compiled_spills_nothing(name: str, arch: str, tmp_path: Path) -> None:
     kernels, symbols = KERNELS[name]
     most = SPILLED.get((name, arch), 0)
-    for kernel in kernels if arch == "sm_90a" else some_of(kernels):
+    for kernel in kernels:
         compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
         found = {r.symbol for r in compiled.resources}
         assert found - {f"{kernel.name}_finish"} == (symbols or {kernel.name})
@@ -81,5 +76,5 @@ def test_text_compiled_spills_nothing(name: str, arch: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", KERNELS)
 def test_text_started_early_waits_before_it_touches_memory(name: str) -> None:
     kernels, _ = KERNELS[name]
-    texts = {k.text() for k in some_of(kernels)}
+    texts = {k.text() for k in kernels}
     assert not [complaint for text in texts for complaint in ptx.too_early(text, "sm_90a")]

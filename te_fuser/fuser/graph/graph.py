@@ -55,7 +55,7 @@ class Value:
 
 @record()
 class Draw:
-    """Where an op's random numbers come from: the number of its stream, and this rank's share of x (None: all)."""
+    """Source of an op's random numbers: the number of its stream, and this rank's share of x (None: all)."""
 
     stream: int
     share: Share | None

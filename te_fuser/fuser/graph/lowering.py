@@ -13,7 +13,7 @@ from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.call_context import rewrites
 from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.fuser.graph.passes import record_start, run_passes
+from te_fuser.fuser.graph.passes import run_passes
 from te_fuser.fuser.graph.sharding import add_collectives, add_placements
 from te_fuser.ops import op_table
 
@@ -49,8 +49,7 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     Random streams are numbered before any pass, so that what passes add moves no draw.
     """
     found: Sequence[ListedOp] = numbered(listed)
-    record_start("list", "ops", entries(found))
-    found = run_passes(PASSES, found, call, "ops", entries)
+    found = run_passes(PASSES, found, call, "ops", entries, "list")
     return run_passes(rewrites(call), found, call, "ops", entries) if call.around else found
 
 

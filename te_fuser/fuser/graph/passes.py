@@ -44,8 +44,8 @@ class PassRecord:
     @property
     def changed(self) -> list[str]:
         """Entries that read as before and are others: in time, in what they keep, in what they write over."""
-        entries = [entry for _, entry in self.before]
-        same = Counter(text for text, entry in self.after if not any(entry is one for one in entries))
+        there = {id(entry) for _, entry in self.before}
+        same = Counter(text for text, entry in self.after if id(entry) not in there)
         return [*(same - Counter(self.added)).elements()]
 
     @property
@@ -56,8 +56,7 @@ class PassRecord:
 
 
 def _beyond(entries: tuple[tuple[str, object], ...], others: tuple[tuple[str, object], ...]) -> list[str]:
-    beyond = Counter(text for text, _ in entries) - Counter(text for text, _ in others)
-    return [*_in_order(entries, beyond)]
+    return _in_order(entries, Counter(text for text, _ in entries) - Counter(text for text, _ in others))
 
 
 def _in_order(entries: tuple[tuple[str, object], ...], wanted: Counter[str]) -> list[str]:
@@ -84,7 +83,12 @@ def record_passes() -> Iterator[list[PassRecord]]:
 
 
 def run_passes(
-    passes: Mapping[str, Callable[[Found, Given], Found]], found: Found, given: Given, over: str, items: Items
+    passes: Mapping[str, Callable[[Found, Given], Found]],
+    found: Found,
+    given: Given,
+    over: str,
+    items: Items,
+    start: str = "",
 ) -> Found:
     """Run passes one after the other.
 
@@ -93,18 +97,16 @@ def run_passes(
         given: what each takes beside the list or plan that it changes.
         over: "ops" or "steps".
         items: f(list or plan) -> its entries, as (text, entry).
+        start: the name of what there is to begin with, where no pass made that.
     """
     records = None if is_dynamo_compiling() else _records.get()  # which Dynamo cannot read
+    before = () if records is None else tuple(items(found))
+    if start and records is not None:
+        records.append(PassRecord(start, over, (), before))
     for name, run in passes.items():
-        made = run(found, given)
+        found = run(found, given)
         if records is not None:
-            records.append(PassRecord(name, over, tuple(items(found)), tuple(items(made))))
-        found = made
+            after = tuple(items(found))
+            records.append(PassRecord(name, over, before, after))
+            before = after
     return found
-
-
-def record_start(name: str, over: str, entries: Iterable[tuple[str, object]]) -> None:
-    """Record what there is to begin with, made by no pass."""
-    records = None if is_dynamo_compiling() else _records.get()
-    if records is not None:
-        records.append(PassRecord(name, over, (), tuple(entries)))

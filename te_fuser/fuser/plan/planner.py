@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
-from te_fuser.fuser.graph.passes import record_start, run_passes
+from te_fuser.fuser.graph.passes import run_passes
 from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.before import with_made
 from te_fuser.fuser.plan.by_blocks import with_blocks
@@ -191,7 +191,6 @@ def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
         ends = borders(graph) if options.summed_apart else frozenset[int]()
         plan, prices = _kept_as_asked(graph, options, ends)
-        record_start("cover", "steps", _entries(plan))
-        plan = run_passes(PASSES, plan, prices, "steps", _entries)
+        plan = run_passes(PASSES, plan, prices, "steps", _entries, "cover")
         _ = plan.written  # what it asks of sizes is asked now
     return plan, prices

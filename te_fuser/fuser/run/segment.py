@@ -361,15 +361,17 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
         {r for r, b in bindings.items() if b.written and b.made_in_call},
     )
     stops = any(map(stops_gradients, graph.nodes))
+    groups = tuple(dict.fromkeys([one.group for one in joint_ops([n.op for n in graph.nodes])]))
     inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
-    return tuple(_build(s, plan, loaded, parameters, stops, ends) for s, ends in zip(plan.segments, there, strict=True))
+    return tuple(
+        _build(s, plan, loaded, parameters, stops, groups, ends) for s, ends in zip(plan.segments, there, strict=True)
+    )
 
 
-def _among_ranks(segment: SegmentPlan, graph: Graph) -> Ranks:
-    """Whether it is handed DTensors, or of whose gradients ranks have terms."""
-    joint = joint_ops([n.op for n in graph.nodes])
+def _among_ranks(segment: SegmentPlan, graph: Graph, groups: tuple[Group, ...]) -> Ranks:
+    """The groups that run ops of the plan together, the DTensors of a segment, gradients of which ranks have terms."""
     lies = {parameter_ref(k) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     kept = [entry.ref for entry in segment.kept] if segment.backward and not segment.recorded else []
@@ -379,7 +381,7 @@ def _among_ranks(segment: SegmentPlan, graph: Graph) -> Ranks:
         if group is not None:
             sums.setdefault(group, []).append((place, ref.index))
     return Ranks(
-        tuple(dict.fromkeys([one.group for one in joint])),
+        groups,
         tuple((group, tuple(places)) for group, places in sums.items()),
         tuple(segment.takes.index(ref) for ref in refs),
         tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept),
@@ -435,7 +437,13 @@ def _late(segment: SegmentPlan, read: Sequence[Ref], made: Sequence[Ref], before
 
 
 def _build(
-    segment: SegmentPlan, plan: Plan, loaded: Loaded, known: _ParameterRefs, stops: bool, last_read: tuple[int, ...]
+    segment: SegmentPlan,
+    plan: Plan,
+    loaded: Loaded,
+    known: _ParameterRefs,
+    stops: bool,
+    groups: tuple[Group, ...],
+    last_read: tuple[int, ...],
 ) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
@@ -453,7 +461,7 @@ def _build(
         segment.recorded,
         stops and not segment.backward and not segment.recorded,
         last_read,
-        _among_ranks(segment, plan.graph),
+        _among_ranks(segment, plan.graph, groups),
         _build_backward(segment, plan.graph, notes, slots, loaded, known),
     )
 
