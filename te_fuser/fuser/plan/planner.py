@@ -180,7 +180,7 @@ def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tupl
     return plan.noted(*_kept_whole(plan)), prices
 
 
-def _entries(plan: Plan) -> Iterable[tuple[str, object]]:
+def entries(plan: Plan) -> Iterable[tuple[str, object]]:
     """Each step as text: its direction, its name, its ops, what it reads and makes."""
     for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
         for step in steps:
@@ -191,6 +191,6 @@ def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins):
         ends = borders(graph) if options.summed_apart else frozenset[int]()
         plan, prices = _kept_as_asked(graph, options, ends)
-        plan = run_passes(PASSES, plan, prices, "steps", _entries, "cover")
+        plan = run_passes(PASSES, plan, prices, "steps", entries, "cover")
         _ = plan.written  # what it asks of sizes is asked now
     return plan, prices
