@@ -263,10 +263,11 @@ class _Copies:
 
     def wait(self) -> None:
         held, self._held = self._held, None
+        if held is None:  # as works of torch.distributed, which may be waited for again
+            return
         if self._blocks is not None:
             self._buffers.wait(self._number)
-            if held is not None:
-                torch.sum(self._blocks, 0, out=held[1])
+            torch.sum(self._blocks, 0, out=held[1])
         self._buffers.close(self._number)
 
     def __del__(self) -> None:
@@ -277,8 +278,7 @@ class _Copies:
 
 def closed(opened: tuple[_native.PeerBuffers, int]) -> tuple[()]:
     """Give back a buffer that a step has left open, when the current stream has come so far."""
-    buffers, number = opened
-    buffers.close(number)
+    opened[0].close(opened[1])
     return ()
 
 

@@ -49,6 +49,13 @@ def test_every_part_runs(part: str) -> None:
         assert [len(e["contenders"]) for e in entries] == [3, 3, 3, 3]
         assert entries[0]["contenders"]["all-reduce"]["sent_bytes"] == entries[0]["bytes"]
         assert set(last["left_out"]) == {"copy engines", "copy engines beside products"}
+    if part == "variants":
+        llama, fp8 = entries
+        ours = {"te_fuser", "te_fuser lean"}
+        assert {"floor", "Megatron style", "functional"} | ours == llama["contenders"].keys() and not llama["left_out"]
+        assert all(llama["contenders"][name]["error"] < 1e-4 for name in llama["contenders"].keys() - {"floor"})
+        assert {goal["what"] for goal in llama["goals"]} == {"over_floor", "over_best_rival"}
+        assert "over_bfloat16" in fp8["contenders"]["te_fuser fp8"]
     if part == "data":
         assert len(last["contenders"]) == 6 and not last["left_out"] and len(last["goals"]) == 4
     if part == "train":

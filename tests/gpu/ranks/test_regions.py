@@ -56,6 +56,13 @@ def step(m: Any, call: Any, seed: int, recipe: Any, mine: bool) -> dict[str, tor
     return {"y": y.detach().clone(), "x": x.grad, **{name: g.clone() for name, g in gradients(m)}}
 
 
+def names(m: te.Sequential, recipe: Any) -> list[str]:
+    """Of the steps of a plan in a region; those that gather beside a product send by copy engines."""
+    with te.autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+        plan = m.plan(own(batch()).contiguous().requires_grad_())
+    return [step.name for step in (*plan.forward, *plan.backward)]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("preset", ["LayerNormMLP", "TransformerLayer"])
 @pytest.mark.parametrize("by", RECIPES)
@@ -68,7 +75,7 @@ def test_errors_are_those_of_the_whole_model(by: str, preset: str, sequence_para
         for seed in range(STEPS):
             found = step(shared, shared, seed, recipe, sequence_parallel)
     if by == "delayed" and sequence_parallel:
-        assert torch.uint8 in dtypes
+        assert torch.uint8 in dtypes or any(name.startswith("gather_float8") for name in names(shared, recipe))
     for seed in range(STEPS):
         known = step(whole_one, whole_one, seed, recipe, False)
     for name, wanted in step(exact, exact.reference, STEPS - 1, None, False).items():
