@@ -239,17 +239,17 @@ class ByCopies:
         buffers = self._peers.buffers(sent.nbytes // self._peers.ranks)
         return _Copies(buffers, buffers.gather(sent, made, False), (sent, made))
 
-    def scatter(self, sent: torch.Tensor, made: torch.Tensor, mean: bool = False) -> Work:
+    def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         buffers = self._peers.buffers(made.nbytes)
         number = buffers.scatter(sent)
-        return _Copies(buffers, number, (sent, made), self._peers.blocks(number, made)[-1], mean)
+        return _Copies(buffers, number, (sent, made), self._peers.blocks(number, made)[-1])
 
 
 class _Copies:
     """Copies under way, and the tensors that they need, which may not be freed before.
 
     Attributes:
-        blocks: those of all ranks, of which the sum is wanted, or the mean.
+        blocks: those of all ranks, of which the sum is wanted.
     """
 
     def __init__(
@@ -258,9 +258,8 @@ class _Copies:
         number: int,
         held: tuple[torch.Tensor, torch.Tensor] | None,
         blocks: torch.Tensor | None = None,
-        mean: bool = False,
     ) -> None:
-        self._buffers, self._number, self._held, self._blocks, self._mean = buffers, number, held, blocks, mean
+        self._buffers, self._number, self._held, self._blocks = buffers, number, held, blocks
 
     def wait(self) -> None:
         held, self._held = self._held, None
@@ -268,7 +267,7 @@ class _Copies:
             return
         if self._blocks is not None:
             self._buffers.wait(self._number)
-            (torch.mean if self._mean else torch.sum)(self._blocks, 0, out=held[1])
+            torch.sum(self._blocks, 0, out=held[1])
         self._buffers.close(self._number)
 
     def __del__(self) -> None:

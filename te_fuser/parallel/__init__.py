@@ -3,7 +3,6 @@
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
 from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.parallel.context import cut_sequence
-from te_fuser.parallel.copy_engines import use_copy_engines
 from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
 from te_fuser.parallel.styles import Column, Heads, Row
@@ -26,6 +25,5 @@ __all__ = [
     "leave_sums_to_engine",
     "parallelize",
     "sharding_rule",
-    "use_copy_engines",
 ]
 __dir__ = __all__.copy

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.gpu.ranks import test_consistency as consistency
-from tests.gpu.ranks import test_copy_engines as copy_engines
 from tests.gpu.ranks import test_in_flight as in_flight
 from tests.gpu.ranks import test_peer_products as peer_products
 from tests.gpu.ranks import test_presets as presets
@@ -46,11 +45,6 @@ def test_peer_products() -> None:
     vars(peer_products.test_as_the_whole_list)["body"]("lean")
     vars(peer_products.test_without_copies)["body"]()
     vars(peer_products.test_by_no_multicast)["body"]()
-
-
-@on_ranks
-def test_copy_engines() -> None:
-    vars(copy_engines.test_gradients_are_those_of_nccl)["body"]("fully_shard")
 
 
 @on_ranks

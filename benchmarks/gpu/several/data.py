@@ -15,9 +15,8 @@ from benchmarks.gpu.contest.goals import Goal, judged
 from benchmarks.gpu.several import rivals
 from benchmarks.gpu.several.layer import Entrant, alone, our_layer
 from benchmarks.gpu.several.ranks import Ranks, contest
-from te_fuser.parallel import use_copy_engines
 
-ALONE, DDP, FSDP, COPIES = "alone", "DDP", "FSDP2", " by copies"
+ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
 # Ranks -> the least efficiency of DDP, of FSDP2.
 GOALS = {2: (0.945, 0.93), 4: (0.925, 0.90)}
 MOST_OF_EAGER = 0.95
@@ -33,10 +32,6 @@ def _ours(ranks: Ranks) -> nn.Module:
 
 
 def _wrapped(ranks: Ranks, model: Any, wrapper: str) -> nn.Module:
-    if wrapper.endswith(COPIES):
-        made = _wrapped(ranks, model, wrapper.removesuffix(COPIES))
-        use_copy_engines(made)
-        return made
     if wrapper == DDP:
         own = [ranks.device.index] if ranks.card.is_gpu else None
         return DistributedDataParallel(model, own, gradient_as_bucket_view=True)
@@ -52,10 +47,9 @@ def data(ranks: Ranks, say: Callable[..., None], without: object = ()) -> Iterat
     """One entry: each model in each wrapper. Efficiency is a rank's time alone over that with the others."""
     found: dict[str, Entrant] = {}
     left_out = {}
-    shared = (DDP, FSDP, DDP + COPIES, FSDP + COPIES) if ranks.card.is_gpu else (DDP, FSDP)
     with rivals.attending():
         for who, make in (("eager", _eager), (OURS, _ours)):
-            for wrapper in (ALONE, *shared):
+            for wrapper in (ALONE, DDP, FSDP):
                 name = f"{who} {wrapper}"
                 say(preparing=name)
                 made, reason = ranks.all_can(
@@ -74,7 +68,7 @@ def data(ranks: Ranks, say: Callable[..., None], without: object = ()) -> Iterat
         if who == OURS and f"eager {wrapper}" in times:
             contenders[name]["over_eager"] = result.over(times[f"eager {wrapper}"])
     goals = [Goal("over_eager", MOST_OF_EAGER, f"{OURS} {wrapper}") for wrapper in (DDP, FSDP)]
-    for wrapper, least in zip(shared[-2:], GOALS.get(ranks.size, ()), strict=False):
+    for wrapper, least in zip((DDP, FSDP), GOALS.get(ranks.size, ()), strict=False):
         goals.append(Goal("efficiency", least, f"{OURS} {wrapper}", at_least=True))
     case = f"{ranks.sizes.layers} seed layers bf16 dropout 0, {ranks.sizes.tokens} tokens a rank"
     entry: Entry = {"case": case, "contenders": contenders, "left_out": left_out}
