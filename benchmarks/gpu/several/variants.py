@@ -129,7 +129,9 @@ def llama(ranks: Ranks, **options: Any) -> te_fuser.Sequential:
 
 def _entrant(ranks: Ranks, model: nn.Module, run: Any = None, summed: Sequence[str] = ()) -> Entrant:
     x, dy = (ranks.own(t) for t in ends(ranks))
-    return Entrant(model, run or model, x.requires_grad_(), dy, (), tuple(map(model.get_parameter, summed)))
+    return Entrant(
+        model, model if run is None else run, x.requires_grad_(), dy, (), tuple(map(model.get_parameter, summed))
+    )
 
 
 def makers(ranks: Ranks) -> dict[str, Callable[[], Entrant]]:
