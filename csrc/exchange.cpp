@@ -100,7 +100,7 @@ bool PeerBuffers::load(Failure& failure) {
     error = driver_->stream_create(stream, CudaDriver::stream_non_blocking, priority);
     if (error != CudaDriver::success) return refuse("there is no stream for copies", error, failure);
   }
-  std::vector<CudaDriver::Event*> events = {&closed_};
+  std::vector<CudaDriver::Event*> events = {&marked_};
   for (Buffer& buffer : buffers_) {
     buffer.gone.resize(ranks());
     events.insert(events.end(), {&buffer.made, &buffer.sent, &buffer.arrived, &buffer.copied, &buffer.closed});
@@ -233,7 +233,8 @@ bool PeerBuffers::close(size_t buffer, Stream stream, Failure& failure) {
   if (!closing.let_go && !tell_read(buffer, stream, failure)) return false;
   if (is_capturing(*driver_, stream)) return true;
   closing.stream = stream;
-  return record(closing.closed, stream, failure) && record(closed_, stream, failure);
+  latest_ = closing.closed;
+  return record(closing.closed, stream, failure);
 }
 
 void PeerBuffers::break_off(size_t buffer, Stream stream, const std::string& why) {
@@ -247,7 +248,8 @@ void PeerBuffers::break_off(size_t buffer, Stream stream, const std::string& why
 
 bool PeerBuffers::mark(Stream stream, Failure& failure) {
   const CurrentContext current(*driver_, context_);
-  return record(closed_, stream, failure);
+  latest_ = marked_;
+  return record(marked_, stream, failure);
 }
 
 bool PeerBuffers::release(Failure& failure) {
@@ -266,7 +268,8 @@ bool PeerBuffers::release(Failure& failure) {
 bool PeerBuffers::is_done() const {
   const BesideCaptures beside(*driver_);
   const CurrentContext current(*driver_, context_);
-  return driver_->event_query(closed_) != CudaDriver::not_ready;
+  const CudaDriver::Event latest = latest_;
+  return latest == nullptr || driver_->event_query(latest) != CudaDriver::not_ready;
 }
 
 }  // namespace te

@@ -2,6 +2,7 @@
 // nothing of Python.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -125,7 +126,8 @@ class PeerBuffers {
   std::vector<Buffer> buffers_;
   size_t next_ = 0;
   std::string broken_;
-  CudaDriver::Event closed_ = nullptr;
+  CudaDriver::Event marked_ = nullptr;
+  std::atomic<CudaDriver::Event> latest_{nullptr};  // recorded by what was closed or marked last
 };
 
 }  // namespace te

@@ -173,10 +173,11 @@ def document(console: Console) -> None:
     if not found:
         console.print(f"no record of a GPU in {records.RESULTS}: nothing to write")
         return
-    docs.write_docs(found)
+    ranks = records.of_benchmarks("ranks")
+    docs.write_docs(found, ranks=ranks)
     float8.write_docs()
     scaling.write_docs()
-    plots.write_plots(max(found, key=lambda record: len(record["parts"])))
+    plots.write_plots(max(found, key=lambda record: len(record["parts"])), ranks)
 
 
 if __name__ == "__main__":

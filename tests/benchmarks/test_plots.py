@@ -55,6 +55,17 @@ def whole_record() -> dict[str, Any]:
     return {**ABOUT, "parts": parts}
 
 
+def ranks_record() -> dict[str, Any]:
+    kernels = [(0.0, 900.0, "products", "nvjet"), (900.0, 50.0, "rest", "layer_norm_fwd")]
+    ways = {
+        "NCCL": [(950.0, 170.0, "exchange", "ncclDevKernel")],
+        "copy engines": [(400.0, 90.0, "exchange", "Memcpy")],
+    }
+    contenders = {name: {"events": [*kernels, *exchanges]} for name, exchanges in ways.items()}
+    part = {"options": {"quick": False}, "ranks": 2, "cases": [{"case": "a step", "contenders": contenders}]}
+    return {**ABOUT, "parts": {"timeline": part}}
+
+
 PLOTS = {
     plots.plot_floor: (
         "seed layer bf16 dropout 0.1 (commit abc, full run)", "te_fuser", "eager", "1.100", "(earlier)",
@@ -67,6 +78,9 @@ PLOTS = {
         "dropout 0.25 (commit abc, full run)", "without dropout (commit abc, full run)", ">te_fuser<", ">eager<",
         ">eager, nudged<", "bigram model", "loss, nats per byte",
     ),
+    plots.plot_timeline: (
+        "on one of 2 ranks, NVIDIA Test 1", ">NCCL: 1.12 ms<", ">copy engines: 0.95 ms<", ">exchange<",
+    ),
     plots.plot_fp8_losses: (
         "in FP8 and in bfloat16, NVIDIA Test 1 (commit abc, full run)", ">te_fuser<", ">te_fuser, bfloat16<",
         "bigram model", "minus bfloat16", ">step<",
@@ -78,7 +92,7 @@ PLOTS = {
 def test_a_plot_says_what_it_shows_and_repeats(plot: Callable[..., None], tmp_path: Path) -> None:
     paths = [tmp_path / "once.svg", tmp_path / "again.svg"]
     for path in paths:
-        plot(whole_record(), path)
+        plot(ranks_record() if plot is plots.plot_timeline else whole_record(), path)
     text = paths[0].read_text()
     assert [words for words in PLOTS[plot] if words not in text] == []
     assert "<dc:date>" not in text and paths[0].read_bytes() == paths[1].read_bytes()
@@ -87,6 +101,7 @@ def test_a_plot_says_what_it_shows_and_repeats(plot: Callable[..., None], tmp_pa
 @pytest.mark.parametrize("plot", PLOTS)
 def test_quick_runs_are_not_plotted(plot: Callable[..., None], tmp_path: Path) -> None:
     record = whole_record()
+    record["parts"] |= ranks_record()["parts"]
     for part in record["parts"].values():
         part["options"]["quick"] = True
     for empty in (record, {**ABOUT, "parts": {}}):
@@ -113,9 +128,9 @@ def test_losses_of_records_without_validation_steps_are_curves_alone(tmp_path: P
 
 
 def test_every_plot_is_written_and_stands_in_the_document(tmp_path: Path) -> None:
-    plots.write_plots(whole_record(), tmp_path)
+    plots.write_plots(whole_record(), [ranks_record()], tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["gpu-fp8-loss.svg", "gpu-growth.svg", "gpu-loss.svg", "gpu.svg"]
+    assert names == ["gpu-fp8-loss.svg", "gpu-growth.svg", "gpu-loss.svg", "gpu.svg", "ranks-timeline.svg"]
     for name in names:
         assert f"](images/{name})" in docs.DOCUMENT.read_text()
         assert (plots.IMAGES / name).stat().st_size < 2**20

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.gpu import ranks as command
 from benchmarks.gpu.contest import measure
 from benchmarks.gpu.record import records, tables
-from benchmarks.gpu.several import layer
+from benchmarks.gpu.several import layer, timeline
 from benchmarks.gpu.several.ranks import TOY, Ranks
 from benchmarks.gpu.several.table import PARTS
 from tests.parallel.conftest import ranks  # noqa: F401 - a fixture
@@ -56,6 +56,12 @@ def test_every_part_runs(part: str) -> None:
         assert all(llama["contenders"][name]["error"] < 1e-4 for name in llama["contenders"].keys() - {"floor"})
         assert {goal["what"] for goal in llama["goals"]} == {"over_floor", "over_best_rival"}
         assert "over_bfloat16" in fp8["contenders"]["te_fuser fp8"]
+    if part == "timeline":
+        assert list(last["contenders"]) == [timeline.NCCL, timeline.COPIES]
+        events = [
+            {"ts": 5.0, "dur": 2.0, "name": n} for n in ("ncclDevKernel_AllGather", "Memcpy PtoP", "nvjet_h", "x")
+        ]
+        assert [kind for *_, kind, _ in timeline.shown(events)] == ["exchange", "exchange", "products", "rest"]
     if part == "data":
         assert len(last["contenders"]) == 6 and not last["left_out"] and len(last["goals"]) == 4
     if part == "train":

@@ -13,11 +13,15 @@ from benchmarks.gpu.record.tables import plan_table, table_of, time_table
 DOCUMENT = ROOT / "docs/performance.md"
 
 
-def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
-    """Put each part's table, of each GPU, between its marks in the document."""
+RANKS = ("layer", "variants", "data", "links", "parameters")  # parts of several ranks that have a table
+
+
+def write_docs(records: Sequence[Data], path: Path = DOCUMENT, ranks: Sequence[Data] = ()) -> None:
+    """Put each part's table, of each GPU, between its marks in the document; of several ranks likewise."""
     for part in sorted({part for record in records for part in record["parts"]}):
-        found = [record["parts"][part] for record in records if part in record["parts"]]
-        replace_between(path, f"gpu {part}", "\n\n".join(_section(r) for r in found))
+        _write(path, f"gpu {part}", [record["parts"][part] for record in records if part in record["parts"]])
+    for part in RANKS if ranks else ():
+        _write(path, f"ranks {part}", [record["parts"][part] for record in ranks if part in record["parts"]])
     plans = [
         (entry, origin(part))
         for r in records
@@ -30,12 +34,17 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
         replace_between(path, "gpu time", "\n\n".join(f"{e['case']} ({o}), ms:\n\n{time_table(e)}" for e, o in plans))
 
 
+def _write(path: Path, mark: str, found: Sequence[Data]) -> None:
+    replace_between(path, mark, "\n\n".join(map(_section, found)))
+
+
 def _section(part: Data) -> str:
     used = part["versions"]
     card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
     libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
     when, command = part["written"][:10], part["command"]
-    head = f"**{part['gpu']}** ({card}); {libraries}; {origin(part)}, {when};{_effort(part)} `{command}`."
+    count = f"{part['ranks']} x " if "ranks" in part else ""
+    head = f"**{count}{part['gpu']}** ({card}); {libraries}; {origin(part)}, {when};{_effort(part)} `{command}`."
     header, rows = table_of(part["cases"])
     notes = [_note(entry) for entry in part["cases"]] + [_goals(part["cases"]), _slow_copies(part["cases"])]
     if "problem" in part:

@@ -17,12 +17,14 @@ _COLOURS = {"eager": "#9aa5b1", "torch.compile": "#5c7fa3", "te_fuser": "#d1495b
 _OTHER = "#c9ba9b"
 
 
-def write_plots(record: Data, folder: Path = IMAGES) -> None:
-    """Every picture that the record has numbers for; no quick runs."""
+def write_plots(record: Data, ranks: Sequence[Data] = (), folder: Path = IMAGES) -> None:
+    """Every picture that the record has numbers for, and the one of ranks that share a layer; no quick runs."""
     plot_floor(record, folder / "gpu.svg")
     plot_growth(record, folder / "gpu-growth.svg")
     plot_losses(record, folder / "gpu-loss.svg")
     plot_fp8_losses(record, folder / "gpu-fp8-loss.svg")
+    for shared in ranks:
+        plot_timeline(shared, folder / "ranks-timeline.svg")
 
 
 def _figure(width: float, height: float) -> Any:
@@ -237,3 +239,32 @@ def _label(name: str) -> str:
 def _style(name: str) -> dict[str, Any]:
     """The line that another is held against is wide, so that another on it leaves it seen."""
     return {"color": _COLOURS.get(_label(name), _OTHER), "linewidth": 2.5 if name in (_TWIN, _IN_BFLOAT16) else 1.2}
+
+
+# ------------------------------------------------------------------------------------------------- timeline
+
+_KINDS = {"products": "#5c7fa3", "attention": "#7a6ba8", "rest": "#9aa5b1", "copy": "#c9ba9b", "exchange": "#d1495b"}
+
+
+def plot_timeline(record: Data, path: Path) -> None:
+    """What runs on a GPU in a step that ranks share, a row for exchanges above one for the rest, way above way."""
+    part = _full_run(record, "timeline")
+    ways = {name: data["events"] for name, data in part["cases"][0]["contenders"].items()} if part else {}
+    if not any(ways.values()):
+        return
+    figure = _figure(10, 1.0 + 1.1 * len(ways))
+    axes = figure.subplots(len(ways), sharex=True, squeeze=False)[:, 0]
+    for ax, (name, events) in zip(axes, ways.items(), strict=True):
+        took = max(begin + length for begin, length, *_ in events) / 1e3
+        for kind, colour in _KINDS.items():
+            row = 1 if kind in ("exchange", "copy") else 0
+            spans = [(begin / 1e3, length / 1e3) for begin, length, what, _ in events if what == kind]
+            ax.broken_barh(spans, (row + 0.1, 0.8), color=colour, label=kind, linewidth=0)
+        ax.set_title(f"{name}: {took:.2f} ms", fontsize=9, loc="left")
+        ax.set_yticks([0.5, 1.5], ["kernels", "exchanges"], fontsize=8)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    axes[0].legend(ncols=len(_KINDS), fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    label = f"ms of a step of the seed layer on one of {part['ranks']} ranks, {record['gpu']}"
+    figure.supxlabel(label, fontsize="medium")
+    _save(figure, path)

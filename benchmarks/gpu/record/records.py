@@ -24,9 +24,9 @@ def record_path(card_name: str, kind: str = "gpu") -> Path:
     return RESULTS / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', card_name.lower()))}.json"
 
 
-def of_benchmarks() -> list[dict[str, Any]]:
-    """The benchmark's records of every GPU; those of tests and of lone kernels lie beside them."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-*.json"))]
+def of_benchmarks(kind: str = "gpu") -> list[dict[str, Any]]:
+    """The benchmark's records of every GPU, or of "ranks"; those of tests and of lone kernels lie beside them."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
     return [record for record in found if any("cases" in part for part in record.get("parts", {}).values())]
 
 

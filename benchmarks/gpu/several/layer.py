@@ -129,7 +129,8 @@ def _tuned(ranks: Ranks) -> Entrant:
     return made
 
 
-def _ours_without(ranks: Ranks, names: Sequence[str]) -> Entrant:
+def ours_without(ranks: Ranks, names: Sequence[str]) -> Entrant:
+    """By `parallelize`, planned without some fusions."""
     made = ours(ranks)
     return Entrant(made.model, _Without(made.model, names), made.x, made.dy, made.names)
 
@@ -176,7 +177,7 @@ def makers(ranks: Ranks) -> dict[str, Callable[[], Entrant]]:
     }
     if not ranks.with_compile:
         found = {name: make for name, make in found.items() if ", " not in name}
-    found[f"{OURS} without copies"] = lambda: _ours_without(ranks, [te_fuser.fusions.PEER_COPIES])
+    found[f"{OURS} without copies"] = lambda: ours_without(ranks, [te_fuser.fusions.PEER_COPIES])
     if ranks.tune:
         found[f"{OURS} tuned"] = lambda: _tuned(ranks)
     if importlib.util.find_spec("transformer_engine"):

@@ -10,6 +10,7 @@ from benchmarks.gpu.several.data import data
 from benchmarks.gpu.several.layer import layer
 from benchmarks.gpu.several.links import links
 from benchmarks.gpu.several.parameters import parameters
+from benchmarks.gpu.several.timeline import timeline
 from benchmarks.gpu.several.train import train
 from benchmarks.gpu.several.variants import variants
 
@@ -39,6 +40,7 @@ PARTS: dict[str, Part] = {
     "parameters": Part("what a DTensor parameter takes of the host", parameters, 20),
     "layer": Part("the seed layer, shared by tensor and sequence parallel, against its floor and rivals", layer, 150),
     "variants": Part("a Llama layer that ranks share, and the seed layer in FP8", variants, 120),
+    "timeline": Part("what runs on a GPU in a step of the shared layer", timeline, 20),
     "data": Part("layers with a batch a rank, by DDP and FSDP2", data, 60),
     "train": Part("eight minutes of training layers that ranks share", train, 500, limit=580.0, usual=False),
 }
