@@ -5,6 +5,7 @@
     python requirements/installed.py lock           lines of the lock that are left to install
     python requirements/installed.py differing      what is installed in another version than the lock's, and why
     python requirements/installed.py torch          what the torch that is installed needs on every platform
+    python requirements/installed.py docs           the requirements of the site, which has an environment of its own
 
 It uses the standard library and pip, which every environment of ./dev has.
 """
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
@@ -37,9 +39,14 @@ def version_of(name: str) -> str | None:
         return None
 
 
+def project_table() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def declared() -> dict[str, list[Requirement]]:
     """The requirements in pyproject.toml that ./dev installs, `needed` or `wanted`; torch it treats apart."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = project_table()
     extras = project["optional-dependencies"]
     lines = [line for extra in ("dev", "nvrtc", "engines") for line in extras[extra]]
     optional = [Requirement(line) for line in lines]
@@ -102,6 +109,8 @@ def other_versions() -> dict[str, tuple[str, str | None]]:
 def main(what: str, group: str = "") -> list[str]:
     if what == "unmet":
         return [str(r) for r in declared()[group] if not is_met(r)]
+    if what == "docs":
+        return list(project_table()["optional-dependencies"]["docs"])
     if what == "torch":
         return [line for line in metadata.requires("torch") or [] if ";" not in line]
     refused = refused_by_torch()

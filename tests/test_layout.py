@@ -199,6 +199,7 @@ ASPECTS = {
         "layout",
         "preset_proof",
         "public",
+        "site",
         "values_proof",
         "weight",
         "works_with",

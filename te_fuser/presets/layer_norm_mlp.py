@@ -126,7 +126,7 @@ class LayerNormMLP(Preset):
 
     @understands
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **call: Any) -> Asked:
-        """out[, bias][, layernorm_out].
+        """Run it: out, then bias and layernorm_out where they are asked for.
 
         Args:
             inp: [..., hidden_size].

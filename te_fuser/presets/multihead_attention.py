@@ -418,7 +418,7 @@ class MultiheadAttention(ContextParallel):
         rotary_pos_emb: Any = None,
         **call: Any,
     ) -> Asked:
-        """y[, bias][, layernorm_output].
+        """Run it: y, then bias and layernorm_output where they are asked for.
 
         Args:
             hidden_states: [S, B, hidden_size] in the order of qkv_format, [T, hidden_size] for "thd".
