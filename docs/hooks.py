@@ -20,6 +20,7 @@ MODULES = ("te_fuser", *(f"te_fuser.{part}" for part in PARTS))
 WHOLE = {"FusableOperation", "RowOp", "UnfusedOperation", "FusedOperation", "Match", "FusionCall", "Recipe"}
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)([^)]*\))")
 FENCE = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
+CODE_WITH_BARS = re.compile(r"`[^`\n]*\\\|[^`\n]*`")  # in a table GitHub wants bars of code escaped, mkdocs does not
 DIRECTIVE = re.compile(r"^::: (\S+)$(\n    options: .*$)?", re.MULTILINE)
 
 
@@ -51,7 +52,8 @@ def text_of(path: Path) -> str:
         return f"{found[1]}{os.path.relpath(target, here)}{found[3]}"
 
     parts = FENCE.split(path.read_text())
-    return "".join(part if k % 2 else LINK.sub(moved, part) for k, part in enumerate(parts))
+    parts[::2] = [CODE_WITH_BARS.sub(lambda m: m[0].replace("\\|", "|"), LINK.sub(moved, p)) for p in parts[::2]]
+    return "".join(parts)
 
 
 def tree_of(module: str) -> ast.Module:
