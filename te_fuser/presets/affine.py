@@ -145,7 +145,7 @@ class Affine(Preset):
         fp8_grad: bool = False,
         **call: Any,
     ) -> Asked:
-        """Run it: out, then bias and layernorm_out where they are asked for.
+        """out[, bias][, layernorm_out].
 
         Args:
             inp: [..., in_features].
