@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import io
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -19,6 +19,7 @@ from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
 from te_fuser.fuser.show.gains import Gain, gains
+from te_fuser.fuser.show.html_page import fragment, page
 from te_fuser.fuser.show.pass_page import last_attempt, makers_of_steps, pass_page
 from te_fuser.fuser.show.sources import sources
 from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
@@ -73,7 +74,16 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return fragment(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one page that needs nothing else: steps as bars as wide as their time, memory kept, refusals.
+
+        Returns:
+            The path.
+        """
+        Path(path).write_text(page(self), encoding="utf-8")
+        return Path(path)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._pages()
