@@ -15,10 +15,9 @@ from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given
 from te_fuser.ops.construction import latest
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.amax_slots import ROLES, Block
-from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.products import device_of, products
-from te_fuser.quantization.state import State, blocks, state_of
+from te_fuser.quantization.amax_slots import ROLES, Block, blocks
+from te_fuser.quantization.products import device_of, products, recipe_for
+from te_fuser.quantization.state import State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, settings, settings_changed
 

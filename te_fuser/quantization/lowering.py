@@ -27,16 +27,22 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_slots import ROLES
-from te_fuser.quantization.bindings import ScaleBinding, StateBinding
-from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
+from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
 from te_fuser.quantization.fp8_allgather import agreeing, quantized_first
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
-from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.product_scaling import form_of, in_place, is_kept, product_scaling, quantizing
-from te_fuser.quantization.products import device_of, parameter_of, weight_in
+from te_fuser.quantization.product_scaling import (
+    form_of,
+    in_place,
+    is_kept,
+    keeps_scales,
+    product_scaling,
+    quantizing,
+    state_in,
+)
+from te_fuser.quantization.products import device_of, parameter_of, recipe_for, weight_in
 from te_fuser.quantization.scaling import how, scalings_of
-from te_fuser.quantization.state import ReadyCheck, State, ensure, read_in_capture, state_of
+from te_fuser.quantization.state import ReadyCheck, State, ensure, state_of
 from te_fuser.quantization.weight_cache import KEPT, OWN, keep, leave_blank
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Format, Recipe
@@ -105,7 +111,7 @@ def _prepare_products(products: Sequence[ListedOp], key: region.Key, reads: bool
 
 def _facts(listed: Sequence[ListedOp]) -> Facts:
     """Conditions under which a list stays ready."""
-    states = [state_in(item) for item in listed if _keeps_scales(item)]
+    states = [state_in(item) for item in listed if keeps_scales(item)]
     kept = [state_in(item) for item in listed if is_kept(item)]
     narrow = [place for item in listed if _is_product(item) for place in narrow_places(weight_in(item))]
     items = [(vars(state), "recipe", state.recipe) for state in states] + [(vars(s), "is_kept", True) for s in kept]
@@ -143,16 +149,6 @@ def _recipe_of(item: ListedOp, around: Recipe) -> Recipe:
     return cast(Recipe, recipe_for(weight_in(item), around))
 
 
-def state_in(item: ListedOp) -> State:
-    """The state of which a product in a list has its numbers."""
-    return next(b.state for b in item.lowered.aside.values() if isinstance(b, StateBinding))
-
-
-def _keeps_scales(item: ListedOp) -> bool:
-    """True where a product reads scales that are kept from call to call."""
-    return isinstance(item.lowered.aside.get("input_scale"), ScaleBinding)
-
-
 def _is_product(item: ListedOp) -> bool:
     return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
 
@@ -174,8 +170,8 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
     if reads:
         own = state_of(weight)
         own.read(_device_in(weight))
-        for mine, its in zip(state.held(), own.held(), strict=True):
-            mine.update(its)
+        for held in ("scales", "inverses", "amaxes", "blanks", "kept"):
+            vars(state)[held].update(vars(own)[held])
         state.is_kept, state.kept_of = own.is_kept, own.kept_of
         return state
     device = torch.device("meta") if _is_meta(weight) else _device_in(weight)
@@ -232,15 +228,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
 
 
 def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
-    """Refuse a product of another dtype than those that products of 8 bits give.
-
-    Args:
-        path: the product's.
-        what: is in that dtype.
-
-    Raises:
-        TypeError: naming the product, and what to do.
-    """
+    """Refuse a product of which this is in another dtype than those that products of 8 bits give."""
     raise TypeError(
         f"{path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 or float16: "
         'convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
@@ -261,7 +249,7 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Lis
         refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
     form = form_of(recipe, torch.float32 if exact else dtype, torch.float32 if exact else dtype)
     op = Float8MatMul(cast(MatMul, item.lowered.op), weight_is_kept=True, **form)
-    yield quantizing(item, form["dtype"], False)
+    yield quantizing(item, form["dtype"])
     numbers = [name for name in READ_KEPT if name in item.lowered.aside]
     yield in_place(item, op, numbers, {"weight_data": weight_in(item)})
 
@@ -270,42 +258,35 @@ def _notes(
     listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """Lines of plans on each product's precision; the capability is that of a GPU that is only named."""
-    around, calibrating = key.recipe, key.calibrating
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for item in listed:
-        if why_not(item, around) is None:
-            recipe = _recipe_of(item, around)
-            alike.setdefault((*_precision(recipe), recipe.scales), []).append(item.path)
-    for (said, but, scales), paths in alike.items():
-        if not calibrating:
-            yield f"products in 8 bits ({said}){emulated_on(device, capability, scales)}: {_names(paths)}{but}"
-        elif has := [path for item in listed if (path := item.path) in paths and _keeps_scales(item)]:
+    alike: dict[tuple[str, str], list[ListedOp]] = {}
+    for item in [item for item in listed if why_not(item, key.recipe) is None]:
+        recipe = _recipe_of(item, key.recipe)
+        formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+        said = "; ".join(filter(None, (formats, how(recipe))))
+        kept = [name for name, k in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if k]
+        but = f"; but {', '.join(kept)} in its own precision, as override_linear_precision says" if kept else ""
+        alike.setdefault((f"({said}){emulated_on(device, capability, recipe.scales)}", but), []).append(item)
+    for (said, but), items in alike.items():
+        if not key.calibrating:
+            yield f"products in 8 bits {said}: {_names(items)}{but}"
+        elif has := [*filter(keeps_scales, items)]:
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:
-            yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
-    if once := [item.path for item in listed if is_kept(item)]:
+            yield f"calibrating: scales of {_names(items)} need no earlier calls, and nothing is quantized"
+    if once := [*filter(is_kept, listed)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
-    if given := [item.path for item in listed if _keeps_scales(item) and isinstance(weight_in(item), GivenBinding)]:
+    if given := [item for item in listed if keeps_scales(item) and isinstance(weight_in(item), GivenBinding)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
-    products = filter(_is_product, listed)
-    if narrow := [item.path for item in products if is_only_narrow(weight_in(item))]:
+    if narrow := [item for item in listed if _is_product(item) and is_only_narrow(weight_in(item))]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
-        if why := why_not(item, around):
+        if why := why_not(item, key.recipe):
             yield f"{item.path} stays in its own precision: {why}"
 
 
-def _precision(recipe: Recipe) -> tuple[str, str]:
-    """Formats and scales of a recipe, in words, and which products have none of it."""
-    formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
-    kept = zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True)
-    own = [product for product, keeps in kept if keeps]
-    but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
-    return "; ".join(filter(None, (formats, how(recipe)))), but
-
-
-def _names(paths: Sequence[str]) -> str:
-    return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
+def _names(items: Sequence[ListedOp]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join([item.path for item in items[:_NAMED]]) + more
 
 
 register(Regions())

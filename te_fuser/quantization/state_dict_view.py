@@ -11,11 +11,10 @@ import torch
 from te_fuser.params.narrow import HISTORY, SCALE
 from te_fuser.params.scales import saved_numbers
 from te_fuser.quantization.amax_allreduce import Agreement, agreement_in
-from te_fuser.quantization.amax_slots import ROLES, is_transformed, not_in_capture
+from te_fuser.quantization.amax_slots import ROLES, blocks, is_transformed, not_in_capture
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.scale_kernel import folded_in
-from te_fuser.quantization.scale_update import moved, recorded, update
-from te_fuser.quantization.state import State, blocks, busy_states, lock, state_of
+from te_fuser.quantization.scale_update import folded_in, moved, recorded, update
+from te_fuser.quantization.state import State, busy_states, state_of, written_by_updates
 from te_fuser.recipe.region import entered, in_backward
 
 
@@ -70,7 +69,7 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
     inside = recorded.is_new and (any(entered()) or in_backward())
     if inside or is_transformed() or _agreement_now() is not None:
         return found
-    with lock, torch.inference_mode(False), torch.no_grad():
+    with written_by_updates():
         theirs = busy_states()
         for block in {state.block for state in states if state.block is not None}:
             own = folded_in(block, [state for state in states if state not in theirs])

@@ -16,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.fuser.run.targets import obstacle
 from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.amax_slots import not_in_capture
-from te_fuser.quantization.state import Source, State, lock
+from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
+from te_fuser.quantization.state import Source, State, written_by_updates
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -53,7 +52,7 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     if not (first or all(s.is_kept for s in missing)):
         _say_once()
     amaxes = [state.amaxes["weight"] for state in missing] if records else None
-    with lock, torch.inference_mode(False), torch.no_grad():
+    with written_by_updates():
         taken = [w if w.dtype in KINDS else w.float() for w in (own_part(states[s].taken()).detach() for s in missing)]
         for state, both in zip(missing, _quantized(taken, missing, amaxes), strict=True):
             state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
@@ -71,8 +70,7 @@ def _quantized(
     for device, numbers in by_device.items():
         given = [weights[k] for k in numbers], [states[k].scales["weight"] for k in numbers]
         slots = None if amaxes is None else [amaxes[k] for k in numbers]
-        has_kernel = device.type == "cuda" and obstacle(device, torch.float32) is None
-        found.update(zip(numbers, quantize_weights(*given, slots, by_kernel=has_kernel), strict=True))
+        found.update(zip(numbers, quantize_weights(*given, slots, by_kernel=has_kernel(device)), strict=True))
     return [found[k] for k in range(len(weights))]
 
 
