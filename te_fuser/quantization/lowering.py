@@ -28,7 +28,7 @@ from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
-from te_fuser.quantization.fp8_allgather import agreeing, quantized_first
+from te_fuser.quantization.fp8_allgather import quantized_first
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.product_scaling import (
@@ -77,7 +77,7 @@ class Regions(CallContext):
         made = [new for item in listed for new in _lowered(item, call, key)]
         if not any(isinstance(item.lowered.op, Collective) for item in listed):
             return made
-        return quantized_first(made, agreeing(), lambda item: _recipe_of(item, key.recipe).reduce_amax)
+        return quantized_first(made, lambda item: _recipe_of(item, key.recipe).reduce_amax)
 
 
 def _prepare_outside(products: Sequence[ListedOp]) -> None:
