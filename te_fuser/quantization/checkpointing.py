@@ -109,7 +109,7 @@ class _Forward:
                 yield
         finally:
             with lock:
-                region.let_go(self.entries)
+                region.hold(self.entries, -1)
                 for k in before:
                     k.put_back()
 
