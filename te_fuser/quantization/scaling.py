@@ -18,12 +18,8 @@ def scalings_of(recipe: Recipe | None) -> tuple[Scaling, Scaling, Scaling] | Non
     """Rules by which x, W and dy get scales from themselves; None of one whose scales are kept."""
     if recipe is None or recipe.own_scales is None:
         return None
-    x, weight, gradient = map(_scaling, recipe.own_scales)
-    return x, weight, gradient
-
-
-def _scaling(own: OwnScales) -> Scaling:
-    return Scaling(own.block, own.by.power_2_scale, own.by.amax_epsilon)
+    x, weight, dy = [Scaling(o.block, o.by.power_2_scale, o.by.amax_epsilon) for o in recipe.own_scales]
+    return x, weight, dy
 
 
 def how(recipe: Recipe) -> str:
@@ -43,9 +39,8 @@ def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor
     or a function gives NaN or no number above 0, the scale stays. What functions give in another dtype is converted.
     """
     most = _most(recipe.fp8_format, history.shape[1] // len(ROLES), history.device)
-    algo = recipe.amax_compute_algo
+    algo, made = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
     amax = algo(history) if callable(algo) else history[0] if algo == "most_recent" else history.amax(0)
-    made = recipe.scaling_factor_compute_algo
     amax = amax.float()
     found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
     return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found.float(), scale).clamp(max=LARGEST)
@@ -58,9 +53,6 @@ def _most(form: Format, products: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([forward, forward, backward], dtype=torch.float32, device=device).repeat(products)
 
 
-_TENSORS = 6  # as of two products
-
-
 @functools.lru_cache(maxsize=64)
 def try_recipe(recipe: Recipe) -> None:
     """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'.
@@ -69,27 +61,21 @@ def try_recipe(recipe: Recipe) -> None:
         TypeError: for `own_scales` that are none.
         ValueError: where functions raise, give another shape, or no floating point.
     """
-    _check_own_scales(recipe)
+    own: Any = recipe.own_scales
+    if own is not None and not (isinstance(own, tuple) and len(own) == 3 and all(map(_is_own, own))):
+        raise TypeError(
+            f"{type(recipe).__name__}: own_scales are three OwnScales(QParams(..), (rows, columns) or None), of x, W "
+            f"and dy, or None where scales are kept, got {own!r}"
+        )
     if not isinstance(recipe, DelayedScaling):
         return
-    zeros, ones = torch.zeros(recipe.amax_history_len, _TENSORS), torch.ones(_TENSORS)
-    with torch.no_grad():
-        if callable(recipe.amax_compute_algo):
-            _check_given("amax_compute_algo(history)", zeros, recipe.amax_compute_algo, zeros)
-        if recipe.scaling_factor_compute_algo is not None:
-            given = zeros[0], ones, 448.0 * ones, recipe
-            call = "scaling_factor_compute_algo(amax, scale, fp8_max, recipe)"
-            _check_given(call, zeros, recipe.scaling_factor_compute_algo, *given)
-
-
-def _check_own_scales(recipe: Recipe) -> None:
-    found: Any = recipe.own_scales
-    if found is None or isinstance(found, tuple) and len(found) == 3 and all(map(_is_own, found)):
-        return
-    raise TypeError(
-        f"{type(recipe).__name__}: own_scales are three OwnScales(QParams(..), (rows, columns) or None), of x, W "
-        f"and dy, or None where scales are kept, got {found!r}"
-    )
+    zeros, ones = torch.zeros(recipe.amax_history_len, 2 * len(ROLES)), torch.ones(2 * len(ROLES))
+    amax, factor = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    if callable(amax):
+        _try("amax_compute_algo(history)", zeros, amax, zeros)
+    if factor is not None:
+        call = "scaling_factor_compute_algo(amax, scale, fp8_max, recipe)"
+        _try(call, zeros, factor, zeros[0], ones, 448.0 * ones, recipe)
 
 
 def _is_own(found: Any) -> bool:
@@ -97,19 +83,17 @@ def _is_own(found: Any) -> bool:
     if not (isinstance(found, OwnScales) and isinstance(found.by, QParams)):
         return False
     block = found.block
-    return block is None or (
-        isinstance(block, tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    )
+    is_pair = isinstance(block, tuple) and len(block) == 2
+    return block is None or (is_pair and all(type(size) is int and size > 0 for size in block))
 
 
-def _check_given(call: str, history: torch.Tensor, function: Callable[..., Any], *given: Any) -> None:
+def _try(call: str, history: torch.Tensor, function: Callable[..., Any], *given: Any) -> None:
     try:
-        made = function(*given)
+        with torch.no_grad():
+            made = function(*given)
     except Exception as error:
-        raise ValueError(
-            f"DelayedScaling: {call} raised {type(error).__name__}: {error}; it was tried on zeros, history "
-            f"{list(history.shape)}"
-        ) from error
+        words = f"raised {type(error).__name__}: {error}; it was tried on zeros, history {list(history.shape)}"
+        raise ValueError(f"DelayedScaling: {call} {words}") from error
     if isinstance(made, torch.Tensor) and made.shape == history.shape[1:] and made.is_floating_point():
         return
     got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
