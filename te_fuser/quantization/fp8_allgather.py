@@ -7,7 +7,7 @@ one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +21,18 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_allreduce import agreeing_ranks
-from te_fuser.quantization.products import weight_in
+from te_fuser.quantization.products import recipe_for, weight_in
 from te_fuser.quantization.state import known_state_of
+from te_fuser.recipe.recipes import Recipe
 
 Kinds = tuple[type[FusableOperation], type[FusableOperation]]
 
 
-def quantized_first(listed: Sequence[ListedOp], reduces: Callable[[ListedOp], bool]) -> list[ListedOp]:
+def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
     """The list with what quantizes before what gathers, forward and backward, where ranks have one scale.
 
-    Args:
-        reduces: whether they agree on the amaxes of a product. Where an update before did not, its scales are each
-            rank's own, and so are those of weights that come with calls.
+    Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
+    come with calls.
     """
     found, ranks = list(listed), agreeing_ranks()
 
@@ -50,9 +50,11 @@ def quantized_first(listed: Sequence[ListedOp], reduces: Callable[[ListedOp], bo
 
     for at, item in enumerate(listed if ranks else ()):
         product = item.lowered.op
-        if not isinstance(product, Float8MatMul) or isinstance(weight_in(item), GivenBinding) or not reduces(item):
+        if not isinstance(product, Float8MatMul) or isinstance(weight := weight_in(item), GivenBinding):
             continue
-        state = known_state_of(weight_in(item))
+        state, recipe = known_state_of(weight), recipe_for(weight, around)
+        if recipe is None or not recipe.reduce_amax:
+            continue
         if state is None or state.alike is None or state.alike.issuperset(ranks):
             x, _, dy = product.form.formats
             exchange(at - 2, (AllGather, Quantize), Carried(x, product.form.dtype))
