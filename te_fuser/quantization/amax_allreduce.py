@@ -1,4 +1,9 @@
-"""Ranks that agree on amaxes: one vector over the products that all have, in the order of their construction."""
+"""Ranks that agree on amaxes: one vector over the products that all have, in the order of their construction.
+
+Where they do, what ranks gather is quantized first: they have one scale, so it is half the bytes or less, and the same
+numbers. That is what a product takes where ranks cut its rows (`sequence_parallel`), and the gradient of what another
+one gives.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +19,18 @@ import torch.distributed as dist
 
 from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given, has_ranks
+from te_fuser.fuser.graph.listed import ListedOp, with_attributes
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter
 from te_fuser.ops.construction import latest
+from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.binding import Binding
+from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_slots import ROLES, Block, blocks
-from te_fuser.quantization.products import device_of, products, recipe_for
-from te_fuser.quantization.state import State, state_of
+from te_fuser.quantization.products import device_of, products, recipe_for, weight_in
+from te_fuser.quantization.state import State, known_state_of, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, entered, settings, settings_changed
 
@@ -241,8 +254,47 @@ def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
         settings_changed()
 
 
-def agreeing_ranks() -> frozenset[int]:
+def _agreeing_ranks() -> frozenset[int]:
     """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
     outermost = next(filter(None, entered()), None)
     agreement = agreement_in(outermost) if has_ranks() else None
     return frozenset() if agreement is None or agreement.differs else agreement.ranks
+
+
+# ------------------------------------------------------------------------------------------ what is gathered in 8 bits
+
+Kinds = tuple[type[FusableOperation], type[FusableOperation]]
+
+
+def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
+    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale.
+
+    Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
+    come with calls.
+    """
+    found, ranks = list(listed), _agreeing_ranks()
+
+    def exchange(at: int, kinds: Kinds, carried: Carried) -> None:
+        """Exchange two neighbours of these kinds, of which others read nothing by name, nor do they of others."""
+        pair = found[max(at, 0) : at + 2]
+        if [None if i.names_in or i.names_out else i.lowered.op.kind for i in pair] != [*kinds]:
+            return
+        item = pair[1] if kinds[1] is ReduceScatter else pair[0]
+        op: Any = item.lowered.op
+        if op.group.size > 1 and ranks.issuperset(dist.get_process_group_ranks(op.group.process_group())):
+            op = with_attributes(op, {**op.__dict__, "carried": carried})
+            moved = replace(item, lowered=replace(item.lowered, op=op))
+            found[at : at + 2] = [moved, pair[0]] if item is pair[1] else [pair[1], moved]
+
+    for at, item in enumerate(listed if ranks else ()):
+        product = item.lowered.op
+        if not isinstance(product, Float8MatMul) or isinstance(weight := weight_in(item), GivenBinding):
+            continue
+        state, recipe = known_state_of(weight), recipe_for(weight, around)
+        if recipe is None or not recipe.reduce_amax:
+            continue
+        if state is None or state.alike is None or state.alike.issuperset(ranks):
+            x, _, dy = product.form.formats
+            exchange(at - 2, (AllGather, Quantize), Carried(x, product.form.dtype))
+            exchange(at + 1, (QuantizeGradient, ReduceScatter), Carried(product.form.dtype, dy))
+    return found

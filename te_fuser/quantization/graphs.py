@@ -12,8 +12,7 @@ from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
 from te_fuser.quantization.amax_slots import blocks, show
 from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
-from te_fuser.quantization.products import products_of
-from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.products import products_of, scalings_of
 from te_fuser.quantization.state import ReadyCheck, State, history_length, lock
 from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region

@@ -20,8 +20,7 @@ from te_fuser.params.binding import Binding, Key
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.model_init import is_only_narrow
-from te_fuser.quantization.products import weight_in
-from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.products import scalings_of, weight_in
 from te_fuser.quantization.state import State
 from te_fuser.quantization.weight_cache import KEPT, OWN
 from te_fuser.recipe import region

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,12 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import prefix_of
 from te_fuser.params.scales import Aside
-from te_fuser.quantization.scaling import try_recipe
-from te_fuser.recipe.recipes import Recipe
+from te_fuser.recipe.recipes import DelayedScaling, OwnScales, QParams, Recipe
 from te_fuser.recipe.region import settings_changed
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def device_of(weight: Binding) -> torch.device | None:
 _KEY = "_fp8_precision"  # of a module's attributes
 _UNSAID = object()
 _REMEMBERED = 16
+_TENSORS = 6  # of two products, on which the functions of a recipe are tried
 _count, _latest = itertools.count(1), [0]
 # Module -> weight's name -> when the recipe was changed, the last times, and what was said before.
 _changed: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, deque[tuple[int, object]]]] = weakref.WeakKeyDictionary()
@@ -175,3 +177,74 @@ def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:
     """The recipe that a product runs by in a region of this one; None: in its own precision."""
     chosen: Mapping[str, Recipe | None] = weight.owner.__dict__.get(_KEY, {})
     return chosen.get(weight.name, recipe)
+
+
+# ---------------------------------------------------------------------------------------------- what these are
+
+
+def scalings_of(recipe: Recipe | None) -> tuple[Scaling, Scaling, Scaling] | None:
+    """Rules by which x, W and dy get scales from themselves; None of one whose scales are kept."""
+    if recipe is None or recipe.own_scales is None:
+        return None
+    x, weight, dy = [Scaling(o.block, o.by.power_2_scale, o.by.amax_epsilon) for o in recipe.own_scales]
+    return x, weight, dy
+
+
+def how(recipe: Recipe) -> str:
+    """Words on the scales of a recipe that keeps none; "" of one that does."""
+    if recipe.own_scales is None:
+        return ""
+    x, weight, _ = [own.block and " x ".join(map(str, own.block)) for own in recipe.own_scales]
+    if x is None:
+        return "scales of now"
+    return f"a scale for each {x} numbers" + (f", {weight} of a weight" if weight != x else "")
+
+
+@functools.lru_cache(maxsize=64)
+def try_recipe(recipe: Recipe) -> None:
+    """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'.
+
+    Raises:
+        TypeError: for `own_scales` that are none.
+        ValueError: where functions raise, give another shape, or no floating point.
+    """
+    own: Any = recipe.own_scales
+    if own is not None and not (isinstance(own, tuple) and len(own) == 3 and all(map(_is_own, own))):
+        raise TypeError(
+            f"{type(recipe).__name__}: own_scales are three OwnScales(QParams(..), (rows, columns) or None), of x, W "
+            f"and dy, or None where scales are kept, got {own!r}"
+        )
+    if not isinstance(recipe, DelayedScaling):
+        return
+    zeros, ones = torch.zeros(recipe.amax_history_len, _TENSORS), torch.ones(_TENSORS)
+    amax, factor = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    if callable(amax):
+        _try("amax_compute_algo(history)", zeros, amax, zeros)
+    if factor is not None:
+        call = "scaling_factor_compute_algo(amax, scale, fp8_max, recipe)"
+        _try(call, zeros, factor, zeros[0], ones, 448.0 * ones, recipe)
+
+
+def _is_own(found: Any) -> bool:
+    """True where this says how a tensor gets its scales."""
+    if not (isinstance(found, OwnScales) and isinstance(found.by, QParams)):
+        return False
+    block = found.block
+    is_pair = isinstance(block, tuple) and len(block) == 2
+    return block is None or (is_pair and all(type(size) is int and size > 0 for size in block))
+
+
+def _try(call: str, history: torch.Tensor, function: Callable[..., Any], *given: Any) -> None:
+    try:
+        with torch.no_grad():
+            made = function(*given)
+    except Exception as error:
+        words = f"raised {type(error).__name__}: {error}; it was tried on zeros, history {list(history.shape)}"
+        raise ValueError(f"DelayedScaling: {call} {words}") from error
+    if isinstance(made, torch.Tensor) and made.shape == history.shape[1:] and made.is_floating_point():
+        return
+    got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
+    raise ValueError(
+        f"DelayedScaling: {call} gives one number for each tensor, float32 {list(history.shape[1:])} of a history "
+        f"{list(history.shape)}, newest first; it gave {got}"
+    )

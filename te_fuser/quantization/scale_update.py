@@ -8,6 +8,7 @@ on amaxes update together, in `states` and `not_finite` too; who saves or evalua
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -21,13 +22,21 @@ from te_fuser.distributed.group import has_ranks
 from te_fuser.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.look import is_looking
-from te_fuser.params.narrow import HISTORY, SCALE
+from te_fuser.params.narrow import HISTORY, LARGEST, SCALE
 from te_fuser.params.scales import STATES, States, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
-from te_fuser.quantization.amax_slots import Block, blocks, changes, has_kernel, is_transformed, not_in_capture, show
+from te_fuser.quantization.amax_slots import (
+    ROLES,
+    Block,
+    blocks,
+    changes,
+    has_kernel,
+    is_transformed,
+    not_in_capture,
+    show,
+)
 from te_fuser.quantization.checkpointing import keep_snapshot
-from te_fuser.quantization.products import device_of, products, recipe_for
-from te_fuser.quantization.scaling import scales_of, try_recipe
+from te_fuser.quantization.products import device_of, products, recipe_for, try_recipe
 from te_fuser.quantization.state import (
     State,
     busy_states,
@@ -37,7 +46,7 @@ from te_fuser.quantization.state import (
     state_of,
     written_by_updates,
 )
-from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import Region, is_capturing, on_entry
 
 Moved = tuple[Sequence[State], torch.Tensor, torch.Tensor]  # of one recipe: history [length, states, 3], scales
@@ -122,6 +131,27 @@ def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator
         new = torch.where(moves, torch.cat([amaxes[None], old[:-1]]), old)
         made = scales_of(cast(DelayedScaling, alike[0].recipe), new.flatten(1), scales.flatten()).view_as(scales)
         yield alike, new, torch.where(moves, made, scales)
+
+
+def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """New scales by a recipe, float32 [tensors]: of a history [length, tensors] newest first, and the scales of before.
+
+    The tensors are those of products one behind the other, each as `ROLES`. Where the amax is not finite and above 0,
+    or a function gives NaN or no number above 0, the scale stays. What functions give in another dtype is converted.
+    """
+    most = _most(recipe.fp8_format, history.shape[1] // len(ROLES), history.device)
+    algo, made = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    amax = algo(history) if callable(algo) else history[0] if algo == "most_recent" else history.amax(0)
+    amax = amax.float()
+    found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
+    return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found.float(), scale).clamp(max=LARGEST)
+
+
+@functools.lru_cache(maxsize=64)
+def _most(form: Format, products: int, device: torch.device) -> torch.Tensor:
+    """The largest numbers of the formats of so many products' tensors."""
+    forward, backward = form.value
+    return torch.tensor([forward, forward, backward], dtype=torch.float32, device=device).repeat(products)
 
 
 def evaluate() -> None:

@@ -30,7 +30,7 @@ from te_fuser.quantization.amax_slots import (
     not_in_capture,
     show,
 )
-from te_fuser.quantization.scaling import try_recipe
+from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 

@@ -27,7 +27,7 @@ from te_fuser.ops.own_scales import dequantized
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
-from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
