@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.kernels.quantize_weights import DTYPE, KINDS, quantize_weights
+from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Weight8, by_torch, quantizer_on
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
 from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
@@ -57,11 +57,12 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
         for state, w in zip(missing, taken, strict=True):
             by_device.setdefault(w.device, []).append((state, w if w.dtype in KINDS else w.float()))
         for device, pairs in by_device.items():
-            given = [w for _, w in pairs], [state.scales["weight"] for state, _ in pairs]
-            amaxes = [state.amaxes["weight"] for state, _ in pairs] if records else None
-            made = quantize_weights(*given, amaxes, by_kernel=has_kernel(device))
-            for (state, _), both in zip(pairs, made, strict=True):
-                state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
+            wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
+            quantize = quantizer_on(device, wanted) if has_kernel(device) else functools.partial(by_torch, wanted)
+            given = [(w, state.scales["weight"], state.amaxes["weight"])[: 2 + records] for state, w in pairs]
+            made = iter(quantize(*[t for each in given for t in each]))
+            for state, _ in pairs:
+                state.kept.update(zip(KEPT, (next(made), next(made), state.inverses["weight"]), strict=True))
                 state.is_kept, state.kept_of = True, _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
