@@ -210,7 +210,7 @@ class BlockKernel:
         """
         free = len(_threads) == 1 and self._held is not None and holders(self._views) == self._held
         over = self._numbers if free else None
-        numbers = self._folder.by_kernel(block.amaxes, block.amaxes, block.not_finite, block.rows, over)
+        numbers = self._folder.by_kernel(block.amaxes, block.not_finite, block.rows, over)
         torch.autograd.graph.increment_version(self._written)
         if over is None:
             self._numbers, self._views = numbers, numbers.select(2, 0).flatten().unbind()

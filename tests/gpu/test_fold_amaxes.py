@@ -27,9 +27,8 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_values(apart: bool) -> None:
-    assert not folded_wrongly(3, apart, "cuda:0")
+def test_values() -> None:
+    assert not folded_wrongly(3, "cuda:0")
 
 
 def recorded(model: Any, recipe: DelayedScaling, seed: int) -> None:
