@@ -83,12 +83,9 @@ class _Forward:
     def again(self) -> Iterator[None]:
         if any_since(self.precision):
             region.settings_changed()  # so that calls are looked at again, each with its products
-        micro_batch, token = region.microbatch(self._is_first), _running_again.set(self)
-        try:
-            with region.recomputed(self._regions), self._by_its_scales(), micro_batch, reading(self._used):
-                yield
-        finally:
-            _running_again.reset(token)
+        micro_batch, runs_again = region.microbatch(self._is_first), region.being(_running_again, self)
+        with runs_again, region.recomputed(self._regions), self._by_its_scales(), micro_batch, reading(self._used):
+            yield
 
     @contextlib.contextmanager
     def _by_its_scales(self) -> Iterator[None]:
@@ -163,14 +160,9 @@ _captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", 
 read_in_capture = _captured.get  # the copies of scales that calls here read, which a CUDA graph makes at each replay
 
 
-@contextlib.contextmanager
-def of_capture(scales: Snapshot) -> Iterator[None]:
+def of_capture(scales: Snapshot) -> contextlib.AbstractContextManager[None]:
     """In here they are these."""
-    token = _captured.set(scales)
-    try:
-        yield
-    finally:
-        _captured.reset(token)
+    return region.being(_captured, scales)
 
 
 def snapshot() -> Snapshot:

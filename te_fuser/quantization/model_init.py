@@ -17,6 +17,7 @@ from te_fuser.params.narrow import NARROW, is_narrow, narrow, not_scaled, prefix
 from te_fuser.params.scales import HoldsScales
 from te_fuser.quantization.products import weight_in, weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.region import being
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp
@@ -64,11 +65,8 @@ def quantized_model_init(
             "are for inference: make the model outside and train it in a region of FP8"
         )
     waiting: list[FusableOperation] = []
-    token = _waiting.set(waiting if enabled else None)
-    try:
+    with being(_waiting, waiting if enabled else None):
         yield
-    finally:
-        _waiting.reset(token)
     for op in waiting:
         _narrow(op)
 

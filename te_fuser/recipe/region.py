@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -58,6 +58,7 @@ class Key(NamedTuple):
     agrees: str | None
 
 
+Value = TypeVar("Value")
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", default=None)
@@ -105,6 +106,16 @@ def current_key() -> Key | None:
 
 
 @contextlib.contextmanager
+def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """In here a variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
     """In here calls are of the first micro-batch of a step or of another one; None: as around.
 
@@ -118,22 +129,18 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
     if is_first is None:
         yield
         return
-    token = _is_first.set(is_first)
-    try:
+    with being(_is_first, is_first):
         yield
-    finally:
-        _is_first.reset(token)
 
 
 @contextlib.contextmanager
 def noting_used() -> Iterator[list[Any]]:
     """In here calls that read kept weights note what they read."""
     noted: list[Any] = []
-    token = _used.set(noted)
     try:
-        yield noted
+        with being(_used, noted):
+            yield noted
     finally:
-        _used.reset(token)
         note_used(noted)
 
 
@@ -198,16 +205,13 @@ def is_capturing() -> bool:
 @contextlib.contextmanager
 def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
     """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
-    before, was, entry = _stack.get(), _recomputing.get(), _entry.get()
+    before = _stack.get()
     _be_within(stack)
-    _recomputing.set(True)
-    _entry.set(next(_count))
     try:
-        yield
+        with being(_recomputing, True), counted_alone():
+            yield
     finally:
         _be_within(before)
-        _recomputing.set(was)
-        _entry.set(entry)
 
 
 def _be_within(stack: tuple[Region | None, ...]) -> None:
