@@ -103,7 +103,7 @@ class _ForwardProduct(NamedTuple):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """y of x by blocks, and of x^T by blocks where that is kept."""
         by_rows = own_scales.unpacked(x8, features)
-        turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if self.keeps else None
+        turned = own_scales.unpacked(given[0], _tokens(x8), turned=True) if self.keeps else None
         weight, *bias = given[1:] if self.keeps else given
         return self._product(by_rows[0], by_rows, turned, weight, bias)
 
@@ -155,7 +155,7 @@ class _Gradients(NamedTuple):
     ) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """dx and dW of dy and dy^T by blocks."""
         by_rows = own_scales.unpacked(dy8, features)
-        turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+        turned = own_scales.unpacked(m["dy.transposed_blocks"], _tokens(dy8), turned=True)
         return self._products(m, by_rows[0], by_rows, turned)
 
     def _products(

@@ -148,7 +148,8 @@ def _copied(device: torch.device) -> Iterator[None]:
         for block in [block for block in blocks() if block.device == device]:
             states = block.states()
             for state in states if not region.is_capturing() else ():
-                state.take_up()
+                if state.has_buffers and state.scale.device == device:  # somebody may have put others in place
+                    state.make(None, device)
             found = block.made_live().clone()[: block.rows, :, 0].flatten().unbind()
             before += map(Kept.of, states)
             for state in states:

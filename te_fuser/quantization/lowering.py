@@ -78,9 +78,6 @@ class Regions(CallContext):
         return quantized_first(made, key.recipe) if is_cut else made
 
 
-# -------------------------------------------------------------------------------------------------- which products
-
-
 def _is_product(item: ListedOp) -> bool:
     return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
 
@@ -102,9 +99,6 @@ def _in_8_bits(listed: Sequence[ListedOp], around: Recipe) -> list[tuple[ListedO
     """The products that run so, and by which recipes."""
     found = ((item, _recipe_of(item, around)) for item in listed)
     return [(item, recipe) for item, recipe in found if not isinstance(recipe, str)]
-
-
-# -------------------------------------------------------------------------------------------------------- in a call
 
 
 def _prepare_outside(products: Sequence[ListedOp]) -> None:
@@ -207,9 +201,6 @@ def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool
             times[weight.key] += 1
         found.append(item)
     return found
-
-
-# --------------------------------------------------------------------------------------------------------- as a pass
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:

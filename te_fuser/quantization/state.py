@@ -83,8 +83,6 @@ class State:
         self._owner = weakref.ref(owner)
         self._put: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
 
-    # ------------------------------------------------------------------------------------------------ its buffers
-
     @property
     def scale(self) -> torch.Tensor:
         """The buffer of scales, [3]."""
@@ -159,11 +157,6 @@ class State:
                     self.amaxes.update(zip(ROLES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
             self._put = None, None
 
-    def take_up(self) -> None:
-        """Have calls find what somebody put in place of the buffers, where that lies beside the slots."""
-        if self.has_buffers and self.block is not None and self.scale.device == self.block.device:
-            self.make(None, self.block.device)
-
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
         """Scales and history as updates can write them; what .half() and the like rounded, as it was before."""
         if not self.has_buffers:
@@ -196,8 +189,6 @@ class State:
                 "torch.func.functional_call does: give scales to a model that has run in a region with gradients, or "
                 "has loaded a checkpoint with scales"
             )
-
-    # ------------------------------------------------------------------------------------------- what calls leave
 
     def keeps_another(self) -> bool:
         """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
