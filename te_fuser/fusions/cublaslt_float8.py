@@ -62,7 +62,7 @@ _LYING_BY_ROWS = {"y": products.ALONG, "dx": (False, False), "dW": (True, False)
 
 
 def _form(m: Match) -> Float8Form:
-    """How the products of op 0 are computed; of a QuantizedMatMul y alone."""
+    """Formats and sums of the products of op 0; of a QuantizedMatMul y alone."""
     if m[0].kind is not QuantizedMatMul:
         return cast(Float8MatMul, m[0]).form
     formats = (m.dtype, m[0].dtype_of("weight"), m.dtype)
@@ -70,7 +70,7 @@ def _form(m: Match) -> Float8Form:
 
 
 def _own_scalings(m: Match) -> tuple[Scaling, Scaling, Scaling] | None:
-    """How the factors get scales from themselves, where a product quantizes them itself."""
+    """Rules by which factors get scales from themselves, where a product quantizes them itself."""
     form = _form(m)
     return None if form.comes_quantized else form.scalings
 
@@ -91,7 +91,7 @@ def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
 
 
 def _scales_of(scaling: Scaling) -> str:
-    """How the scales of a factor lie, as the native product calls it."""
+    """Layout of a factor's scales, as the native product calls it."""
     return "squares" if scaling.block is not None and scaling.block[0] > 1 else "rows"
 
 
@@ -114,7 +114,7 @@ def problem_of(m: Match, which: str, rows: int, kind: str = "plain") -> tuple[Pr
 
 
 def cost_of(m: Match, which: str) -> Cost:
-    """What one of the products takes, of factors that are there."""
+    """Cost of one of the products, of factors that are there."""
     form, (rows, columns, summed) = form_of(m, which), problem_of(m, which, m.x.rows)[1]
     out = m[0].dtype_of("weight") if which == "dW" else form.out_dtype
     written, flops = rows * columns * out.itemsize, 2.0 * rows * columns * summed

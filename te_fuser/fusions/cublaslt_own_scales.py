@@ -52,26 +52,26 @@ def _op(m: Match) -> OwnScalesMatMul:
 
 
 def _scaling(m: Match, role: int) -> Scaling:
-    """How x, W or dy gets its scales."""
+    """Rule by which x, W or dy gets its scales."""
     scalings = _op(m).form.scalings
     assert scalings is not None
     return scalings[role]
 
 
 def _product(m: Match, which: str, kind: str = "plain") -> Multiply:
-    """What multiplies the data of two factors by their inverses, one of the three products."""
+    """One of the three products: it multiplies the data of two factors by their inverses."""
     return quantized_matmul.configured(form_of(m, which, kind)).make
 
 
 def _kernel(m: Match, role: int, sides: str) -> QuantizeBlocks:
-    """What makes x, W or dy in 8 bits of what it comes in, by rows, turned or both."""
+    """Kernel that makes x, W or dy in 8 bits of what it comes in, by rows, turned or both."""
     form = _op(m).form
     dtype = (form.dtype, m[0].dtype_of("weight"), form.dtype)[role]
     return own_scales.kernel_of(dtype, form.formats[role], _scaling(m, role), sides)
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """What a product made of x, without the rows that were put behind x."""
+    """Result of a product of x, without the rows that were put behind x."""
     if made.shape[:-1] == x.shape[:-1]:
         return made
     return made[: _tokens(x)].clone().view(*x.shape[:-1], made.shape[-1])
@@ -137,7 +137,7 @@ class _Gradients(NamedTuple):
 
     @classmethod
     def of(cls, m: Match) -> _Gradients:
-        """Those of a match."""
+        """Gradients of a match."""
         again = None if _op(m).keeps_weight else BlocksOf(_kernel(m, 1, "turned"))
         of_weight = None if _op(m).accumulate_into_main_grad else _product(m, "dW")
         return cls(again, _product(m, "dx"), of_weight, onto_main_grad(m))
@@ -203,12 +203,12 @@ def _output_of(m: Match, kind: str) -> _ForwardProduct:
 
 
 def _sides_of_weight(m: Match) -> str:
-    """How forward makes W: turned, too, where it keeps that."""
+    """Layouts in which forward makes W: turned, too, where it keeps that."""
     return "both" if m.needs_grad and _op(m).keeps_weight else "rows"
 
 
 def _by_blocks(m: Match, method: str, kind: str) -> ByBlocks | None:
-    """How a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
+    """Way in which a direction runs with x, or dy, as generated kernels make it by blocks; None where it cannot.
 
     These have the scales that the recipe has by default, and products take as many rows as they come.
     """
@@ -231,13 +231,13 @@ def _are_whole_fours(rows: int) -> bool:
 
 
 def _algorithms(m: Match, which: Iterable[str], kind: str = "plain") -> str:
-    """What the products of a match run by, as far as that is known."""
+    """Algorithms of the products of a match, as far as they are known."""
     found = [algorithms_of(*problem_of(m, product, m.x.rows, kind)) for product in which]
     return ", ".join(dict.fromkeys(filter(None, found)))
 
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
-    """Those that its bodies launch beside the products."""
+    """Kernels that its bodies launch beside the products."""
     if direction == "forward":
         yield _kernel(m, 0, "both" if m.needs_grad else "rows")
         yield _kernel(m, 1, _sides_of_weight(m))
@@ -276,7 +276,7 @@ def _backward_cost(m: Match, by_blocks: bool = False) -> Cost:
 def _cost(
     op: OwnScalesMatMul, rows: int, products: int, read: int, written: int, factors: int, made: int, launches: int
 ) -> Cost:
-    """What is read and written to quantize counts as bytes apart."""
+    """Cost of so many products; bytes that are moved to quantize count apart."""
     flops = 2.0 * products * rows * op.in_features * op.out_features
     name, share = name_of(op.form.formats[0]), _OF_BLOCKS[products]
     return Cost(read + factors, written + made, flops, launches, efficiency=share, apart=read + written, dtype=name)

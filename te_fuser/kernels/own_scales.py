@@ -37,7 +37,7 @@ Factor = tuple[torch.Tensor, torch.Tensor]
 
 
 def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str) -> QuantizeBlocks:
-    """What makes a matrix in 8 bits of one in x, by rows, turned or both."""
+    """Kernel that makes a matrix in 8 bits of one in x, by rows, turned or both."""
     square = scaling.block is not None and scaling.block[0] > 1
     return QuantizeBlocks(x, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
 

@@ -32,7 +32,7 @@ Quantizer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Weight8:
-    """What is made of a weight.
+    """Layouts that are made of a weight.
 
     Attributes:
         dtype: the weight's.
@@ -47,7 +47,7 @@ class Weight8:
 
     @property
     def code(self) -> int:
-        """The same as a number."""
+        """This weight as the native runtime is told of it."""
         return KINDS[self.dtype] | _ROWS * self.rows | _TURNED * self.turned | _RECORDS * self.records
 
 
@@ -64,7 +64,7 @@ def quantizer_on(
 
 
 def by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
-    """The same by PyTorch's operations, on any device."""
+    """Weights quantized by PyTorch's operations, on any device."""
     given, made = iter(tensors), []
     for weight in weights:
         wide, scale = next(given).detach().float(), next(given)

@@ -24,7 +24,7 @@ from te_fuser.params.main_grad import put_gradient
 
 @op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class Float8MatMul(UnfusedOperation):
-    """What a MatMul is in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
+    """A MatMul in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
 
     x comes in 8 bits as `Quantize` gives it, and dy as `QuantizeGradient` does; W in its own dtype, and is quantized
     here, forward and again in backward. What 8 bits stand for is multiplied in float32, where no library multiplies
@@ -81,7 +81,7 @@ class Float8MatMul(UnfusedOperation):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of y and dx."""
+        """Dtype of y and dx."""
         return self.form.dtype
 
     def infer(self, x: Spec) -> Spec:
@@ -160,7 +160,7 @@ class Float8MatMul(UnfusedOperation):
 
 @op_table.gradient_dtype.row(None)
 class PartlyFloat8MatMul(Float8MatMul):
-    """The same where some of the three products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
+    """Float8MatMul some of whose products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
 
     Whoever lists it binds scales and inverses of all three tensors, and maybe `input_amax`, `weight_amax` and
     `output_gradient_amax`, which are raised to the largest magnitudes of these, whatever is quantized.

@@ -19,7 +19,7 @@ NUMBERS = tuple(f"{role}_{what}" for role in _ROLES for what in ("scale", "inver
 
 @dataclass(frozen=True)
 class Float8Form:
-    """How the products of a MatMul are computed.
+    """Form of the products of a MatMul.
 
     Attributes:
         dtype: of y and dx.
@@ -52,7 +52,7 @@ class Float8Form:
         return READ_KEPT if self.weight_is_kept else READ
 
     def exact(self) -> Float8Form:
-        """The same with results in float64."""
+        """This form with results in float64."""
         return replace(self, dtype=torch.float64, weight_dtype=torch.float64)
 
 

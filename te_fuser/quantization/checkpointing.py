@@ -126,7 +126,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, state: State) -> Kept:
-        """Those of a product now."""
+        """Scales and slots of a product now."""
         entries = frozenset((state.entry, state.ran_in))
         return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, {**state.amaxes}, entries)
 
