@@ -35,7 +35,6 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     dot_product_attention,
     cublaslt_sums,
     swiglu_matmul_quack,
-    cublaslt_quantized,
     cublaslt_float8,
     float8_weights,
     float8_matmul_bias_quack,

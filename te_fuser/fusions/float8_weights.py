@@ -46,7 +46,7 @@ class Weights8(Maker):
 
 
 class OwnWeights8(Maker):
-    """The same by scales that follow from the weights themselves: a launch makes these, another one quantizes."""
+    """Weights in 8 bits by scales that follow from themselves: a launch makes these, another one quantizes."""
 
     name = "quantize_weights"
     of = ("weight",)
@@ -80,7 +80,7 @@ def _scaling(w: Wanted) -> Scaling:
 def _own(
     run: OwnWeights, wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *weights: torch.Tensor
 ) -> Any:
-    """What is made of each weight, in the order of what is wanted."""
+    """Tensors made of each weight, in the order of what is wanted."""
     data, scales, inverses = run(*weights)
     tensors, made = iter(data), []
     for w, weight, turn, scale, inverse in zip(wanted, weights, again, scales, inverses, strict=True):
@@ -105,7 +105,7 @@ def turning_again(w: Wanted, device: torch.device) -> Callable[..., Any] | None:
 def _noting(
     run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
 ) -> Any:
-    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
+    """Tensors that are made, on each of which it is noted how W^T is made again: `fully_shard` takes weights away."""
     made = run(*given)
     tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
     for w, turn in zip(wanted, again, strict=True):

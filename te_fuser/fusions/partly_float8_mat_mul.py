@@ -92,7 +92,7 @@ def _choose(m: Match, method: str) -> Body:
 
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
-    """Those that quantize and turn factors."""
+    """Kernels that quantize and turn factors."""
     asked = {"y": direction == "forward", "dx": "input" in needed, "dW": "0.weight" in needed}
     for found in filter(None, (_product(m, which) for which, is_asked in asked.items() if is_asked)):
         yield from (QuantizeWeights(dtype) for dtype in dict.fromkeys((found.dtype, found.b_dtype)))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from te_fuser.codegen.written import TextKernel, over_rows
-from te_fuser.dtypes import text_of
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -46,25 +45,14 @@ class Folded(NamedTuple):
 
 
 class AmaxFolder:
-    """Folds amaxes of always the same products, whose histories and scales stay where they are.
+    """Folds amaxes of always the same products, whose histories and scales stay where they are, side by side.
 
     Args:
         products: by their rows among the amaxes; other rows are counted and cleared alone.
         rows: how many there may be.
-
-    Raises:
-        ValueError: for tensors of other shapes or dtypes, and for those that do not lie side by side.
-        RuntimeError: while a stream is captured, as the device is told where they lie.
     """
 
     def __init__(self, products: Mapping[int, Folded], rows: int, device: torch.device) -> None:
-        for product in products.values():
-            _check(product, device)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "which amaxes are folded is told the device outside of a capture: enter a region once more before the "
-                "capture, after the last call that made or moved scales"
-            )
         listed = [_NOTHING] * rows  # of `Product` in the text
         for place, (row, (history, scale, *rule)) in enumerate(products.items()):
             listed[row] = (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
@@ -73,20 +61,14 @@ class AmaxFolder:
         self._kernel = FoldAmaxes().ready(device)
 
     def by_kernel(
-        self,
-        seen: torch.Tensor,
-        amaxes: torch.Tensor,
-        not_finite: torch.Tensor,
-        rows: int,
-        over: torch.Tensor | None = None,
+        self, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int, over: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Fold what was seen, count what is not finite and clear the amaxes, in one launch.
+        """Fold amaxes, count what is not finite and clear them, in one launch.
 
         Args:
-            seen: float32 [rows, 3] or longer; it may be `amaxes`.
-            rows: how many there are now, no fewer than those of products.
-            amaxes: float32, the same.
+            amaxes: float32 [rows, 3] or longer.
             not_finite: int64, the same: raised by one where an amax is infinite or NaN.
+            rows: how many there are now, no fewer than those of products.
             over: what this gave before, to be written again; without it the numbers have memory of their own.
 
         Returns:
@@ -97,18 +79,8 @@ class AmaxFolder:
         if numbers is None:
             numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
         if rows:
-            self._kernel((self._table, seen, amaxes, not_finite, numbers), rows, 1, 1, ())
+            self._kernel((self._table, amaxes, amaxes, not_finite, numbers), rows, 1, 1, ())
         return numbers
-
-
-def _check(product: Folded, device: torch.device) -> None:
-    for name, t, shape in (("history", product.history, "[length, 3]"), ("scale", product.scale, "[3]")):
-        fits = t.dim() == shape.count(",") + 1 and t.shape[-1] == ROLES and t.numel()
-        if t.dtype != torch.float32 or not fits or not t.is_contiguous():
-            got = f"{text_of(t.dtype)} {list(t.shape)}"
-            raise ValueError(f"a {name} that is folded is float32 {shape}, side by side, got {got}")
-        if t.device != device:
-            raise ValueError(f"a {name} is on {t.device}, its amaxes on {device}")
 
 
 @dataclass(frozen=True)

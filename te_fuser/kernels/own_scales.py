@@ -37,7 +37,7 @@ Factor = tuple[torch.Tensor, torch.Tensor]
 
 
 def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str) -> QuantizeBlocks:
-    """What makes a matrix in 8 bits of one in x, by rows, turned or both."""
+    """Kernel that makes a matrix in 8 bits of one in x, by rows, turned or both."""
     square = scaling.block is not None and scaling.block[0] > 1
     return QuantizeBlocks(x, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
 
@@ -92,20 +92,16 @@ class BlocksOf:
         return found
 
 
-def unpacked(made: torch.Tensor, features: int) -> Factor:
-    """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales]."""
+def unpacked(made: torch.Tensor, columns: int, turned: bool = False) -> Factor:
+    """A matrix as a generated kernel makes it by blocks, [.., features and room for their scales].
+
+    Args:
+        columns: features; turned, tokens, which come up to a multiple of 16.
+    """
     *leading, _ = made.shape
-    tokens, flat = math.prod(leading), made.view(-1)
-    data, inverse = flat[: tokens * features], flat[tokens * features :]
-    return data.view(*leading, features), inverse.view(torch.float32).view(_scales_of(tokens, features, False))
-
-
-def unpacked_turned(made: torch.Tensor, tokens: int) -> Factor:
-    """The same, turned: [features, tokens up to a multiple of 16 and room for their scales]."""
-    features, flat = len(made), made.view(-1)
-    data, inverse = flat[: features * padded(tokens)], flat[features * padded(tokens) :]
-    scales = inverse.view(torch.float32).view(_scales_of(features, tokens, False))
-    return data.view(features, padded(tokens)), scales
+    rows, room, flat = math.prod(leading), padded(columns) if turned else columns, made.view(-1)
+    data, inverse = flat[: rows * room], flat[rows * room :]
+    return data.view(*leading, room), inverse.view(torch.float32).view(_scales_of(rows, columns, False))
 
 
 def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:

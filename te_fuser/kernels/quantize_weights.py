@@ -24,17 +24,15 @@ from te_fuser.kernels import transposed8
 if TYPE_CHECKING:
     from te_fuser import _native
 
-STEP = 16  # rows and columns of a weight come in multiples of so many
 DTYPE = torch.float8_e4m3fn
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROWS, _TURNED, _RECORDS = 4, 8, 16  # beside these, what the native runtime is told of a weight
-Quantized = tuple[torch.Tensor, torch.Tensor]  # [out, in] and [in, out], float8_e4m3fn
 Quantizer = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Weight8:
-    """What is made of a weight.
+    """Layouts that are made of a weight.
 
     Attributes:
         dtype: the weight's.
@@ -49,40 +47,8 @@ class Weight8:
 
     @property
     def code(self) -> int:
-        """The same as a number."""
+        """This weight as the native runtime is told of it."""
         return KINDS[self.dtype] | _ROWS * self.rows | _TURNED * self.turned | _RECORDS * self.records
-
-
-def quantize_weights(
-    weights: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    amaxes: Sequence[torch.Tensor] | None = None,
-    *,
-    by_kernel: bool = True,
-) -> list[Quantized]:
-    """Each weight times its scale in float8_e4m3fn, by rows and turned: the bytes of `quantization.quantize`.
-
-    Args:
-        weights: [out, in], float32, bfloat16 or float16, on one device; out and in are multiples of 16.
-        scales: float32 [] each, on that device.
-        amaxes: the same: raised to the largest magnitude of each weight; NaN is the largest. None: left out.
-        by_kernel: whether a GPU does it in one launch, and not by PyTorch's operations.
-
-    Raises:
-        ValueError, TypeError: for tensors that are not so.
-    """
-    if not weights:
-        return []
-    numbers = [scales] if amaxes is None else [scales, amaxes]
-    if any(len(given) != len(weights) for given in numbers):
-        raise ValueError(f"there are {len(weights)} weights, and {[*map(len, numbers)]} scales and amaxes")
-    for each in zip(weights, *numbers, strict=True):
-        _check(*each)
-    wanted = [Weight8(w.dtype, records=amaxes is not None) for w in weights]
-    on_gpu = by_kernel and weights[0].device.type == "cuda"
-    quantizer = quantizer_on(weights[0].device, wanted) if on_gpu else functools.partial(by_torch, wanted)
-    made = quantizer(*[t for each in zip(weights, *numbers, strict=True) for t in each])
-    return list(zip(made[::2], made[1::2], strict=True))
 
 
 def quantizer_on(
@@ -90,14 +56,15 @@ def quantizer_on(
 ) -> Quantizer:
     """f(weight, scale, its amax where that is raised, the next weight, ...) -> what is made, as a tuple.
 
-    One tensor is given alone. On a CUDA device, by one launch; plans compile the kernel. By rows, matrices of any
-    height are taken.
+    Weights are [out, in] in multiples of 16, and become the bytes of `quantization.quantize`; an amax is raised to the
+    largest magnitude, NaN is the largest. One tensor is given alone. On a CUDA device, by one launch; plans compile the
+    kernel. By rows, matrices of any height are taken.
     """
     return functools.partial(QuantizeWeights(dtype, scale).ready(device), bytes([w.code for w in weights]))
 
 
 def by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
-    """The same by PyTorch's operations, on any device."""
+    """Weights quantized by PyTorch's operations, on any device."""
     given, made = iter(tensors), []
     for weight in weights:
         wide, scale = next(given).detach().float(), next(given)
@@ -107,19 +74,6 @@ def by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
         made += [data] if weight.rows else []
         made += [transposed8.by_torch(data)] if weight.turned else []
     return tuple(made) if len(made) != 1 else made[0]
-
-
-def _check(w: torch.Tensor, *numbers: torch.Tensor) -> None:
-    if w.dtype not in KINDS:
-        taken = ", ".join(map(text_of, KINDS))
-        raise TypeError(f"weights are quantized from {taken}, got {text_of(w.dtype)}")
-    if w.dim() != 2 or w.shape[0] % STEP or w.shape[1] % STEP or max(w.shape) >= 2**31:
-        raise ValueError(f"weights are [out, in] in multiples of {STEP}, got {list(w.shape)}")
-    for number, name in zip(numbers, ("scale", "amax"), strict=False):
-        if number.dtype != torch.float32 or number.numel() != 1:
-            raise ValueError(f"{name} is one number in float32, got {text_of(number.dtype)} {list(number.shape)}")
-        if w.device != number.device:
-            raise ValueError(f"a weight is on {w.device}, its {name} on {number.device}")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import Cost, Fusion, FusionCall, cublaslt_float8, cublaslt_own_scales
-from te_fuser.fusions.cublaslt_quantized import ProductRow8
+from te_fuser.fusions.cublaslt_float8 import ProductRow8
 from te_fuser.fusions.pattern import Optional
 from te_fuser.kernels import own_scales, quantized_matmul
 from te_fuser.kernels.packages import quack_matmul
@@ -27,7 +27,7 @@ from te_fuser.ops.own_scales import dequantized
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
-from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -109,12 +109,12 @@ def cublaslt(everything: FakeCublasLt) -> FakeCublasLt:
 
 def _one_scale() -> Fusion:
     pattern = Float8MatMul, Optional(QuantizeGradient), ops.Bias, ops.Dropout
-    return cublaslt_float8._declare(ProductRow8("new", "", pattern, kind="bias", adds=("-2.bias",)))
+    return cublaslt_float8.declare(ProductRow8("new", "", pattern, kind="bias", adds=("-2.bias",)))
 
 
 def _blocks() -> Fusion:
     pattern = OwnScalesMatMul, ops.Bias, ops.Dropout
-    return cublaslt_own_scales._declare(ProductRow8("new", "", pattern, kind="bias", adds=("1.bias",)), keeps=True)
+    return cublaslt_own_scales._declare(ProductRow8("new", "", pattern, kind="bias", adds=("1.bias",)))
 
 
 @pytest.mark.parametrize("drops", [0.0, 0.1])

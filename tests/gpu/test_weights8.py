@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_fuser.kernels import transposed8
-from te_fuser.kernels.quantize_weights import Weight8, quantize_weights, quantizer_on
+from te_fuser.kernels.quantize_weights import Weight8, quantizer_on
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
 from tests.kernels.weights8 import (
@@ -16,6 +16,7 @@ from tests.kernels.weights8 import (
     NOTHING,
     SIZES,
     bytes_like,
+    quantize_weights,
     run_weights,
     turned_wrongly,
     weights_like,

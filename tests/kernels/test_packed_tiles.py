@@ -96,7 +96,7 @@ def test_blocks(case: Case, emulated: FakeDriver) -> None:
         whole = x.reshape(-1, features)
         for made, given in (
             (own_scales.unpacked(rows, features), whole),
-            (own_scales.unpacked_turned(turned, len(whole)), whole.mT),
+            (own_scales.unpacked(turned, len(whole), turned=True), whole.mT),
         ):
             data, inverse = quantized(given, E4M3, Scaling((1, 128), power_of_two=True))
             found = made[0].flatten(0, -2)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, by_torch, quantize_weights, quantizer_on
+from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, by_torch, quantizer_on
 from te_fuser.quantization import quantize
 from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, codes, every_number, telling_numbers
 from tests.kernels.emulated import emulating
-from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
+from tests.kernels.weights8 import DTYPES, quantize_weights, run_weights, weights_like, weights_wrongly
 from tests.needs import needs_compiler
 
 KERNEL, OTHER = QuantizeWeights(), QuantizeWeights(E5M2)
@@ -119,7 +119,7 @@ def test_weights_of_nothing(emulated: FakeDriver) -> None:
         rows, turned = maker([Weight8(torch.float32, records=True)])(torch.zeros(0, 32), torch.ones(()), amax)
         assert rows.shape == (0, 32) and turned.shape == (32, 0) and amax == 0
         assert maker([])() == ()
-    assert emulated.launches == 0 and quantize_weights([], []) == []
+    assert emulated.launches == 0
 
 
 def test_several_at_once() -> None:
@@ -131,24 +131,6 @@ def test_several_at_once() -> None:
 
 
 W, ONE = torch.zeros(16, 32), torch.ones(())
-REFUSED = {
-    "sizes": ([torch.zeros(16, 40)], [ONE], None, ValueError, r"in multiples of 16, got \[16, 40\]"),
-    "one dimension": ([torch.zeros(16)], [ONE], None, ValueError, r"\[out, in\]"),
-    "float64": ([W.double()], [ONE], None, TypeError, "float32, bfloat16, float16, got float64"),
-    "count": ([W, W], [ONE], None, ValueError, r"there are 2 weights, and \[1\] scales"),
-    "scales": ([W], [ONE.double()], None, ValueError, r"scale is one number in float32, got float64 \[\]"),
-    "amaxes": ([W], [ONE], [torch.ones(2)], ValueError, r"amax is one number in float32, got float32 \[2\]"),
-    "device": ([W.to("meta")], [ONE], None, ValueError, "a weight is on meta, its scale on cpu"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_words(name: str) -> None:
-    weights, scales, amaxes, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        quantize_weights(weights, scales, amaxes)
-
-
 NATIVE = {
     "no words": ((W, ONE), TypeError, "takes bytes that say what is made, and tensors"),
     "no such dtype": ((b"\x0f", W, ONE), ValueError, "weight 0 is said to be what its tensors are not"),

@@ -48,19 +48,23 @@ def compare_plans(groups: Sequence[Group], call: Call, plan: Plan, modes: str, d
     """
     lines = [*_lines(call, plan, modes)]
     if draws:
-        lines.append(("seed", f"random numbers from {_random(call.x.device)}"))
+        state = _generator(call.x.device).get_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=4).hexdigest()
+        lines.append(("seed", f"random numbers from seed {seed_of(call.x.device)}, state {digest}"))
     labels = {node.op: node.label for node in plan.graph.nodes}
     first = next((f" of {labels[one.op]}" for one in joint_ops([*labels]) if one.group in groups), "")
     consistency.compare(groups, lines, f"a call{first} with {lines[0][1]}")
 
 
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that calls draw from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 def seed_of(device: torch.device) -> int | None:
-    """The seed of the generator that calls draw from; None while a CUDA graph is captured, when it cannot be asked."""
-    if device.type != "cuda":
-        return torch.default_generator.initial_seed()
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return torch.cuda.default_generators[device.index or 0].initial_seed()
+    """The seed that calls draw by; None while a CUDA graph is captured, when it cannot be asked."""
+    captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return None if captures else _generator(device).initial_seed()
 
 
 def seed_facts(device: torch.device) -> Facts:
@@ -94,12 +98,3 @@ def _of(t: torch.Tensor) -> str:
     """The form of a tensor; of one that is spread over ranks, this rank's part."""
     shown = getattr(t, "_local_tensor", t)
     return f"{list(shown.shape)} {text_of(shown.dtype)}{' with a gradient' if t.requires_grad else ''}"
-
-
-def _random(device: torch.device) -> str:
-    """The state of the generator that the call draws from."""
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index or 0]
-        return f"seed {generator.initial_seed()}, offset {generator.get_offset()}"
-    state = hashlib.blake2b(torch.default_generator.get_state().numpy().tobytes(), digest_size=4).hexdigest()
-    return f"seed {torch.default_generator.initial_seed()}, state {state}"
