@@ -238,7 +238,7 @@ def test_a_wrong_command_shows_the_usage(capsys: pytest.CaptureFixture[str], wor
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert all(command.name in out and command.help in out for command in cli.COMMANDS)
 
 

@@ -122,7 +122,19 @@ KNOWS = {
         "sequential",
         "variants",
     },
-    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
+    "model_commands": {"fuser", "__version__"},
+    "cli": {
+        "dtypes",
+        "codegen",
+        "config",
+        "fuser",
+        "kernels",
+        "fusions",
+        "model_commands",
+        "recipe",
+        "_native",
+        "__version__",
+    },
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {

@@ -7,6 +7,7 @@ one gives.
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -71,6 +72,15 @@ def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
     return read
 
 
+@functools.lru_cache(64)
+def _counts(count: int, brings: bool, device: torch.device) -> torch.Tensor:
+    """Numbers whose largest of all ranks are the most products and, turned round, the fewest; read alone.
+
+    A new one for each step would be copied to the GPU, which waits for all that this has to do.
+    """
+    return torch.tensor([count, -count, -int(brings)], dtype=torch.int32, device=device)
+
+
 class Agreement:
     """The products whose amaxes the ranks of a group agree on.
 
@@ -132,7 +142,7 @@ class Agreement:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
         self._coming = new = self._new(recipe)
-        self._answer = _on_host(self._largest(self._counts(len(new), self._device(new))))
+        self._answer = _on_host(self._largest(_counts(len(new), self._brings, self._device(new)).clone()))
         most, least, _ = self._answer()
         if most != -least:
             raise RuntimeError(
@@ -165,7 +175,7 @@ class Agreement:
                 amaxes[there] = block.amaxes[rows].to(device)
                 places.append((block, there, rows))
         self._coming = self._new(recipe)
-        bits = torch.cat([amaxes.view(torch.int32).flatten(), self._counts(len(self._coming), device)])
+        bits = torch.cat([amaxes.view(torch.int32).flatten(), _counts(len(self._coming), self._brings, device)])
         self._largest(bits)
         self._told = self._answer = _on_host(bits[-3:])
         amaxes = bits[:-3].view(torch.float32).view_as(amaxes)
@@ -179,10 +189,6 @@ class Agreement:
     def all_bring(self) -> bool:
         """True where all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
         return self._answer is not None and self._answer()[-1] == -1
-
-    def _counts(self, count: int, device: torch.device) -> torch.Tensor:
-        """Numbers whose largest of all ranks are the most products and, turned round, the fewest."""
-        return torch.tensor([count, -count, -int(self._brings)], dtype=torch.int32, device=device)
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
         group = self._group()
