@@ -269,7 +269,7 @@ COMMANDS = (
     ),
     Command(
         "verify", "compare a model with its ops one by one in float64, values and all gradients",
-        model_commands.verify, model_commands.add_model, _EXAMPLE,
+        model_commands.verify_model, model_commands.add_model, _EXAMPLE,
     ),
     Command(
         "bench", "time a model beside its ops one by one, and these compiled by torch.compile",

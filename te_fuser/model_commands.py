@@ -46,7 +46,8 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> tu
     """
     import torch
 
-    import te_fuser
+    from te_fuser.from_torch import from_torch
+    from te_fuser.sequential import Sequential
 
     dtype = getattr(torch, chosen.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -63,16 +64,16 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> tu
     sizes = _sizes(chosen.input)
     x = torch.randn(sizes, device=place).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
     x = x.to(place).requires_grad_(dtype.is_floating_point)
-    if isinstance(model, te_fuser.Sequential):
+    if isinstance(model, Sequential):
         return model, x
     try:
-        made = te_fuser.from_torch(model, x.detach())
+        made = from_torch(model, x.detach())
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{chosen.model} is no te_fuser.Sequential, and from_torch does not take it: {error}"
         ) from error
     print(f"{type(model).__name__} converted by te_fuser.from_torch", file=sys.stderr)
-    return (made if isinstance(made, te_fuser.Sequential) else te_fuser.Sequential(made)), x
+    return (made if isinstance(made, Sequential) else Sequential(made)), x
 
 
 def _sizes(text: str) -> list[int]:
@@ -163,12 +164,12 @@ def plans_as_data(explanation: Explanation) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------------- verify
 
 
-def verify(chosen: argparse.Namespace) -> int:
+def verify_model(chosen: argparse.Namespace) -> int:
     """Exit status 1 where something differs."""
-    import te_fuser
+    from te_fuser.verify import verify
 
     model, x = model_and_input(chosen)
-    report = te_fuser.verify(model, x, raise_on_failure=False)
+    report = verify(model, x, raise_on_failure=False)
     if chosen.json:
         print(json.dumps({"passed": report.passed, "report": str(report)}, indent=1))
     else:

@@ -122,7 +122,7 @@ KNOWS = {
         "sequential",
         "variants",
     },
-    "model_commands": {"fuser", "__version__"},
+    "model_commands": {"from_torch", "fuser", "sequential", "verify"},
     "cli": {
         "dtypes",
         "codegen",
