@@ -26,8 +26,8 @@ from te_fuser.fuser.graph.refs import (
     Ref,
     gradient_ref,
 )
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
@@ -49,7 +49,7 @@ def run_verified(
     """
     # What one step alone does not show: bytes of blocks, of a kernel and a product, and parts of sums, likewise.
     with registry.disabled(registry.BY_BLOCKS, registry.PEER_SUMS):
-        known, call = fuser.prepare_call(x, inputs, outputs)
+        known, call = fuser.prepare(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None

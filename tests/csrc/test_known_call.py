@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from te_fuser.fuser.run.known import Known
 from torch.nn import Parameter
 
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.facts import Facts
-from te_fuser.fuser.run.known import Known
 
 T = torch.zeros(2, 3)
 

@@ -105,7 +105,7 @@ def test_known_calls_take_the_scales_of_now(recipe: Recipe, monkeypatch: pytest.
     model, twin = mlp(), mlp()
     wanted = [call(twin, recipe, 4.0**step * data(step)) for step in range(3)]
     call(model, recipe, data())
-    monkeypatch.setattr(model._prepared()[0].fuser, "_prepare_call", None)
+    monkeypatch.setattr(model._prepared()[0].fuser, "_prepare", None)
     for step in range(3):
         same(call(model, recipe, 4.0**step * data(step)), wanted[step])
 

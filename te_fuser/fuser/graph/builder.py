@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import torch
-
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.alike import Inferred, Kinds, Traits, is_identity
 from te_fuser.fuser.graph.checks import (
@@ -18,7 +16,6 @@ from te_fuser.fuser.graph.checks import (
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
 from te_fuser.fuser.graph.graph import Draw, Graph, Node, Value
-from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.names import Names
 from te_fuser.fuser.graph.sharding import gradient_sums
 from te_fuser.ops.base import output_specs
@@ -34,39 +31,28 @@ if TYPE_CHECKING:
 
 
 class GraphBuilder:
-    """Builds the graph of a flattened list, lowered for one call signature."""
+    """Builds the graph of a list for one call signature.
 
-    def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.listed, self.ops, self.call = ops, lower(ops, call), call
+    Args:
+        listed: the list as it was given.
+        lowered: the list behind its passes.
+    """
+
+    def __init__(self, listed: Sequence[ListedOp], lowered: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.ops, self.call = lowered, call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.bindings = tuple([b.weak() for b in call.bindings])
         self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
-        self.names = Names(ops, self.ops, call)
+        self.names = Names(listed, lowered, call)
         self.kinds = Kinds()
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
         self.told: dict[Hashable, Inferred] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
-        try:
-            with standing_in(self.call.stand_ins()):
-                return self._build()
-        except TypeError as error:
-            if not self._builds_under_autocast():
-                raise
-            raise TypeError(f"{error}, or run under torch.autocast") from error
-
-    def _builds_under_autocast(self) -> bool:
-        """True where torch.autocast is off and the same call would be taken inside of it."""
-        if self.call.autocast is not None:
-            return False
-        try:  # also of devices that have no autocast
-            dtype = torch.get_autocast_dtype(self.call.x.device.type)
-            GraphBuilder(self.listed, dataclasses.replace(self.call, autocast=dtype)).build()
-        except (RuntimeError, TypeError, ValueError, LookupError):
-            return False
-        return True
+        with standing_in(self.call.stand_ins()):
+            return self._build()
 
     def _build(self) -> Graph:
         current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)

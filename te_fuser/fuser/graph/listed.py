@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -217,6 +217,11 @@ def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
         for binding in itertools.chain(*[given.values() for given in bindings]):
             found.setdefault(binding.key, binding)
     return list(found.values())
+
+
+def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
+    """The list with each op's place as the number of its random stream."""
+    return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]
 
 
 def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:

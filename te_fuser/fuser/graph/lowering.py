@@ -5,16 +5,10 @@ The graph, the reference and verify see the last one's result alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from te_fuser.dtypes import text_of
-from te_fuser.fuser.graph.autocast import autocast
-from te_fuser.fuser.graph.call_context import rewrites
-from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.fuser.graph.passes import run_passes
-from te_fuser.fuser.graph.sharding import add_collectives, add_placements
 from te_fuser.ops import op_table
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
@@ -34,25 +28,6 @@ def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[Listed
     return [item for item in listed if works(item)]
 
 
-PASSES: Mapping[str, Pass] = {
-    "drop no-ops": without_idle,
-    "check DTensors": distributed,
-    "place on ranks": add_placements,
-    "autocast": autocast,
-    "add collectives": add_collectives,
-}
-
-
-def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
-    """The list as it runs in a call.
-
-    Random streams are numbered before any pass, so that what passes add moves no draw.
-    """
-    found: Sequence[ListedOp] = numbered(listed)
-    found = run_passes(PASSES, found, call, "ops", entries, "list")
-    return run_passes(rewrites(call), found, call, "ops", entries) if call.around else found
-
-
 def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
     """Each op as text: its kind, its place and what the call makes of it."""
     for item in listed:
@@ -60,8 +35,3 @@ def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
         more += [f"sums the gradient of {name} over {group.size} ranks" for name, group in item.summed.items()]
         more += ["draws for its part"] if item.share is not None else []
         yield "; ".join([f"{item.lowered.op.kind.__name__} {item.path!r}", *more]), item
-
-
-def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
-    """The list with each op's place as the number of its random stream."""
-    return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]

@@ -1,4 +1,4 @@
-"""From a graph to its plan: the covers that keep what memory allows, then passes over the plan, in this order.
+"""From a graph to the plan of its covers that keep what memory allows, and what is said of a plan.
 
 Backward is covered first: that says which values it reads. Then forward, which must emit them. docs/design.md says
 which module does what.
@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
-from te_fuser.fuser.graph.passes import run_passes
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan.before import with_made
-from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.delaying import with_delayed
-from te_fuser.fuser.plan.exchanges import with_copies
-from te_fuser.fuser.plan.finish import borders, finish, segments
+from te_fuser.fuser.plan.finish import finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
-from te_fuser.fuser.plan.measuring import with_raised, with_zeros
-from te_fuser.fuser.plan.overlap import retimed, with_overlap
-from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.plan import size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import is_recordable, with_recorded
 from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -44,20 +35,20 @@ _LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning
 _SHARES = (0.5, 1.0, 4.0)
 
 
-def covered(problem: Problem) -> tuple[Plan, Prices]:
+def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
     prices = Prices(problem)
     covering = Covering(problem, prices)
-    found = [_covered(problem, prices, covering)]
+    found = [__cheapest(problem, prices, covering)]
     for share in _SHARES:
         if not found[-1][0].waits_for_host:
             break
-        found.append(_covered(problem, prices.sharing(share), covering))
+        found.append(__cheapest(problem, prices.sharing(share), covering))
     plan, prices = min(found, key=lambda made: _price(made[0], problem.options))
     return plan.chosen(), prices
 
 
-def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
+def __cheapest(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
     def weighed(keeping: Keeping) -> Plan:
         plan = finish(problem, prices, covering.cover(prices, keeping))
         return with_recorded(problem, prices, plan, keeping.weight)
@@ -78,7 +69,7 @@ def _price(plan: Plan, options: Options) -> tuple[float, float]:
     return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
-def _with_notes(plan: Plan, prices: Prices) -> Plan:
+def with_notes(plan: Plan, prices: Prices) -> Plan:
     """What is to be said of where its prices and choices come from."""
     options, found = prices.problem.options, []
     if options.tuned:
@@ -115,27 +106,27 @@ def _kept_whole(plan: Plan) -> list[str]:
     return found
 
 
-# The passes over a whole plan, each f(plan, prices) -> plan, in their order.
-PASSES: Mapping[str, Callable[[Plan, Prices], Plan]] = {
-    "prepare parameters": with_made,
-    "zero amaxes": with_zeros,
-    "raise amaxes": with_raised,
-    "hand on by blocks": with_blocks,
-    "exchange by copies": with_copies,
-    "overlap": with_overlap,
-    "delay gradients": with_delayed,
-    "overwrite": with_overwriting,
-    "notes": _with_notes,
-}
+def cover(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
+    """The plan of the covers that keep what memory allows, and its prices.
 
+    What ranks gather is kept as each one's part, unless memory does not count, or is more than enough.
 
-def make_plan(graph: Graph, options: Options) -> Plan:
-    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again.
-
-    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these. Where an op is left to
-    large intermediate results of its own, that is said once, with the reasons.
+    Args:
+        ends: the ops before which kernels end.
     """
-    plan = _made(graph, options)[0]
+    gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
+    if not gathers or options.memory == "fast":
+        return _cheapest(Problem(graph, options, ends))
+    if isinstance(options.memory, int):
+        found = _cheapest(Problem(graph, options, ends))
+        if found[0].kept_bytes() <= options.memory:
+            return found
+    plan, prices = _cheapest(Problem(graph, replace(options, gathers_again=True), ends))
+    return plan.noted(*_kept_whole(plan)), prices
+
+
+def warn_of_large_results(plan: Plan, graph: Graph) -> None:
+    """Say once, with the reasons, that an op is left to large intermediate results of its own."""
     for step in plan.forward:
         node = graph.nodes[step.start]
         if step.task.what != "op" or not isinstance(node.op, UnfusedOperation):
@@ -145,7 +136,6 @@ def make_plan(graph: Graph, options: Options) -> Plan:
             within = (r for r in plan.refusals if r.start <= step.start < r.stop)
             reasons = dict.fromkeys(f"{r.name}: {r.reason}" for r in within)
             _warn_of_large(node.label, "; ".join(reasons) or "no fusion that could take it is on")
-    return plan
 
 
 @functools.cache
@@ -158,39 +148,8 @@ def _warn_of_large(label: str, why: str) -> None:
     )
 
 
-def make_exact_plan(graph: Graph, options: Options) -> Plan:
-    """The same plan, and what it shows is of the sizes of the call."""
-    plan, prices = _made(graph, options)
-    if graph.is_on_grid:
-        return plan
-    with standing_in(graph.stand_ins):
-        return retimed(plan.seen_by(prices.at_exact_sizes()))
-
-
-def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
-    """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
-    gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
-    if not gathers or options.memory == "fast":
-        return covered(Problem(graph, options, ends))
-    if isinstance(options.memory, int):
-        found = covered(Problem(graph, options, ends))
-        if found[0].kept_bytes() <= options.memory:
-            return found
-    plan, prices = covered(Problem(graph, replace(options, gathers_again=True), ends))
-    return plan.noted(*_kept_whole(plan)), prices
-
-
 def entries(plan: Plan) -> Iterable[tuple[str, object]]:
     """Each step as text: its direction, its name, its ops, what it reads and makes."""
     for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
         for step in steps:
             yield f"{direction} {str(step).removeprefix('<Step ').removesuffix('>')}", step
-
-
-def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
-    with standing_in(graph.stand_ins):
-        ends = borders(graph) if options.summed_apart else frozenset[int]()
-        plan, prices = _kept_as_asked(graph, options, ends)
-        plan = run_passes(PASSES, plan, prices, "steps", entries, "cover")
-        _ = plan.written  # what it asks of sizes is asked now
-    return plan, prices

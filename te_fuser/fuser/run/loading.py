@@ -35,7 +35,7 @@ _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level ca
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Executable:
     """A plan with its segments ready to run.
 
     Attributes:
@@ -56,7 +56,7 @@ class Prepared:
     before: Program | None = None
     lying: tuple[int, ...] = ()
 
-    def first(self, promised: Graph) -> Prepared:
+    def first(self, promised: Graph) -> Executable:
         """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
         return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
@@ -77,7 +77,7 @@ def load(
     *,
     instead: Mapping[str, KernelFunction] | None = None,
     wrap: Wrapper | None = None,
-) -> Prepared:
+) -> Executable:
     """A plan made ready to run.
 
     Args:
@@ -99,7 +99,7 @@ def load(
     result, *extras = given if computed else handed_on
     loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
     refs = [parameter_ref(k) for k in range(len(graph.parameters))]
-    prepared = Prepared(
+    prepared = Executable(
         plan,
         build_segments(plan, loaded) if computed else (),
         bool(plan.backward),
@@ -115,7 +115,7 @@ def load(
     return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
 
 
-def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
+def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
     """What a call comes to, where that is one function, which autograd records if anybody needs a gradient."""
     alone = prepared.alone
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
@@ -185,7 +185,7 @@ def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | 
 
 
 def execute(
-    prepared: Prepared,
+    prepared: Executable,
     x: torch.Tensor,
     inputs: Mapping[str, torch.Tensor],
     parameters: Sequence[torch.Tensor],
@@ -203,7 +203,7 @@ def execute(
 
 
 def _execute(
-    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+    prepared: Executable, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
     seed = draw_seed(x.device) if prepared.draws else None
     if prepared.before is not None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from te_fuser.config import config
 from te_fuser.distributed import consistency
 from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
+from te_fuser.fuser.run.plan_cache import LRU
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.sharding.rule import joint_ops
 
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.listed import ListedOp
     from te_fuser.fuser.plan.plan import Plan
-    from te_fuser.fuser.run.known import Call
+    from te_fuser.fuser.run.call import Call, CallModes
+    from te_fuser.fuser.run.loading import Executable
 
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
@@ -35,23 +38,36 @@ def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
     return tuple(dict.fromkeys([*[group for item in listed for group in item.entering], *[one.group for one in joint]]))
 
 
-def compare_plans(groups: Sequence[Group], call: Call, plan: Plan, modes: str, draws: bool) -> None:
-    """Compare what the ranks of these groups are about to run.
+class RankAgreement:
+    """Calls that ranks were found to run alike, each with its seed; others are compared before they run."""
 
-    Args:
-        modes: what else the call depends on, in words.
-        draws: whether the call draws random numbers.
+    def __init__(self) -> None:
+        self._seeds: LRU[int] = LRU(lambda: config.shapes_kept)
 
-    Raises:
-        RankMismatchError: on all ranks, naming the first difference, the error of one that has no plan, or who does
-            not come.
-    """
-    lines = [*_lines(call, plan, modes)]
-    if draws:
-        lines.append(("seed", f"random numbers from {_random(call.x.device)}"))
-    labels = {node.op: node.label for node in plan.graph.nodes}
-    first = next((f" of {labels[one.op]}" for one in joint_ops([*labels]) if one.group in groups), "")
-    consistency.compare(groups, lines, f"a call{first} with {lines[0][1]}")
+    def unknown(self, call: Call, modes: CallModes) -> tuple[Hashable, int] | None:
+        """The key of a call that ranks have to compare, and its seed; None where there is no need to."""
+        if not call.ops.groups:
+            return None
+        draws = any(op.draws() for op in call.ops.lowered)
+        key, seed = call.signature(modes), seed_of(call.x.device) if draws else 0
+        known = self._seeds.get(key)
+        return None if known is not None and seed in (known, None) else (key, seed or 0)
+
+    def reach(self, unknown: tuple[Hashable, int], call: Call, modes: CallModes, executable: Executable) -> None:
+        """Compare what the ranks are about to run.
+
+        Raises:
+            RankMismatchError: on all ranks, naming the first difference, the error of one that has no plan, or who does
+                not come.
+        """
+        groups, plan = call.ops.groups, executable.plan
+        lines = [*_lines(call, plan, modes.words)]
+        if executable.draws:
+            lines.append(("seed", f"random numbers from {_random(call.x.device)}"))
+        labels = {node.op: node.label for node in plan.graph.nodes}
+        first = next((f" of {labels[one.op]}" for one in joint_ops([*labels]) if one.group in groups), "")
+        consistency.compare(groups, lines, f"a call{first} with {lines[0][1]}")
+        self._seeds.replace(*unknown)
 
 
 def seed_of(device: torch.device) -> int | None:

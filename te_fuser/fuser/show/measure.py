@@ -14,8 +14,8 @@ from te_fuser.distributed.consistency import gather_values
 from te_fuser.fuser.run.loading import execute, load, unhooked
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.pipeline import Fuser
     from te_fuser.fuser.plan.plan import Plan
-    from te_fuser.fuser.run.fuser import Fuser
     from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 
 _WARM_UP = 2
@@ -49,9 +49,9 @@ def measured_run(
     Returns:
         The plan, the times, and what the call returns.
     """
-    groups = fuser.call(x, inputs, outputs).listing.groups
+    groups = fuser.call(x, inputs, outputs).ops.groups
     gather_values(groups, f"explain(measure=True) of x {list(x.shape)}", None)
-    prepared, call = fuser.prepare_call(x, inputs, outputs)
+    prepared, call = fuser.prepare(x, inputs, outputs)
     plan, parameters = prepared.plan, [unhooked(p) for p in call.parameters]
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()
     timed = load(plan, outputs, wrap=clock.wrap)

@@ -115,7 +115,7 @@ def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
         te_fuser.cuda_graph(model, x)
     assert seen == [True, True] and not capturing.get()
     (group,) = model._prepared()
-    assert len(group.fuser._kept._forms.items()) == 2  # type: ignore[union-attr]
+    assert len(group.fuser._cache._forms.items()) == 2  # type: ignore[union-attr]
 
 
 def test_both_sums_are_shown() -> None:

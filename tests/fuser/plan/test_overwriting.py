@@ -14,8 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from te_fuser import Residual, Sequential, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan import finish, overwriting, planner
+from te_fuser.fuser.plan import finish, overwriting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -86,7 +87,7 @@ def pairs(plan_steps: tuple[Step, ...]) -> dict[str, tuple[tuple[str, str], ...]
 def without(model: Sequential, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What `run` gives by plans that overwrite nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
+        patch.setattr(pipeline, "PLAN_PASSES", {n: p for n, p in pipeline.PLAN_PASSES.items() if n != "overwrite"})
         other = mlp(*list(model)[4:])
         other.load_state_dict(model.state_dict())
         assert not pairs(other.plan(x_of()).backward)

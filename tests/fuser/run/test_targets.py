@@ -15,7 +15,8 @@ import torch
 
 from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
-from te_fuser.fuser.run import fuser, targets
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.run import targets
 from te_fuser.fuser.run.loading import draw_seed
 from te_fuser.fuser.run.targets import missing_notes, obstacle, target_for
 from te_fuser.fusions import Cost, Details, fusion
@@ -242,8 +243,8 @@ def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 8)
     # What this machine lacks is not said of another one.
     assert not model.plan(x, device="h200").notes and not model.plan(x).notes
-    monkeypatch.setattr(fuser, "target_for", lambda *_: "torch")
-    monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
+    monkeypatch.setattr(pipeline, "target_for", lambda *_: "torch")
+    monkeypatch.setattr(pipeline, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
     assert model.plan(x).notes == (rows, note)
     assert Sequential(*model, kernels="reference").plan(x).notes == ()
 

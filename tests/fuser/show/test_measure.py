@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.show import measure
 from te_fuser.fuser.show.measure import measured_run
 

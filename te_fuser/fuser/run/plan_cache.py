@@ -1,6 +1,7 @@
-"""What a Fuser keeps: its plans, each with what a shape has to answer to run by it; and the shapes that it has seen.
+"""Cache of plans by call key, with what a shape has to answer to run by a plan, and of shapes that were seen.
 
-Both go by last use. Locks are held for looking up alone: nobody waits for a plan that another thread makes.
+Both drop what was used longest ago. Locks are held for looking up alone: nobody waits for a plan that another thread
+makes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from te_fuser.ops.sizes import Questions, on_grid
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
-    from te_fuser.fuser.run.loading import Prepared
+    from te_fuser.fuser.run.loading import Executable
 
 _caching = threading.Lock()  # one for all, as a model whose reference is being compiled may make fusers, but no locks
 Item = TypeVar("Item")
 Shapes = tuple[tuple[int, ...], ...]  # of the input, and of the named ones by their names
 
 
-class Recent(Generic[Item]):
+class LRU(Generic[Item]):
     """What was used last, by key.
 
     Args:
@@ -69,10 +70,10 @@ class Recent(Generic[Item]):
 
 
 @dataclass(frozen=True)
-class Answered:
+class CacheEntry:
     """A plan that is ready to run, and what tells the shapes that run by it."""
 
-    prepared: Prepared
+    prepared: Executable
     questions: tuple[str, ...]
     fits: Callable[..., bool]
 
@@ -107,12 +108,12 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._forms: Recent[object] = Recent(lambda: config.plans_kept)
-        self._plans: Recent[Answered] = Recent(lambda: config.plans_kept)
-        self._shapes: Recent[Any] = Recent(lambda: config.shapes_kept)  # the keys of their plans
+        self._forms: LRU[object] = LRU(lambda: config.plans_kept)
+        self._plans: LRU[CacheEntry] = LRU(lambda: config.plans_kept)
+        self._shapes: LRU[Any] = LRU(lambda: config.shapes_kept)  # the keys of their plans
         self._last: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
-    def find(self, shapes: Shapes, form: Hashable) -> Prepared | None:
+    def find(self, shapes: Shapes, form: Hashable) -> Executable | None:
         """The plan for these shapes, known or by what they answer; None where one is to be made."""
         last_shapes, last_form, token, found = self._last  # comparing takes half the time of a look-up
         same = form == last_form
@@ -125,11 +126,11 @@ class PlanCache:
             self._last = shapes, form, token, known
         return known
 
-    def put(self, shapes: Shapes, form: Hashable, questions: Questions, prepared: Prepared) -> Prepared:
+    def put(self, shapes: Shapes, form: Hashable, questions: Questions, prepared: Executable) -> Executable:
         """Keep a plan for these shapes and all that answer its questions alike."""
         token = self._forms.put(form, object())
         asked = tuple(text if answer else f"not {text}" for text, answer in questions.answers.items())
-        answered = Answered(prepared, asked, questions.look())
+        answered = CacheEntry(prepared, asked, questions.look())
         key = token, _grid_of(shapes), asked
         kept = self._plans.put(key, answered).prepared
         self._shapes.put((token, shapes), key)
@@ -143,7 +144,7 @@ class PlanCache:
         self._forms.clear()
         self._last = (None, None, None, None)
 
-    def prepared(self, form: Hashable) -> list[Prepared]:
+    def prepared(self, form: Hashable) -> list[Executable]:
         """The plans that are kept for calls of this form."""
         token = self._forms.get(form)
         return [answered.prepared for key, answered in self._plans.items() if key[0] is token]
@@ -160,13 +161,13 @@ class PlanCache:
         found = {id(answered.prepared): answered.prepared.plan for _, answered in plans}
         return [KeptPlan(plan, tuple(questions[k]), tuple(shapes.get(k, ()))) for k, plan in found.items()]
 
-    def _known(self, token: object, shapes: Shapes) -> Prepared | None:
+    def _known(self, token: object, shapes: Shapes) -> Executable | None:
         """The plan for a shape that was seen, if it is still kept."""
         key = self._shapes.get((token, shapes))
         answered = None if key is None else self._plans.get(key)
         return None if answered is None else answered.prepared
 
-    def _fitting(self, token: object, shapes: Shapes) -> Prepared | None:
+    def _fitting(self, token: object, shapes: Shapes) -> Executable | None:
         """The plan for a new shape, by what it answers."""
         grid, sizes = _grid_of(shapes), sizes_of(shapes)
         for key, answered in self._plans.items():
