@@ -20,35 +20,27 @@ from te_fuser.distributed.dtensor import waited
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering, entering_now
 from te_fuser.facts import Facts, still_hold
-from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.call_context import rewrites
-from te_fuser.fuser.graph.distributed import distributed
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, numbered, with_attributes
-from te_fuser.fuser.graph.looked import results_like
-from te_fuser.fuser.graph.lowering import entries as op_entries
-from te_fuser.fuser.graph.lowering import without_idle
+from te_fuser.fuser.graph.list_passes import add_collectives, add_placements, autocast, distributed, without_idle
+from te_fuser.fuser.graph.list_passes import entries as op_entries
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, numbered, results_like, with_attributes
 from te_fuser.fuser.graph.passes import run_passes
-from te_fuser.fuser.graph.sharding import add_collectives, add_placements
-from te_fuser.fuser.plan.before import with_made
-from te_fuser.fuser.plan.by_blocks import with_blocks
-from te_fuser.fuser.plan.delaying import with_delayed
 from te_fuser.fuser.plan.device import device_of
 from te_fuser.fuser.plan.exchanges import with_copies
 from te_fuser.fuser.plan.finish import borders
-from te_fuser.fuser.plan.keeping import LAMBDA
-from te_fuser.fuser.plan.measuring import with_raised, with_zeros
-from te_fuser.fuser.plan.overlap import retimed, with_overlap
+from te_fuser.fuser.plan.layouts import with_blocks
+from te_fuser.fuser.plan.overlap import retimed, with_delayed, with_overlap
 from te_fuser.fuser.plan.overwriting import with_overwriting
+from te_fuser.fuser.plan.parameter_prep import with_made, with_raised, with_zeros
+from te_fuser.fuser.plan.plan import LAMBDA
 from te_fuser.fuser.plan.planner import cover, warn_of_large_results, with_notes
 from te_fuser.fuser.plan.planner import entries as step_entries
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import device_name, list_key, store_for
-from te_fuser.fuser.run.call import PLAIN, Call, CallModes, LastCall, OpLists, check_input, named_tensors
-from te_fuser.fuser.run.loading import Executable, execute, load, runs_alike
-from te_fuser.fuser.run.plan_cache import KeptPlan, PlanCache
-from te_fuser.fuser.run.shared_plans import RankAgreement
-from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
+from te_fuser.fuser.run.call import PLAIN, Call, CallModes, GuardedCall, OpSequences, check_input, named_tensors
+from te_fuser.fuser.run.loading import Executable, execute, load, missing_notes, runs_alike, target_for, target_on_gpu
+from te_fuser.fuser.run.plan_cache import KeptPlan, PlanCache, RankAgreement
 from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation
@@ -103,31 +95,43 @@ def build_graph(listed: Sequence[ListedOp], call: CallSpecs) -> Graph:
     try:
         return GraphBuilder(listed, lowered, call).build()
     except TypeError as error:
-        if call.autocast is not None:
+        if call.autocast is not None or not _builds_under_autocast(listed, call):
             raise
-        try:  # whether it is taken under autocast; also of devices that have none
-            call = replace(call, autocast=torch.get_autocast_dtype(call.x.device.type))
-            GraphBuilder(listed, lower(listed, call), call).build()
-        except (RuntimeError, TypeError, ValueError, LookupError):
-            raise error from None
         raise TypeError(f"{error}, or run under torch.autocast") from error
 
 
-def make_plan(graph: Graph, options: Options, exact: bool = False) -> Plan:
+def _builds_under_autocast(listed: Sequence[ListedOp], call: CallSpecs) -> bool:
+    try:  # also of devices that have no autocast
+        call = replace(call, autocast=torch.get_autocast_dtype(call.x.device.type))
+        GraphBuilder(listed, lower(listed, call), call).build()
+    except (RuntimeError, TypeError, ValueError, LookupError):
+        return False
+    return True
+
+
+def make_plan(graph: Graph, options: Options) -> Plan:
     """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again.
 
-    Args:
-        exact: whether what it shows is of the sizes of the call; it is chosen for these rounded up to the grid.
+    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these.
     """
     with standing_in(graph.stand_ins):
-        plan, prices = cover(graph, options, borders(graph) if options.summed_apart else frozenset())
-        plan = run_passes(PLAN_PASSES, plan, prices, "steps", step_entries, "cover")
-        _ = plan.written  # what it asks of sizes is asked now
-        if exact and not graph.is_on_grid:
-            plan = retimed(plan.seen_by(prices.at_exact_sizes()))
-    if not exact:
-        warn_of_large_results(plan, graph)
+        plan, _ = _cover_and_pass(graph, options)
+    warn_of_large_results(plan, graph)
     return plan
+
+
+def make_exact_plan(graph: Graph, options: Options) -> Plan:
+    """The same plan, and what it shows is of the sizes of the call."""
+    with standing_in(graph.stand_ins):
+        plan, prices = _cover_and_pass(graph, options)
+        return plan if graph.is_on_grid else retimed(plan.seen_by(prices.at_exact_sizes()))
+
+
+def _cover_and_pass(graph: Graph, options: Options) -> tuple[Plan, Prices]:
+    plan, prices = cover(graph, options, borders(graph) if options.summed_apart else frozenset())
+    plan = run_passes(PLAN_PASSES, plan, prices, "steps", step_entries, "cover")
+    _ = plan.written  # what it asks of sizes is asked now
+    return plan, prices
 
 
 class Fuser:
@@ -159,9 +163,9 @@ class Fuser:
                 of_class = "; of a class make one" * isinstance(op, type)
                 raise TypeError(f"a Fuser takes ops, got {op!r}{of_class}; plain modules go into a Sequential")
         self.memory, self.kernels, self.fallback = memory, kernels, fallback
-        self._lists = OpLists(ops, holding or Facts())
+        self._lists = OpSequences(ops, holding or Facts())
         self._cache = PlanCache()
-        self._last: LastCall | None = None
+        self._last: GuardedCall | None = None
         self._agreement = RankAgreement()
         self._guards: tuple[Any, Facts] = (None, Facts())  # of calls in the modes of the last one
 
@@ -226,9 +230,10 @@ class Fuser:
             executable, graph = self._executable(call, modes)
         if unknown is not None:
             self._agreement.reach(unknown, call, modes, executable)
-        if self._guards[0] != (kind := (x.device.type, modes)):
-            self._guards = kind, call.ops.facts(modes, x.device.type)
-        self._last = LastCall.of(call, modes, self._guards[1], executable) or self._last
+        guards, kind = self._guards, (x.device.type, modes)
+        if guards[0] != kind:
+            guards = self._guards = kind, call.ops.facts(modes, x.device.type)
+        self._last = GuardedCall.of(call, modes, guards[1], executable) or self._last
         return executable, call, graph
 
     def call(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Call:
@@ -324,7 +329,7 @@ class Fuser:
         with looking():
             ops = self._lists.now(x.dtype)
             call = Call(x, named_tensors(inputs or {}), outputs, ops, ops.bound.looked_at())
-            plan = with_questions(lambda questions: make_plan(*self.plan_inputs(call, questions, device), exact=True))
+            plan = with_questions(lambda questions: make_exact_plan(*self.plan_inputs(call, questions, device)))
         blanks: dict[Any, torch.nn.Parameter] = {}
         for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
             emptied(node.op, blanks)

@@ -15,7 +15,7 @@ from te_fuser.fuser.graph.refs import PARAMETER
 from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.loading import execute, load
-from te_fuser.fuser.run.watched import misshapen
+from te_fuser.fuser.run.program import misshapen
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 
 

@@ -24,8 +24,8 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
-from te_fuser.fuser.plan.transposing import given_transposed, in_forward, row_steps, wanted_of, with_turned
+from te_fuser.fuser.plan.layouts import given_transposed, in_forward, row_steps, wanted_of, with_turned
+from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
-from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.op_tasks import FusionTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record

@@ -26,7 +26,7 @@ from te_fuser.fuser.plan.plan import Choice, Refusal
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Edge, Found, MatchOf
-    from te_fuser.fuser.plan.keeping import Keeping
+    from te_fuser.fuser.plan.planner import Keeping
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section

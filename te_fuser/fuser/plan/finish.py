@@ -20,13 +20,18 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import with_forms, with_sums, with_sums_over_ranks
-from te_fuser.fuser.plan.by_blocks import held_together
+from te_fuser.fuser.plan.cover_steps import (
+    in_running_order,
+    kept_by,
+    with_forms,
+    with_sums,
+    with_sums_over_ranks,
+    without_idle,
+    without_unread,
+)
 from te_fuser.fuser.plan.exchanges import go_by_copies
-from te_fuser.fuser.plan.keeping import kept_by
-from te_fuser.fuser.plan.order import in_running_order, without_idle
+from te_fuser.fuser.plan.layouts import held_together
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
-from te_fuser.fuser.plan.unread import without_unread
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

@@ -18,8 +18,8 @@ from te_fuser.fuser.plan.candidates import (
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
-from te_fuser.fuser.plan.transposing import row_steps
+from te_fuser.fuser.plan.layouts import row_steps
+from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry

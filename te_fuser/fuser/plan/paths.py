@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
 from te_fuser.fuser.plan.candidates import NOTHING, TICK, Edge
-from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
 from te_fuser.record import record
 
@@ -94,12 +93,12 @@ class Way:
     @functools.cached_property
     def read(self) -> frozenset[Ref]:
         """What its steps on the chain of backward read of forward's."""
-        return self._read_by(lambda step: not is_hanging(step))
+        return self._read_by(lambda step: not step.hangs)
 
     @functools.cached_property
     def read_hanging(self) -> frozenset[Ref]:
         """What the others read of it."""
-        return self._read_by(is_hanging)
+        return self._read_by(lambda step: step.hangs)
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
         kinds = (VALUE, STATISTIC, EMITTED, SAVED)

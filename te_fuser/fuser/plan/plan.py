@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fuser.plan.device import Device
-    from te_fuser.fuser.plan.host import Host
+    from te_fuser.fuser.plan.device import Device, Host
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
@@ -66,6 +65,10 @@ class Choice:
         return f"{self.value}: kept, {size_text(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
 
 
+# Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
+# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone
+# would take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
+LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
 DIRECTIONS = ("forward", "backward")
 _SHOWN = 12  # steps of each direction, where a plan stands for itself in a console
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))

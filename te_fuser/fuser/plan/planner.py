@@ -1,23 +1,22 @@
-"""From a graph to the plan of its covers that keep what memory allows, and what is said of a plan.
+"""The plan of the covers that keep what memory allows: what a kept byte is worth, budgets, what is said of a plan.
 
-Backward is covered first: that says which values it reads. Then forward, which must emit them. docs/design.md says
-which module does what.
+Backward is covered first: that says which values it reads. Then forward, which must emit them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.covers import Covering
 from te_fuser.fuser.plan.finish import finish, segments
-from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
-from te_fuser.fuser.plan.plan import size_text
+from te_fuser.fuser.plan.plan import LAMBDA, Plan, size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import is_recordable, with_recorded
@@ -25,7 +24,70 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fuser.plan.plan import Choice, Plan
+    from te_fuser.fuser.plan.plan import Choice
+
+_HARD_PRESSED = 64.0  # where a budget leaves no choice
+_AT_ANY_PRICE = 4096.0  # and where launches cost more than that
+_GIVEN_BACK = 0.5
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a plan is made for: a kept byte is worth `weight` passes over it, the values in `held` are kept anyway."""
+
+    weight: float
+    held: frozenset[int] = frozenset()
+
+
+MakePlan = Callable[[Keeping], Plan]
+
+
+def plan_for_memory(memory: str | int, make: MakePlan, choices_of: Callable[[Keeping], Sequence[Choice]]) -> Plan:
+    """The plan for a name in LAMBDA or a budget in bytes.
+
+    Args:
+        make: plans for a given keeping.
+        choices_of: the choices of that plan, which may be known before the rest of it.
+    """
+    if isinstance(memory, int):
+        return _within(memory, make)
+    keeping = Keeping(LAMBDA[memory])
+    if memory == "balanced":
+        choices = choices_of(keeping)
+        saved = sum(c.bytes for c in choices if c.recomputed)
+        keeping = replace(keeping, held=_given_back(choices, saved * _GIVEN_BACK, True))
+    return make(keeping)
+
+
+def _within(budget: int, make: MakePlan) -> Plan:
+    """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
+    for weight in (LAMBDA["fast"], LAMBDA["lean"], _HARD_PRESSED, _AT_ANY_PRICE):
+        plan = make(Keeping(weight))
+        room = budget - plan.kept_bytes()
+        if room >= 0:
+            held = _given_back(plan.choices, room, False)
+            more = make(Keeping(weight, held)) if held else plan
+            return more if more.kept_bytes() <= budget else plan
+    least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
+    note = f"no plan keeps within {budget} bytes; {least}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:
+    """The values to keep of what is computed again: the dearest for their bytes, as far as there is room.
+
+    Args:
+        alike: whether equal values of several layers are all kept or none.
+    """
+    again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.dearness, c.bytes, c.value))
+    held: set[int] = set()
+    for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
+        together = list(group)
+        size = sum([c.bytes for c in together])
+        if size <= room:
+            room -= size
+            held |= {c.root for c in together}
+    return frozenset(held)
 
 
 _LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning

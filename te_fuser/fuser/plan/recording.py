@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
-from te_fuser.fuser.plan.additions import with_forms
-from te_fuser.fuser.plan.keeping import kept_by
+from te_fuser.fuser.plan.cover_steps import kept_by, with_forms
 from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
+from te_fuser.fuser.steps.function_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
 from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction

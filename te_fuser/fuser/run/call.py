@@ -15,10 +15,9 @@ from te_fuser import _native
 from te_fuser.distributed.dtensor import Lies, is_dtensor, waited
 from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph.call_context import Keys, ReadyList, keys_now, prepared
-from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of, list_ops, numbered
-from te_fuser.fuser.graph.looked import Parameters
-from te_fuser.fuser.plan.host import capturing
-from te_fuser.fuser.run.shared_plans import groups_of, seed_facts
+from te_fuser.fuser.graph.listed import ListedOp, Parameters, autocast_of, bindings_of, list_ops, numbered
+from te_fuser.fuser.plan.device import capturing
+from te_fuser.fuser.run.plan_cache import groups_of, seed_facts
 from te_fuser.fuser.run.tracers import REFERENCE, refuse_proxy, refuse_tracers
 from te_fuser.fusions import registry
 from te_fuser.look import stands_in
@@ -51,7 +50,7 @@ class Call(NamedTuple):
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
     outputs: tuple[str, ...]
-    ops: OpList
+    ops: OpSequence
     parameters: Sequence[torch.Tensor]
 
     @property
@@ -79,7 +78,7 @@ class CallModes(NamedTuple):
 
     Attributes:
         fusions: which there are, in this scope.
-        listing: the number of the `OpList`.
+        listing: the number of the `OpSequence`.
         states: what the switches are that ops name.
         around: what surrounds the call.
     """
@@ -101,7 +100,7 @@ class CallModes(NamedTuple):
         return f"{'with' if self.grad else 'without'} gradients, autocast {self.autocast}, {training}"
 
 
-class OpList:
+class OpSequence:
     """The ops of a Fuser, lowered for calls in one context.
 
     Args:
@@ -178,7 +177,7 @@ class OpList:
         return Facts.of([self.given, now, self.ready.facts()])
 
 
-class OpLists:
+class OpSequences:
     """The list of a Fuser for each call context, made anew where one of its ops is not as it was.
 
     Args:
@@ -190,17 +189,17 @@ class OpLists:
         self.given, self._holding = tuple(given), holding
         self._watched = tuple(o for o in given if isinstance(o, FusableOperation))
         self._numbers = itertools.count()
-        self.within: dict[Keys, OpList] = {}
+        self.within: dict[Keys, OpSequence] = {}
         self.plain = self._listed()
 
-    def _listed(self) -> OpList:
+    def _listed(self) -> OpSequence:
         facts = Facts.of([self._holding, *[op.facts() for op in self._watched]])
         listed: list[ListedOp] = []
         for k, op in enumerate(self.given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
-        return OpList(next(self._numbers), facts, numbered(listed))
+        return OpSequence(next(self._numbers), facts, numbered(listed))
 
-    def now(self, dtype: torch.dtype) -> OpList:
+    def now(self, dtype: torch.dtype) -> OpSequence:
         """The list that a call of such an x runs now."""
         plain = self.plain
         if self._watched and not still_hold(plain.given):
@@ -210,7 +209,7 @@ class OpLists:
         within, found = self.within, self.within.get(keys) if keys else plain
         ready = prepared((found or plain).listed, keys)
         if found is None or not ready.lasts:
-            found = OpList(next(self._numbers), plain.given, ready.listed, keys)
+            found = OpSequence(next(self._numbers), plain.given, ready.listed, keys)
         if keys and ready.lasts:
             if len(within) >= _CONTEXTS_KEPT and keys not in within:
                 within.clear()
@@ -219,7 +218,7 @@ class OpLists:
         return found
 
 
-class LastCall(NamedTuple):
+class GuardedCall(NamedTuple):
     """A call and the executable that it ran by; `_native.like(last, ...)` tells which calls are like it.
 
     Attributes:
@@ -240,7 +239,7 @@ class LastCall(NamedTuple):
     held: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, call: Call, modes: CallModes, facts: Facts, executable: Executable) -> LastCall | None:
+    def of(cls, call: Call, modes: CallModes, facts: Facts, executable: Executable) -> GuardedCall | None:
         """That of a call in these modes, of which `facts` hold; None where it computes parameters itself."""
         ops = call.ops
         if ops.computed and not all(name in place for place, name in ops.slots):

@@ -18,11 +18,24 @@ from rich.text import Text
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
-from te_fuser.fuser.show.gains import Gain, gains
-from te_fuser.fuser.show.pass_page import last_attempt, makers_of_steps, pass_page
-from te_fuser.fuser.show.sources import sources
-from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
-from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple, range_of, span
+from te_fuser.fuser.show.rows import (
+    Gain,
+    StepRow,
+    and_others,
+    count,
+    few,
+    gains,
+    grouped,
+    last_attempt,
+    makers_of_steps,
+    multiple,
+    pass_page,
+    place,
+    range_of,
+    sources,
+    span,
+    step_rows,
+)
 from te_fuser.ops import op_table
 
 if TYPE_CHECKING:

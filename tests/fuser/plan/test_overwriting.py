@@ -20,9 +20,8 @@ from te_fuser.fuser.plan import finish, overwriting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
-from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
-from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.op_tasks import FusionTask, OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation

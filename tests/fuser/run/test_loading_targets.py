@@ -16,9 +16,8 @@ import torch
 from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import pipeline
-from te_fuser.fuser.run import targets
-from te_fuser.fuser.run.loading import draw_seed
-from te_fuser.fuser.run.targets import missing_notes, obstacle, target_for
+from te_fuser.fuser.run import loading
+from te_fuser.fuser.run.loading import draw_seed, missing_notes, obstacle, target_for
 from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.fusions.match import Match
 from te_fuser.kernels.cublaslt import products
@@ -29,7 +28,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose GPU can run generated kernels."""
-    for cached in (targets._cuda_obstacle, targets._warn_once):
+    for cached in (loading._cuda_obstacle, loading._warn_once):
         cached.cache_clear()
     monkeypatch.setattr(products, "obstacle", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -39,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "known_architectures", lambda: frozenset({75, 90}))
     yield
-    for cached in (targets._cuda_obstacle, targets._warn_once):
+    for cached in (loading._cuda_obstacle, loading._warn_once):
         cached.cache_clear()
 
 

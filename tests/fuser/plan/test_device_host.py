@@ -10,8 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan.device import DEVICES, Device, device_of
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import DEVICES, Device, capturing, device_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details
 
