@@ -16,7 +16,7 @@ from benchmarks.gpu.contest.goals import Goal, judged
 from benchmarks.gpu.contest.measure import Effort, Result, Step, contest
 from benchmarks.gpu.parts.floor import make_floor
 from benchmarks.models import Builder, Rival, copy_parameters
-from te_fuser.fuser.show.rows import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 
 # Fusions that take part where a package is installed that te_fuser does not ask for.
 OPTIONAL = (

@@ -18,7 +18,7 @@ from rich.text import Text
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
-from te_fuser.fuser.show.rows import (
+from te_fuser.fuser.show.step_rows import (
     Gain,
     StepRow,
     and_others,

@@ -14,7 +14,7 @@ from te_fuser.distributed.group import Group
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.show.rows import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.kernels import peers
 from tests.fusions.products import autocast_on_cuda

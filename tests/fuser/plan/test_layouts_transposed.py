@@ -17,7 +17,7 @@ from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, VALUE, Form
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.show.rows import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul

@@ -10,7 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.show.rows import step_rows
+from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions import Cost, Details, fusion
 
 
