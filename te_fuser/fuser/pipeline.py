@@ -36,6 +36,7 @@ from te_fuser.fuser.plan.parameter_prep import with_made, with_raised, with_zero
 from te_fuser.fuser.plan.plan import LAMBDA
 from te_fuser.fuser.plan.planner import cover, warn_of_large_results, with_notes
 from te_fuser.fuser.plan.planner import entries as step_entries
+from te_fuser.fuser.plan.prices import CostModel
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import device_name, list_key, store_for
 from te_fuser.fuser.run.call import PLAIN, Call, CallModes, GuardedCall, OpSequences, check_input, named_tensors
@@ -124,7 +125,7 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
     """The same plan, and what it shows is of the sizes of the call."""
     with standing_in(graph.stand_ins):
         plan, prices = _cover_and_pass(graph, options)
-        return plan if graph.is_on_grid else retimed(plan.seen_by(prices.at_exact_sizes()))
+        return plan if graph.is_on_grid else retimed(plan.seen_by(CostModel(prices.problem, exact=True)))
 
 
 def _cover_and_pass(graph: Graph, options: Options) -> tuple[Plan, Prices]:

@@ -268,20 +268,20 @@ class GraphBuilder:
         check_gives_gradients(self.nodes, {name: v for name, v in named_inputs.items() if self.values[v].needs_grad})
         outputs = {name: self.names.exported(name) for name in self.call.outputs}
         self.values = with_gradients(self.nodes, self.values, {current, *outputs.values()})
-        known = [self.call.parameters[b.key] for b in self.bindings]
+        known = [*self.call.parameters.values()]  # in the order of their bindings
         return Graph(
             tuple(self.nodes),
             tuple(self.values),
             self.bindings,
-            tuple(p.spec for p in known),
-            tuple(self.call.grad and p.requires_grad for p in known),
-            tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
+            tuple([p.spec for p in known]),
+            tuple([self.call.grad and p.requires_grad for p in known]),
+            tuple([p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)]),
             named_inputs,
             current,
             outputs,
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
             sums=gradient_sums(self.ops, self.parameters),
-            lies=tuple(p.lies for p in known),
+            lies=tuple([p.lies for p in known]),
             notes=tuple(self.call.notes),
         )
 

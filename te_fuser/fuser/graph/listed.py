@@ -130,8 +130,9 @@ class ParameterSpecs:
         if kind not in _PLAIN and is_dtensor(t):
             lies = Lies.of(t)
             spec = spec if lies is None else replace(spec, shape=lies.shape)
-        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed and not is_compiling() else ()
-        return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
+        computed = binding.computed
+        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if computed and not is_compiling() else ()
+        return cls(spec, t.requires_grad, kind, computed, lies, joined)
 
     def stand_in(self) -> torch.Tensor:
         """A tensor without values in its place."""

@@ -90,6 +90,8 @@ class BackwardCandidates:
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
         limits = self.limits
+        if not (limits.forbidden or limits.given or limits.silent):
+            return ()
         return section.of_values(limits.forbidden), section.of_values(limits.given), section.of_nodes(limits.silent)
 
     def _is_withheld(self, ref: Ref) -> bool:
@@ -222,7 +224,7 @@ class BackwardCandidates:
     def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
         """The candidate, or why there is none."""
         match = self.problem.match(*whole)
-        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, match, whole, self.prices))
+        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, whole))
         return self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:

@@ -129,8 +129,8 @@ def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, 
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     """A row kernel as the step for the ops start..stop-1."""
-    # The step holds the kernel, so that its id is not given to another one.
-    return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
+    what = start, stop, kernel.inputs, kernel.outputs, kernel.raised, kernel.aliases
+    return prices.once(what, lambda: _kernel_step(problem, prices, kernel, start, stop))
 
 
 def _kernel_step(
@@ -155,16 +155,16 @@ def _kernel_step(
 
 
 class Placed(NamedTuple):
-    """Candidates of one section in another one that is like it, or in its own."""
+    """Candidates of one section in another one that is like it, or in its own.
+
+    Attributes:
+        by: how many ops later it is there.
+    """
 
     edges: tuple[Edge, ...]
     here: Section
     there: Section
-
-    @property
-    def by(self) -> int:
-        """How many ops later it is there."""
-        return self.there.start - self.here.start
+    by: int
 
     @property
     def refs(self) -> Mapping[Ref, Ref]:
@@ -173,45 +173,52 @@ class Placed(NamedTuple):
 
     def moved(self, problem: Problem, prices: Prices) -> Sequence[Edge]:
         """The candidates that they are there: what their steps take is not asked again."""
-        here, there = self.here, self.there
-        if here is there:
+        if not self.by:
             return self.edges
-        move = functools.partial(_moved, problem, prices, here, there)
-        return [prices.once((e, there), functools.partial(move, e)) for e in self.edges]
+        move = _Move(problem, prices, self.here, self.there, self.by, self.refs)
+        return [prices.once((e, self.there), functools.partial(move.edge, e)) for e in self.edges]
 
 
-def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge: Edge) -> Edge:
-    by, whole, there_is = there.start - here.start, edge.whole, here.refs_in(there)
-    if edge.fusion is not None and whole is not None:
-        for _, saved in _saved(edge.fusion, whole):
-            prices.learn_like(there_is[saved], saved)
-        whole = whole[0] + by, whole[1] + by
-    again = tuple(map(there_is.__getitem__, edge.recomputes))
-    steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
-    start, stop = edge.start + by, edge.stop + by
-    return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
+class _Move(NamedTuple):
+    """A move of candidates from one section to another, `by` ops later."""
 
+    problem: Problem
+    prices: Prices
+    here: Section
+    there: Section
+    by: int
+    refs: Mapping[Ref, Ref]
 
-def _moved_step(
-    problem: Problem, prices: Prices, whole: tuple[int, int] | None, here: Section, there: Section, step: Step
-) -> Step:
-    """A step of one section in another, where a fusion matches the ops `whole` if it is one's."""
-    task, by, there_is = step.task, there.start - here.start, here.refs_in(there)
-    start, stop = step.start + by, step.stop + by
-    if isinstance(task, KernelTask):
-        streams = problem.nodes[there.start].draw.stream - problem.nodes[here.start].draw.stream
-        task = task.moved(there_is.__getitem__, streams)
-        if task.aliases:  # what they are called, the place says
-            return _kernel_step(problem, prices, task, start, stop, step.price)
-    elif isinstance(task, FusionTask):
-        assert whole is not None
-        task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
-    else:
-        task = task.at(problem.nodes[start])
-    inputs = tuple([(name, there_is[r]) for name, r in step.inputs])
-    outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
-    taken = step.cost, step.seconds, step.host
-    return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
+    def edge(self, edge: Edge) -> Edge:
+        """A candidate there."""
+        by, whole = self.by, edge.whole
+        if whole is not None:
+            whole = whole[0] + by, whole[1] + by
+        again = tuple(map(self.refs.__getitem__, edge.recomputes))
+        steps = tuple([self.step(step, whole) for step in edge.steps])
+        start, stop = edge.start + by, edge.stop + by
+        return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
+
+    def step(self, step: Step, whole: tuple[int, int] | None) -> Step:
+        """A step there, where a fusion matches the ops `whole` if it is one's."""
+        problem, task, by, refs = self.problem, step.task, self.by, self.refs
+        start, stop = step.start + by, step.stop + by
+        if isinstance(task, KernelTask):
+            nodes = problem.nodes
+            task = task.moved(
+                refs.__getitem__, nodes[self.there.start].draw.stream - nodes[self.here.start].draw.stream
+            )
+            if task.aliases:  # what they are called, the place says
+                return _kernel_step(problem, self.prices, task, start, stop, step.price)
+        elif isinstance(task, FusionTask):
+            assert whole is not None
+            task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
+        else:
+            task = task.at(problem.nodes[start])
+        inputs = tuple([(name, refs[r]) for name, r in step.inputs])
+        outputs = tuple([(name, refs[r]) for name, r in step.outputs])
+        taken = step.cost, step.seconds, step.host
+        return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
 
 
 def _moved_fusion(
@@ -246,15 +253,8 @@ def fusion_task(
     return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
 
 
-def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> list[tuple[str, Ref]]:
-    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
-    found = _saved(fusion, whole)
-    if found:
-        prices.learn(fusion, match, found)
-    return found
-
-
-def _saved(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+def saved_by(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+    """What a joint fusion that matches the ops `whole` hands to its own backward."""
     if not fusion.saves:
         return []
     start, _ = fusion.covers("forward", *whole)

@@ -85,9 +85,9 @@ class Covering:
         self._rank = {name: k for k, name in enumerate(dict.fromkeys(f.name for f, _, _ in problem.matches))}
         self._known: dict[Hashable, Any] = {}
 
-    def cover(self, prices: Prices, keeping: Keeping) -> Covers:
-        """The cheapest covers that fit together, by prices that may weigh the host's time."""
-        aim = self._once((prices, keeping.weight), lambda: Aim(prices, keeping.weight))
+    def cover(self, keeping: Keeping, share: float) -> Covers:
+        """The cheapest covers that fit together, where so much of the host's time is weighed."""
+        aim = self._once((share, keeping.weight), lambda: Aim(self.prices, keeping.weight, share))
         held = keeping.held
         found = self._round(aim, held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
@@ -204,13 +204,12 @@ class Covering:
     def _backward(
         self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: list[Found]
     ) -> list[Way] | None:
-        # The list of candidates is kept for this problem, so that its id is not given to another one.
-        asked = self._once(
-            ("asked", id(found), held, *dropped),
-            lambda: [
-                (f, (s.of_values(held), s.of_matches(dropped))) for f, s in zip(found, self.sections, strict=True)
-            ],
-        )
+        def limits(section: Section) -> tuple[frozenset[int], frozenset[MatchOf]]:
+            return section.of_values(held), section.of_matches(dropped)
+
+        free: tuple[frozenset[int], frozenset[MatchOf]] = frozenset(), frozenset()
+        limited = bool(held or dropped)
+        asked = [(f, limits(s) if limited else free) for f, s in zip(found, self.sections, strict=True)]
 
         def way(f: Found, kept: frozenset[int], none: frozenset[MatchOf]) -> Way | None:
             make = functools.partial(way_through, aim, f, kept, none, self._ahead(aim, f))
@@ -240,7 +239,7 @@ class Covering:
     def _laid_out(self, ways: Sequence[Way]) -> list[Placed]:
         """The edges of some ways in the sections that they are for."""
         placed = zip(self.sections, ways, strict=True)
-        return [Placed(way.edges, way.found.section, section) for section, way in placed]
+        return [Placed(w.edges, (here := w.found.section), s, s.start - here.start) for s, w in placed]
 
     # ---------------------------------------------------------------------------------- what is said of it
 

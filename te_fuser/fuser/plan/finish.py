@@ -89,7 +89,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     given = {r for s in steps[1] for _, r in s.outputs}
     leaving = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_out]
     # Where steps give the gradient of a value that leaves too, as that is read inside as well: a term of a sum.
-    arriving = tuple(r._replace(term=1) if r in given else r for r in leaving)
+    arriving = tuple([r._replace(term=1) if r in given else r for r in leaving])
     forward = with_forms(problem, prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
@@ -110,7 +110,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         tuple(takes),
         tuple(map(graph.ref, values_out)),
         arriving,
-        tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
+        tuple([r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)]),
         kept,
     )
 
@@ -263,18 +263,17 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     for value in apart:
         found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
     for placed in (*covers.forward, *covers.backward):
-        by, there_is = placed.by, placed.refs
         # A fusion that reads a value in another form than its ops do cannot be cut off from what makes that.
         for edge, refs in prices.once((_read_apart, placed.edges), functools.partial(_read_apart, problem, placed)):
             for ref in refs:
-                found.update(range((graph.producer(there_is[ref].index) or 0) + 1, edge.stop + by))
+                found.update(range((graph.producer(placed.refs[ref].index) or 0) + 1, edge.stop + placed.by))
     for placed in covers.backward:
-        by, there_is = placed.by, placed.refs
+        by = placed.by
         for edge in placed.edges:
             if edge.whole is not None:
                 found.update(range(edge.whole[0] + by + 1, edge.whole[1] + by))
             for ref in edge.recomputes:
-                found.update(range(edge.stop + by, problem.last_readers[there_is[ref].by_rows] + 1))
+                found.update(range(edge.stop + by, problem.last_readers[placed.refs[ref].by_rows] + 1))
     return found
 
 

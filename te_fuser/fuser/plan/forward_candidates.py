@@ -73,17 +73,8 @@ class ForwardCandidates:
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
-        at = self._joint_at
-        joint = [m for node in range(section.start, section.stop) if node in at for m in at[node]]
-        return section.of_refs(*self._demanded), section.of_matches(joint)
-
-    @functools.cached_property
-    def _joint_at(self) -> Mapping[int, list[MatchOf]]:
-        """The joint fusions by the op at which they begin."""
-        found: dict[int, list[MatchOf]] = {}
-        for match in self.joint:
-            found.setdefault(match[1][0], []).append(match)
-        return found
+        refs = section.of_refs(*self._demanded) if self.demands else frozenset()
+        return refs, section.of_matches(self.joint) if self.joint else frozenset()
 
     @functools.cached_property
     def _demanded(self) -> tuple[Mapping[int, list[Ref]], Mapping[int, list[Ref]]]:
@@ -174,7 +165,7 @@ class ForwardCandidates:
             return None
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:
-            outputs += saved_by(fusion, self.problem.match(*whole), whole, self.prices)
+            outputs += saved_by(fusion, whole)
         step = self.prices.once(
             ("forward", fusion, whole, tuple(outputs)),
             lambda: self._fusion_step(fusion, nodes, whole, self._fusion_inputs(fusion, nodes, inside), outputs),

@@ -16,7 +16,7 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Found, MatchOf
-    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.prices import CostModel
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.step import Step
 
@@ -25,10 +25,16 @@ _TIE = 0.05e-6  # seconds: shown as nothing
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it."""
+    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it.
 
-    prices: Prices
+    Attributes:
+        share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
+            the larger of two sums, and no shortest path sees that. On a CPU, which is its own host, they are added up.
+    """
+
+    prices: CostModel
     weight: float
+    share: float
 
     @functools.cached_property
     def _bandwidth(self) -> float:
@@ -37,17 +43,17 @@ class Aim:
     def takes(self, edge: Edge) -> float:
         """Seconds of an edge's steps, with the host's by its share."""
         device, host = edge.takes
-        return device + self.prices.share * host
+        return device + self.share * host
 
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
         device, host = edge.takes
-        return device + self.prices.share * host + edge.kept * self.weight / self._bandwidth
+        return device + self.share * host + edge.kept * self.weight / self._bandwidth
 
     def in_forward(self, edge: Edge) -> float:
         """Seconds that forward takes for what an edge of backward makes kept."""
         device, host = edge.in_forward
-        return device + self.prices.share * host
+        return device + self.share * host
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.device import Device, Host
-    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.prices import CostModel
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
 
@@ -172,12 +172,12 @@ class Plan:
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
         """The steps of forward in running order."""
-        return *self.before, *(s for segment in self.segments for s in segment.forward)
+        return *self.before, *[s for segment in self.segments for s in segment.forward]
 
     @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
         """The steps of backward in running order."""
-        return tuple(s for segment in reversed(self.segments) for s in segment.backward)
+        return tuple([s for segment in reversed(self.segments) for s in segment.backward])
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -258,19 +258,19 @@ class Plan:
         on_gpu = self.device.kind != "cpu"
         return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
-    def seen_by(self, prices: Prices) -> Plan:
+    def seen_by(self, prices: CostModel) -> Plan:
         """The same plan with the bytes and times that these prices say."""
         segments = tuple(
             replace(
                 segment,
-                forward=tuple(prices.priced(s) for s in segment.forward),
-                backward=tuple(prices.priced(s) for s in segment.backward),
-                kept=tuple(k._replace(bytes=prices.size(k.ref)) for k in segment.kept),
+                forward=tuple(map(prices.priced, segment.forward)),
+                backward=tuple(map(prices.priced, segment.backward)),
+                kept=tuple([k._replace(bytes=prices.size(k.ref)) for k in segment.kept]),
             )
             for segment in self.segments
         )
         choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
-        before = tuple(prices.priced(s) for s in self.before)
+        before = tuple(map(prices.priced, self.before))
         return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)
 
     def chosen(self) -> Plan:

@@ -101,27 +101,26 @@ def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
     prices = Prices(problem)
     covering = Covering(problem, prices)
-    found = [__cheapest(problem, prices, covering)]
+    found = [_covered(problem, prices, covering)]
     for share in _SHARES:
-        if not found[-1][0].waits_for_host:
+        if not found[-1].waits_for_host:
             break
-        found.append(__cheapest(problem, prices.sharing(share), covering))
-    plan, prices = min(found, key=lambda made: _price(made[0], problem.options))
-    return plan.chosen(), prices
+        found.append(_covered(problem, prices, covering, share))
+    return min(found, key=lambda plan: _price(plan, problem.options)).chosen(), prices
 
 
-def __cheapest(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
+def _covered(problem: Problem, prices: Prices, covering: Covering, share: float = 0.0) -> Plan:
     def weighed(keeping: Keeping) -> Plan:
-        plan = finish(problem, prices, covering.cover(prices, keeping))
+        plan = finish(problem, prices, covering.cover(keeping, share))
         return with_recorded(problem, prices, plan, keeping.weight)
 
     def choices(keeping: Keeping) -> Sequence[Choice]:
-        covers = covering.cover(prices, keeping)
+        covers = covering.cover(keeping, share)
         parts = segments(problem, prices, covers)
         recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(problem, *p) for p in parts))
         return weighed(keeping).choices if recordable else covers.choices
 
-    return plan_for_memory(problem.options.memory, weighed, choices), prices
+    return plan_for_memory(problem.options.memory, weighed, choices)
 
 
 def _price(plan: Plan, options: Options) -> tuple[float, float]:

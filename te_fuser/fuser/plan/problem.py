@@ -24,6 +24,7 @@ from te_fuser.fuser.graph.refs import (
     gradient_ref,
     parameter_gradient_ref,
     parameter_ref,
+    saved_ref,
 )
 from te_fuser.fuser.plan.derivation import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
@@ -259,10 +260,19 @@ class Problem:
         return self._seen[start, stop]
 
     @functools.cached_property
+    def saving(self) -> dict[Ref, tuple[Fusion, tuple[int, int], str]]:
+        """What joint fusions save for their own backward -> the fusion, where it matches, and what that calls it."""
+        found: dict[Ref, tuple[Fusion, tuple[int, int], str]] = {}
+        for fusion, start, stop in self.matches:
+            first, _ = fusion.covers("forward", start, stop)
+            for name in fusion.saves:
+                found.setdefault(saved_ref(first, fusion.name, name), (fusion, (start, stop), name))
+        return found
+
+    @functools.cached_property
     def last_readers(self) -> dict[Ref, int]:
         """The last op that reads a value in a form."""
-        readers = [(self.graph.ref(v.index), k) for v in self.graph.values for k in self.graph.consumers(v.index)]
-        return dict(sorted(readers, key=lambda found: found[1]))
+        return {self.graph.ref(v): n.index for n in self.nodes for v in (n.input, *n.named_in.values())}
 
     @functools.cached_property
     def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
