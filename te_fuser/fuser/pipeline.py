@@ -39,10 +39,20 @@ from te_fuser.fuser.plan.planner import entries as step_entries
 from te_fuser.fuser.plan.prices import CostModel
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import device_name, list_key, store_for
-from te_fuser.fuser.run.call import PLAIN, Call, CallModes, GuardedCall, OpSequences, check_input, named_tensors
+from te_fuser.fuser.run.call import (
+    PLAIN,
+    Call,
+    CallModes,
+    GuardedCall,
+    OpSequences,
+    check_input,
+    in_dual_level,
+    named_tensors,
+    refuse_proxy,
+    refuse_tangents,
+)
 from te_fuser.fuser.run.loading import Executable, execute, load, missing_notes, runs_alike, target_for, target_on_gpu
 from te_fuser.fuser.run.plan_cache import KeptPlan, PlanCache, RankAgreement
-from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.sizes import Questions

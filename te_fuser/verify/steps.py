@@ -118,7 +118,7 @@ class _WatchedCall:
     def value(self, index: int) -> torch.Tensor:
         """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""
         if index not in self.values:
-            producer = self.graph.producer(index)
+            producer = self.graph.makers[index]
             assert producer is not None
             self.record([self.graph.nodes[producer]], {})
         return self.values[index]
@@ -137,7 +137,7 @@ class _WatchedCall:
         with torch.no_grad():
             exact = self.run(nodes, doubled(self.data(nodes)), True)
         for value, t in exact.items():
-            kept = stored.get(self.graph.ref(value), self.values.get(self.graph.root(value)))
+            kept = stored.get(self.graph.ref(value), self.values.get(self.graph.roots[value]))
             self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())
 
 
@@ -244,7 +244,7 @@ class _CheckedRunner:
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
         """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
-        whole = ref._replace(index=self.watch.graph.root(ref.index), term=0) if ref.kind is GRADIENT else ref
+        whole = ref._replace(index=self.watch.graph.roots[ref.index], term=0) if ref.kind is GRADIENT else ref
         name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 

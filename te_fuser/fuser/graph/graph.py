@@ -115,7 +115,8 @@ class Graph:
     notes: tuple[str, ...] = ()  # lines of passes for the plan
 
     @functools.cached_property
-    def _roots(self) -> list[int]:
+    def roots(self) -> list[int]:
+        """By value the one that it is, under another name."""
         found: list[int] = []
         for v in self.values:  # an alias comes after what it is one of
             found.append(v.index if v.alias_of is None else found[v.alias_of])
@@ -123,10 +124,10 @@ class Graph:
 
     @functools.cached_property
     def _refs(self) -> list[Ref]:
-        made = [self.values[root].spec.dtype for root in self._roots]
+        made = [self.values[root].spec.dtype for root in self.roots]
         return [
             Ref(VALUE, root, AS_MADE if v.spec.dtype == dtype else Form(v.spec.dtype))
-            for v, root, dtype in zip(self.values, self._roots, made, strict=True)
+            for v, root, dtype in zip(self.values, self.roots, made, strict=True)
         ]
 
     @functools.cached_property
@@ -138,11 +139,11 @@ class Graph:
 
     @functools.cached_property
     def _storages(self) -> list[int]:
-        found = list(self._roots)
+        found = list(self.roots)
         for n in self.nodes:  # what a node reads comes before what it makes
             seen = {"input": n.input, **n.named_in}.get(n.op.views)
             for value in (n.output, *n.named_out):
-                found[value] = found[self._roots[value] if seen is None else seen]
+                found[value] = found[self.roots[value] if seen is None else seen]
         return found
 
     @functools.cached_property
@@ -156,11 +157,12 @@ class Graph:
         """By value the one that it is, the first that is the same tensor, and the first in the same memory."""
         return [
             (root, self._firsts[ref], self._storages[root] if ref.form == AS_MADE else root)
-            for root, ref in zip(self._roots, self._refs, strict=True)
+            for root, ref in zip(self.roots, self._refs, strict=True)
         ]
 
     @functools.cached_property
-    def _consumers(self) -> list[list[int]]:
+    def readers(self) -> list[list[int]]:
+        """By value the nodes that read it."""
         found: list[list[int]] = [[] for _ in self.values]
         for n in self.nodes:
             for value in {n.input, *n.named_in.values()}:
@@ -168,7 +170,8 @@ class Graph:
         return found
 
     @functools.cached_property
-    def _producers(self) -> list[int | None]:
+    def makers(self) -> list[int | None]:
+        """By value the node that makes it; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -176,7 +179,8 @@ class Graph:
         return found
 
     @functools.cached_property
-    def _leaving(self) -> frozenset[int]:
+    def results(self) -> frozenset[int]:
+        """The values that the caller gets."""
         return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
@@ -219,10 +223,6 @@ class Graph:
         dtypes = [self.values[v].spec.dtype for v in (node.input, node.output, *node.named_out)]
         return next((d for d in dtypes if d in FLOATING.values()), torch.float32)
 
-    def root(self, value: int) -> int:
-        """The value that this one is, under another name."""
-        return self._roots[value]
-
     def ref(self, value: int) -> Ref:
         """The tensor of a value: that of the value that it is, in its own form."""
         return self._refs[value]
@@ -245,29 +245,17 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.makers[self.stored(ref).index] is None
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
-    def consumers(self, value: int) -> list[int]:
-        """The nodes that read this value."""
-        return self._consumers[value]
-
-    def producer(self, value: int) -> int | None:
-        """The node that makes this value; None for inputs of the call."""
-        return self._producers[value]
-
-    def leaves(self, value: int) -> bool:
-        """Whether the caller gets this value."""
-        return value in self._leaving
-
     def leaving(self, start: int, stop: int) -> list[int]:
         """The values made by the nodes start..stop-1 that somebody else reads."""
         made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
-        return [v for v in made if self.leaves(v) or any(not start <= c < stop for c in self.consumers(v))]
+        return [v for v in made if v in self.results or any(not start <= c < stop for c in self.readers[v])]
 
 
 def is_differentiable(op: FusableOperation, name: str, spec: Spec) -> bool:

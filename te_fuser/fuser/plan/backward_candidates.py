@@ -102,7 +102,9 @@ class BackwardCandidates:
     def _opaque(self, node: Node) -> Edge | None:
         steps: list[Step] = []
         for gradient, needed in self.problem.gradients(node):
-            if any(self._is_silent(node, r) for _, r in self._gradient_reads(node, gradient)):
+            silent = node.index in self.limits.silent
+            reads = [r for _, r in self._gradient_reads(node, gradient)]
+            if any(self._is_withheld(r) or silent and r.kind is EMITTED for r in reads):
                 return None
             what = ("backward", node.index, gradient)
             step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
@@ -130,10 +132,6 @@ class BackwardCandidates:
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
         covers, task = (node.index, node.index + 1), OpTask(node, again=True)
         return self.prices.step(f"{node.traits.role}.again", covers, inputs, outputs, task, price, chain=False)
-
-    def _is_silent(self, node: Node, ref: Ref) -> bool:
-        """Whether forward withholds what an op's gradient reads."""
-        return self._is_withheld(ref) or ref.kind is EMITTED and node.index in self.limits.silent
 
     def _gradient_reads(self, node: Node, gradient: Gradient) -> Named:
         found = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
@@ -293,7 +291,7 @@ class BackwardCandidates:
         return [self.problem.read_in_backward(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
-        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
+        producer = self.graph.makers[ref.index] if ref.kind is VALUE else None
         return producer is not None and self.problem.priced_elsewhere(ref) and not start <= producer < stop
 
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:

@@ -110,11 +110,6 @@ class Ledger:
         """Note why something is no candidate, or lost."""
         self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
-    def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
-        """A no that another backward plan could turn into a yes."""
-        self.demand_unmet = True
-        self.refuse(fusion.direction, start, stop, fusion.name, reason)
-
 
 def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, int, int], list[Edge]]) -> None:
     """Add the kernels of every sub-range worth one, and of lone ops where one cannot be had as it is."""

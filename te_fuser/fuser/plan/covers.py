@@ -139,7 +139,8 @@ class Covering:
         """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         reads = self._reads(backward)
-        found = self._each_found(ForwardCandidates(self.problem, self.prices, reads[1], joint))
+        candidates = ForwardCandidates(self.problem, self.prices, reads[1], joint)
+        found = self._all_found((reads[1], *joint), candidates)
         return joint, found, self._cannot_run(joint, found), reads
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
@@ -303,7 +304,7 @@ def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
 
 def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
     """What the fusions of a forward cover do not give."""
-    root, forbidden, given, silent = problem.graph.root, set[int](), set[int](), set[int]()
+    root, forbidden, given, silent = problem.graph.roots.__getitem__, set[int](), set[int](), set[int]()
     for fusion, whole in forward:
         nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]
         inside = {root(v) for n in nodes for v in (n.output, *n.named_out)}

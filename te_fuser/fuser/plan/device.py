@@ -143,19 +143,6 @@ class Device:
         """What CUDA kernels of its plans are compiled for."""
         return arch_of(self.capability or (8, 0))
 
-    def estimate_note(self) -> str:
-        """What a plan for a device that was not measured says of it."""
-        return (
-            f"{self.name} was not measured: its roofline, which times and choices come from, is an estimate by "
-            f"{self.estimate}; model.tune(x) on such a GPU measures the choices"
-        )
-
-    def conversion_note(self, dtype: str) -> str:
-        """What a plan with products in `dtype` says of them; empty where there is nothing to say."""
-        if dtype not in self.converts:
-            return ""
-        return f"products in {dtype} are computed in float32 and rounded once: {self.name} has no instructions for them"
-
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart.
 
@@ -232,12 +219,6 @@ def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Devi
     return Device("cpu", bandwidth, rates, others * 1e12, 0.0, converts=converts, link=_HOST_MEMORY)
 
 
-def _cpu_at_hand() -> Device:
-    """The CPU at hand, with as many cores as PyTorch has threads."""
-    half = {dtypes.name_of(dtype): gain for dtype, gain in half_gains().items()}
-    return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), half)
-
-
 # Of its data sheet's peak an H200 reaches so much: copies, products on random data, other operations.
 _COPY, _PRODUCTS, _OTHERS = 0.875, 0.8, 0.45
 _BY_DATA_SHEET = "its data sheet"
@@ -280,7 +261,13 @@ _GPUS = (
     _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
     _by_data_sheet("l40s", (8, 9), 142, 0.864, tf32=183, half=362, float64=1.43, float32=91.6),
 )
-DEVICES: dict[str, Device] = {d.name: d for d in (_cpu_at_hand(), *_GPUS)}
+# The CPU at hand, with as many cores as PyTorch has threads.
+_CPU = cpu_device(
+    torch.get_num_threads(),
+    torch.backends.cpu.get_cpu_capability(),
+    {dtypes.name_of(dtype): gain for dtype, gain in half_gains().items()},
+)
+DEVICES: dict[str, Device] = {d.name: d for d in (_CPU, *_GPUS)}
 
 
 def device_named(name: str) -> Device:

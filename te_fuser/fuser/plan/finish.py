@@ -51,6 +51,11 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
     found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(problem, prices, covers))
     memory = problem.options.memory
+
+    def refused() -> list[Refusal]:
+        taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
+        return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
+
     return Plan(
         problem.graph,
         found,
@@ -58,14 +63,8 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         problem.options.target,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
         choices=tuple(covers.choices),
-        refused=functools.partial(_refused, problem, found, covers),
+        refused=refused,
     )
-
-
-def _refused(problem: Problem, found: Iterable[SegmentPlan], covers: Covers) -> list[Refusal]:
-    """What could not be taken, and what was not."""
-    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
-    return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
 
 
 def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
@@ -130,11 +129,11 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
     values_out: dict[int, None] = {}
     for node in graph.nodes[start:stop]:
         for value in (node.input, *node.named_in.values()):
-            producer = graph.producer(value)
+            producer = graph.makers[value]
             if producer is None or producer < start:
                 values_in[value] = None
         for value in (node.output, *node.named_out):
-            if graph.leaves(value) or max(graph.consumers(value), default=0) >= stop:
+            if value in graph.results or max(graph.readers[value], default=0) >= stop:
                 values_out[value] = None
     return tuple(values_in), tuple(values_out)
 
@@ -168,19 +167,19 @@ def _places(graph: Graph) -> set[int]:
     """The ops before which one value alone passes: just made by a row op, read by several, as wide as its gradient."""
     readers: dict[int, set[int]] = {}
     for v in graph.values:
-        readers.setdefault(graph.root(v.index), set()).update(graph.consumers(v.index))
-    leaving = {graph.root(v.index) for v in graph.values if graph.leaves(v.index)}
+        readers.setdefault(graph.roots[v.index], set()).update(graph.readers[v.index])
+    leaving = {graph.roots[v.index] for v in graph.values if v.index in graph.results}
     changes = [0] * (len(graph.nodes) + 2)  # of how many values pass
     for root, reading in readers.items():
         last = len(graph.nodes) if root in leaving else max(reading, default=-1)
-        first = -1 if (made := graph.producer(root)) is None else made
+        first = -1 if (made := graph.makers[root]) is None else made
         changes[first + 1] += 1
         changes[max(last, first) + 1] -= 1
     passing = list(itertools.accumulate(changes))
     found = set()
     for node, following in itertools.pairwise(graph.nodes):
         value = graph.values[node.output]
-        real = [k for k in readers.get(value.index, ()) if graph.root(graph.nodes[k].output) != value.index]
+        real = [k for k in readers.get(value.index, ()) if graph.roots[graph.nodes[k].output] != value.index]
         alone = passing[following.index] == 1 and value.gradient is None and len(real) > 1
         if node.traits.is_row and following.traits.is_row and alone:
             found.add(following.index)
@@ -261,12 +260,12 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     # A gradient in another dtype than its value's would come out of autograd in the value's.
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
-        found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
+        found |= set(range((graph.makers[value] or 0) + 1, max(graph.readers[value]) + 1))
     for placed in (*covers.forward, *covers.backward):
         # A fusion that reads a value in another form than its ops do cannot be cut off from what makes that.
         for edge, refs in prices.once((_read_apart, placed.edges), functools.partial(_read_apart, problem, placed)):
             for ref in refs:
-                found.update(range((graph.producer(placed.refs[ref].index) or 0) + 1, edge.stop + placed.by))
+                found.update(range((graph.makers[placed.refs[ref].index] or 0) + 1, edge.stop + placed.by))
     for placed in covers.backward:
         by = placed.by
         for edge in placed.edges:

@@ -91,8 +91,8 @@ class ForwardCandidates:
             for value in (node.output, *node.named_out):
                 if self.graph.ref(value) in self.demands:
                     stores[self.graph.first(value)] = None
-        made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
-        digests = stretch.statistics_of(start, stop, self._statistics.get(stretch.start, ()))
+        made = [v for v in stores if (p := self.graph.makers[v]) is not None and start <= p < stop]
+        digests = [d for d in self._statistics.get(stretch.start, ()) if start <= stretch.first_made(d) < stop]
         turned = self._transposed_in(start, stop)
         by_rows = [*made, *[v for v in turned if v not in made]]
 
@@ -161,7 +161,8 @@ class ForwardCandidates:
         owed = self._owed(nodes, inside)
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
-            ledger.refuse_for_demand(fusion, start, stop, why)
+            ledger.demand_unmet = True
+            ledger.refuse(fusion.direction, start, stop, fusion.name, why)
             return None
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:

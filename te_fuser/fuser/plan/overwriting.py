@@ -60,7 +60,7 @@ def _kept_of_our_own(plan: Plan) -> set[Ref]:
     """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
     graph = plan.graph
     seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
-    given = {graph.ref(v.index) for v in graph.values if graph.leaves(v.index)}
+    given = {graph.ref(v.index) for v in graph.values if v.index in graph.results}
     everywhere = _Lives.of(plan.steps, given)
     made = {r for s in plan.forward for r in s.writes()}
     return {

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.fusions.match import Cost
     from te_fuser.ops.own_scales import Scaling
 
 
@@ -57,17 +56,16 @@ def with_made(plan: Plan, prices: Prices) -> Plan:
         inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
         outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
         makes, ops = tuple([w for _, w in items]), tuple([n.index for n, _ in items])
-        task, price = MakeTask(maker, makes, plan.x.device, ops), Price(_cost, (maker, makes))
+        task, price = (
+            MakeTask(maker, makes, plan.x.device, ops),
+            Price(lambda _, maker, wanted: maker.cost(wanted), (maker, makes)),
+        )
         steps.append(prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, price))
     segments = []
     for segment in plan.segments:  # each says of what it keeps whose it is
         kept = [k._replace(owner="tensor") if k.ref in made else k for k in segment.kept]
         segments.append(replace(segment, kept=tuple(kept)))
     return replace(plan, before=tuple(steps), segments=tuple(segments))
-
-
-def _cost(prices: Prices, maker: Maker, wanted: tuple[Wanted, ...]) -> Cost:
-    return maker.cost(wanted)
 
 
 def measuring_steps(

@@ -36,10 +36,6 @@ class Aim:
     weight: float
     share: float
 
-    @functools.cached_property
-    def _bandwidth(self) -> float:
-        return self.prices.problem.options.device.bandwidth
-
     def takes(self, edge: Edge) -> float:
         """Seconds of an edge's steps, with the host's by its share."""
         device, host = edge.takes
@@ -48,7 +44,7 @@ class Aim:
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
         device, host = edge.takes
-        return device + self.share * host + edge.kept * self.weight / self._bandwidth
+        return device + self.share * host + edge.kept * self.weight / self.prices.bandwidth
 
     def in_forward(self, edge: Edge) -> float:
         """Seconds that forward takes for what an edge of backward makes kept."""
@@ -58,11 +54,6 @@ class Aim:
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
         return max(10 * round(self.seconds(edge) / (10 * TICK)) + (0 if edge.fusion else 1), 0)
-
-    def is_preferred(self, edge: Edge) -> bool:
-        """Whether a fusion was measured to be faster there, whatever its price."""
-        preferred = self.prices.problem.preferred
-        return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
 
 
 @record(eq=False)
@@ -128,7 +119,8 @@ def way_through(
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
     others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
     edges = [*variants, *others]
-    free = [e for e in edges if not aim.is_preferred(e)] if aim.prices.problem.preferred else edges
+    preferred = aim.prices.problem.preferred  # measured to be faster there, whatever the price
+    free = [e for e in edges if e.fusion is None or (e.fusion.name, e.start, e.stop) not in preferred]
     lengths = dict.fromkeys(edges, 0) | {e: aim.length(e) for e in free}
     compared = lengths
     if owing := [e for e in free if e.in_forward is not NOTHING]:

@@ -52,11 +52,6 @@ class Choice:
     seconds: float
     root: int = -1
 
-    @property
-    def dearness(self) -> float:
-        """Seconds that computing it again takes, per byte that this saves."""
-        return self.seconds / max(self.bytes, 1)
-
     def __str__(self) -> str:
         if self.recomputed:
             return (

@@ -79,7 +79,7 @@ def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozense
     Args:
         alike: whether equal values of several layers are all kept or none.
     """
-    again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.dearness, c.bytes, c.value))
+    again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.seconds / max(c.bytes, 1), c.bytes, c.value))
     held: set[int] = set()
     for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
         together = list(group)
@@ -137,7 +137,10 @@ def with_notes(plan: Plan, prices: Prices) -> Plan:
         listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
         found.append(f"measured choices of tune(): {listed}")
     if plan.device.estimate:
-        found.append(plan.device.estimate_note())
+        found.append(
+            f"{plan.device.name} was not measured: its roofline, which times and choices come from, is an estimate by "
+            f"{plan.device.estimate}; model.tune(x) on such a GPU measures the choices"
+        )
     multiplied = {plan.graph.values[plan.graph.nodes[s.start].input].spec.dtype for s in plan.steps if s.cost.flops}
     for group in dict.fromkeys(plan.graph.sums.values()):
         names = [plan.graph.parameters[k].name for k, over in plan.graph.sums.items() if over == group]
@@ -148,7 +151,11 @@ def with_notes(plan: Plan, prices: Prices) -> Plan:
         found.append(
             f"what ranks send was not measured on {plan.device.name}: it is priced by {plan.device.link.estimate}"
         )
-    found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
+    for dtype in sorted(plan.device.converts.intersection(map(dtypes.name_of, multiplied))):
+        found.append(
+            f"products in {dtype} are computed in float32 and rounded once: {plan.device.name} has no instructions for "
+            "them"
+        )
     return plan.noted(*found, *options.notes)
 
 
@@ -156,9 +163,9 @@ def _kept_whole(plan: Plan) -> list[str]:
     """What each rank keeps all rows of, since more needs them than what can be gathered again."""
     found, graph = [], plan.graph
     for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
-        node = graph.producer(kept.ref.index)
+        node = graph.makers[kept.ref.index]
         while node is not None and graph.nodes[node].traits.is_row:
-            node = graph.producer(graph.nodes[node].input)
+            node = graph.makers[graph.nodes[node].input]
         if node is not None and graph.nodes[node].op.gathers:  # type: ignore[attr-defined]
             found.append(
                 f"each rank keeps all rows of {kept.name} ({size_text(kept.bytes)}): only what gradients of weights "

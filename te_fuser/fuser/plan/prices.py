@@ -51,7 +51,7 @@ class CostModel:
         self.problem, self.exact = problem, exact
         self.graph = problem.asked.exact() if exact else problem.graph
         device = problem.options.device
-        self._on_cpu, self._calls = device.kind == "cpu", device.host.calls
+        self.bandwidth, self._on_cpu, self._calls = device.bandwidth, device.kind == "cpu", device.host.calls
         self._saved: dict[Ref, int] = {}
 
     def _seen(self, match: Match) -> Match:

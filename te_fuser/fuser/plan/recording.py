@@ -112,7 +112,7 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
         return True
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
-    roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
+    roots = {graph.roots[v] for v in node.named_out} - {graph.roots[node.output]}
     marked = any(gradient.by_attributes or gradient.delayed for gradient in node.gradients)
     return bool(marked or several or roots)
 

@@ -1,10 +1,10 @@
-"""A call before it is planned: its tensors, the list that it runs, its modes; the guards of the last call."""
+"""A call before it is planned: tensors, the list that it runs, modes; guards of the last one; what is refused."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from te_fuser.fuser.graph.call_context import Keys, ReadyList, keys_now, prepare
 from te_fuser.fuser.graph.listed import ListedOp, Parameters, autocast_of, bindings_of, list_ops, numbered
 from te_fuser.fuser.plan.device import capturing
 from te_fuser.fuser.run.plan_cache import groups_of, seed_facts
-from te_fuser.fuser.run.tracers import REFERENCE, refuse_proxy, refuse_tracers
 from te_fuser.fusions import registry
 from te_fuser.look import stands_in
 from te_fuser.ops import op_table
@@ -325,3 +324,57 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise TypeError(f"te_fuser takes dense, materialized tensors; call {remedy} first")
     if x.dim() == 0:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
+
+
+_MODES = _C._TorchDispatchModeKey
+REFERENCE = _native.instead  # what runs in our place
+_INSTEAD = (
+    f"trace a module whose forward is {REFERENCE}, which is plain PyTorch: docs/works-with.md shows one, for "
+    "make_fx, torch.jit.trace, torch.export and torch.compile"
+)
+
+
+def refuse_tracers() -> None:
+    """Refuse a call that this thread traces.
+
+    Raises:
+        TypeError: naming the tracer, and what to trace instead.
+    """
+    if _C._get_tracing_state() is not None:  # type: ignore[attr-defined]
+        raise TypeError(f"te_fuser does not run under torch.jit.trace, which would record no kernel; {_INSTEAD}")
+    before = _C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch)  # make_fx(pre_dispatch=True)
+    if before or _C._get_dispatch_mode(_MODES.PROXY) is not None:
+        raise TypeError(f"te_fuser does not run under make_fx, which would record no kernel; {_INSTEAD}")
+    if _C._get_dispatch_mode(_MODES.FAKE) is not None:
+        raise TypeError(f"te_fuser does not run under FakeTensorMode, whose tensors have no memory; {_INSTEAD}")
+
+
+def refuse_proxy(x: Any) -> None:
+    """Refuse what torch.fx.symbolic_trace hands in, before anything of the model is looked at.
+
+    Raises:
+        TypeError: saying what to do.
+    """
+    if isinstance(x, torch.fx.Proxy):
+        raise TypeError(
+            "te_fuser does not run under torch.fx.symbolic_trace, whose proxies have no shape to plan for; make the "
+            f"model a leaf (Tracer.is_leaf_module), or give make_fx a function that calls {REFERENCE}"
+        )
+
+
+def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse a call one of whose tensors has a tangent; asked within a dual level alone.
+
+    Raises:
+        TypeError: saying what to differentiate instead.
+    """
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise TypeError(
+            "te_fuser has no forward-mode derivatives, and the result would have no tangent; differentiate "
+            f"{REFERENCE}, which is plain PyTorch, in the forward_ad.dual_level() or by torch.func.jvp"
+        )
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents now."""
+    return forward_ad._current_level >= 0

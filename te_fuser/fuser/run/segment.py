@@ -362,7 +362,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     )
     stops = any(map(stops_gradients, graph.nodes))
     groups = tuple(dict.fromkeys([one.group for one in joint_ops([n.op for n in graph.nodes])]))
-    inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
+    inner = {v.index for v in graph.values if graph.makers[v.index] is not None and v.index not in graph.results}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
     return tuple(

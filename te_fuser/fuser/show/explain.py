@@ -266,7 +266,9 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
     unsorted = [k for k in plan.kept if k.owner == "activation"]
-    activations = sorted(unsorted, key=lambda k: (-k.bytes, _kept_at(plan, k)))
+    made_at = [(plan.graph.makers[n] or 0) if k.ref.kind is VALUE else n for k in unsorted for n in (k.ref.index,)]
+    ranked = sorted(zip(unsorted, made_at, strict=True), key=lambda found: (-found[0].bytes, found[1]))
+    activations = [k for k, _ in ranked]
     for (_, size), entries in grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
         name, maker = _kept_name(plan, entries[0])
         where = f" of {maker}" if maker else ""
@@ -295,14 +297,9 @@ _OTHERS = {
 }
 
 
-def _kept_at(plan: Plan, kept: Kept) -> int:
-    number = kept.ref.index
-    return (plan.graph.producer(number) or 0) if kept.ref.kind is VALUE else number
-
-
 def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
     """What a kept tensor is, and the op that makes it."""
-    makers = {"values": plan.graph.producer, "nodes": lambda number: number}
+    makers = {"values": plan.graph.makers.__getitem__, "nodes": lambda number: number}
     made_by = makers.get(kept.ref.kind.counts)
     maker = None if made_by is None else made_by(kept.ref.index)
     return kept.ref.label(plan.graph), "" if maker is None else f"op {maker} ({place(plan.graph.nodes[maker])})"

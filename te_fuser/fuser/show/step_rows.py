@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.passes import PassRecord
     from te_fuser.fuser.show.measure import Measured
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.ops.base import Spec
 
 
 def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -216,21 +215,15 @@ def gains(plan: Plan) -> list[Gain]:
         if node is None or not step.cost.flops:
             continue
         before = found.get(node.index)
-        y = plan.graph.values[node.output].spec
+        x, y = plan.graph.values[node.input].spec, plan.graph.values[node.output].spec
         taken = step.seconds + (before.seconds if before else 0.0)
-        own = _own_seconds(plan, step, node, y) + (before.own_seconds if before else 0.0)
+        # The time of its products in y's dtype, with nothing beside them.
+        one = node.op.flops(x, {})
+        read = (step.cost.flops / one) * (x.rows * (x.features + y.features) + one / (2 * x.rows)) * y.dtype.itemsize
+        cost = type(step.cost)(read=read, flops=step.cost.flops, launches=round(step.cost.flops / one))
+        own = plan.device.seconds(cost, name_of(y.dtype)) + (before.own_seconds if before else 0.0)
         found[node.index] = Gain(node.path, name_of(y.dtype), taken, own)
     return [found[index] for index in sorted(found)]
-
-
-def _own_seconds(plan: Plan, step: Step, node: Node, y: Spec) -> float:
-    """The predicted time of a step's products of one op, in y's dtype and with nothing beside them."""
-    x = plan.graph.values[node.input].spec
-    one = node.op.flops(x, {})
-    count = step.cost.flops / one
-    numbers = x.rows * (x.features + y.features) + one / (2 * x.rows)
-    cost = type(step.cost)(read=count * numbers * y.dtype.itemsize, flops=step.cost.flops, launches=round(count))
-    return plan.device.seconds(cost, name_of(y.dtype))
 
 
 _MOST = 12  # entries of one pass

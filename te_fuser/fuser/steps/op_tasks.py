@@ -416,18 +416,12 @@ class FusionRunner:
             streams[k] = functools.partial(stream_of, tensors["seed"], node.draw.stream, *where)
         call = FusionCall(self._ops, tensors, self._needed, streams, later, self._shared)
         result = self._function(call, first)
-        if self._forward:
-            self._store_forward(slots, call, result)
-        else:
-            self._store_backward(slots, result)
-
-    def _store_forward(self, slots: Slots, call: FusionCall, result: Any) -> None:
+        if not self._forward:
+            made = by_name(self._label, result)
+            for name, k in self._outputs:
+                slots[k] = gradient_made(self._label, made, name)
+            return
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"{self._label}: its forward must return a tensor, got {type(result).__name__}")
         for name, k in self._outputs:
             slots[k] = result if name == "output" else emission_made(self._label, call.made, name)
-
-    def _store_backward(self, slots: Slots, result: Any) -> None:
-        made = by_name(self._label, result)
-        for name, k in self._outputs:
-            slots[k] = gradient_made(self._label, made, name)

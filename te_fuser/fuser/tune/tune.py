@@ -9,13 +9,13 @@ the model runs. Whatever is tried must first compute what the plan by prices alo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, p
 from te_fuser.fuser.run.loading import Executable, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check, reason_of_any
 from te_fuser.fuser.tune.schedules import tune_schedules
-from te_fuser.fusions.library import Library, libraries
+from te_fuser.fusions.library import libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:
@@ -174,7 +174,9 @@ def _tune(
         if best.target == "cuda":
             trials += _schedule_trials(best, rounds, search.check, deciding)
         for library in libraries():
-            trials += _library_trials(library, rounds.prepared(best), rounds, search.check, deciding)
+            prepared = rounds.prepared(best)
+            reason_not = functools.partial(search.check.reason, prepared)
+            trials += library.tune(rounds.call(prepared), rounds.ratio, effort.margin, reason_not, deciding)
         result = execute(rounds.prepared(best), x, inputs, parameters)
     if deciding.writes:
         store.put(list_key(graph, fuser.memory, fuser.kernels), search.choices, total)
@@ -265,17 +267,6 @@ def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check, deciding: Decidi
         return rounds.ratio(first, second)
 
     return tune_schedules(plan, compare, rounds.effort.margin, reason_not, deciding)
-
-
-def _library_trials(
-    library: Library, prepared: Executable, rounds: _Rounds, check: Check, deciding: Deciding
-) -> list[Trial]:
-    """Other algorithms of what the model runs of a library."""
-
-    def reason_not(within: AbstractContextManager[None]) -> str:
-        return check.reason(prepared, within)
-
-    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not, deciding)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ def test_results_and_refusals_are_those_of_the_stretch() -> None:
 def test_what_a_range_does_not_make_is_no_part_of_what_its_kernels_depend_on(derived: list[str]) -> None:
     graph = plan(branch()).graph
     shared, none = derivation.DerivedStretch(graph, 0, 2, {}), frozenset[int]()
-    made = {graph.root(v) for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
+    made = {graph.roots[v] for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
     others = frozenset(range(len(graph.values))) - made
     derivation.forget()
     derived.clear()
