@@ -24,7 +24,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.call import PLAIN, check_input, check_tensor, named_tensors, refuse_proxy
 from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.fuser.run.loading import draw_seed, unhooked
-from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
+from te_fuser.fuser.show.measure import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced

@@ -265,10 +265,12 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
-    unsorted = [k for k in plan.kept if k.owner == "activation"]
-    made_at = [(plan.graph.makers[n] or 0) if k.ref.kind is VALUE else n for k in unsorted for n in (k.ref.index,)]
-    ranked = sorted(zip(unsorted, made_at, strict=True), key=lambda found: (-found[0].bytes, found[1]))
-    activations = [k for k, _ in ranked]
+
+    def order(kept: Kept) -> tuple[int, int]:
+        number = kept.ref.index
+        return -kept.bytes, (plan.graph.makers[number] or 0) if kept.ref.kind is VALUE else number
+
+    activations = sorted([k for k in plan.kept if k.owner == "activation"], key=order)
     for (_, size), entries in grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
         name, maker = _kept_name(plan, entries[0])
         where = f" of {maker}" if maker else ""
