@@ -18,7 +18,6 @@ from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
     Found,
-    Ledger,
     Withheld,
     find_rows,
     fusion_task,
@@ -81,9 +80,9 @@ class BackwardCandidates:
     def edges(self, section: Section) -> Found:
         """Those of a section; an op may be left without any under these limits."""
         found = Found(section)
-        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        find_rows(self.problem, found, self._row)
         made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row]
-        made += [self._fusion(f, (a, b), found.ledger) for f, a, b in section.matches if f.has_backward]
+        made += [self._fusion(f, (a, b), found) for f, a, b in section.matches if f.has_backward]
         found.others.extend(e for e in made if e is not None)
         return found
 
@@ -165,15 +164,15 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- row ops
 
-    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
+    def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         """A range's backward kernels: what only hanging nodes read is kept, or computed again."""
         wanted = self.problem.recomputable(start, stop)
         subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
-        variants = [self._variant(ledger, stretch, start, stop, again) for again in subsets]
+        variants = [self._variant(found, stretch, start, stop, again) for again in subsets]
         return [edge for edge in variants if edge is not None]
 
     def _variant(
-        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
+        self, found: Found, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
         problem, prices, covers = self.problem, self.prices, (start, stop)
@@ -191,7 +190,7 @@ class BackwardCandidates:
             steps = row_steps(problem, prices, covers, turned, derive)
             steps = (*measuring_steps(problem, prices, covers, measuring), *steps)
         except NotOneKernel as why:
-            ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
+            found.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         made = {r for s in steps for r in s.writes()}
         left = [r for r in problem.recomputable(*covers) if r not in again]
@@ -207,7 +206,7 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, whole: tuple[int, int], ledger: Ledger) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], found: Found) -> Edge | None:
         """A fusion that matches the ops `whole`."""
         start, stop = fusion.covers("backward", *whole)
         nodes = self.nodes[start:stop]
@@ -215,7 +214,7 @@ class BackwardCandidates:
             return None
         made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
         if isinstance(made, str):
-            ledger.refuse(fusion.direction, start, stop, fusion.name, made)
+            found.refuse(fusion.direction, start, stop, fusion.name, made)
             return None
         return made
 

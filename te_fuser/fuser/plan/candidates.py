@@ -65,7 +65,7 @@ class Edge:
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
-@record(eq=False)
+@dataclass(eq=False)
 class Found:
     """The candidates of a section, whatever they are to be short in.
 
@@ -73,14 +73,16 @@ class Found:
         rows: by stretch the kernels of its ranges, each in several variants.
         lone: by stretch those of lone ops, for where a range has none.
         others: of opaque ops and of fusions.
-        ledger: what is no candidate, and why.
+        refusals: what is no candidate, and why; each once, in their order.
+        demand_unmet: whether another backward plan could turn one of these into a candidate.
     """
 
     section: Section
     rows: list[list[list[Edge]]] = field(default_factory=list)
     lone: list[list[list[Edge]]] = field(default_factory=list)
     others: list[Edge] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=lambda: Ledger())
+    refusals: dict[Refusal, None] = field(default_factory=dict)
+    demand_unmet: bool = False
 
     @property
     def edges(self) -> Iterator[Edge]:
@@ -88,6 +90,10 @@ class Found:
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
+
+    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
+        """Note why something is no candidate."""
+        self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
 
 @dataclass(frozen=True)
@@ -99,27 +105,15 @@ class Withheld:
     silent: frozenset[int] = frozenset()
 
 
-@dataclass
-class Ledger:
-    """What one round of planning did not take, and whether another backward plan could change that."""
-
-    refusals: dict[Refusal, None] = field(default_factory=dict)  # each once, in their order
-    demand_unmet: bool = False
-
-    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
-        """Note why something is no candidate, or lost."""
-        self.refusals[Refusal(direction, start, stop, name, reason)] = None
-
-
-def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, int, int], list[Edge]]) -> None:
+def find_rows(problem: Problem, found: Found, derive: Callable[[Found, DerivedStretch, int, int], list[Edge]]) -> None:
     """Add the kernels of every sub-range worth one, and of lone ops where one cannot be had as it is."""
     for number in found.section.stretches:
         stretch, ranges = problem.stretch_of(problem.stretches[number][0]), problem.ranges[number]
-        rows = [derive(stretch, a, b) for a, b in ranges]
+        rows = [derive(found, stretch, a, b) for a, b in ranges]
         found.rows.append(rows)
         all_there = all(any(not e.recomputes for e in variants) for variants in rows)
         lone = set() if all_there else {(i, i + 1) for i in range(stretch.start, stretch.stop)} - set(ranges)
-        found.lone.append([derive(stretch, a, b) for a, b in sorted(lone)])
+        found.lone.append([derive(found, stretch, a, b) for a, b in sorted(lone)])
 
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:

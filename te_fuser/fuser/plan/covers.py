@@ -73,7 +73,7 @@ class _Round:
     @property
     def demand_unmet(self) -> bool:
         """Whether another backward could let forward take more."""
-        return True in [way.found.ledger.demand_unmet for way in self.forward]
+        return True in [way.found.demand_unmet for way in self.forward]
 
 
 class Covering:
@@ -230,7 +230,7 @@ class Covering:
             found = passing.past(edge.start - here, edge.stop - here)
             if not edge.is_joint:
                 return found
-            forward = self._once((edge, "forward"), lambda: self._free.forward_of(edge))
+            forward = self._once((edge, "forward"), lambda: self._free.forward_of(edge, backward.section))
             if forward is not None:
                 found += passing.more(forward.start - here, forward.stop - here, aim.length(forward))
             return found
@@ -259,10 +259,10 @@ class Covering:
 
     def _refusals(self, found: _Round, note: str) -> list[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
-        said = self._in_order(found.backward, lambda way: way.found.ledger.refusals)
+        said = self._in_order(found.backward, lambda way: way.found.refusals)
         said += found.impossible.values()
         said += self._in_order(found.backward, lambda way: self._lost("backward", way, note))
-        said += self._in_order(found.forward, lambda way: way.found.ledger.refusals)
+        said += self._in_order(found.forward, lambda way: way.found.refusals)
         said += self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
         return list(dict.fromkeys(said))
 

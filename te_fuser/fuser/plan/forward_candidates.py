@@ -13,7 +13,6 @@ from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
     Found,
-    Ledger,
     find_rows,
     fusion_task,
     saved_by,
@@ -55,21 +54,21 @@ class ForwardCandidates:
     def edges(self, section: Section) -> Found:
         """Those of a section, apart from those that would break a forced joint fusion."""
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
-        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        find_rows(self.problem, found, self._row)
         found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
         for fusion, whole in _matches(section, forced):
             _, stop = fusion.covers("forward", *whole)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or (fusion, whole) in forced or silent):
-                edge = self._fusion(fusion, whole, (fusion, whole) in forced, found.ledger)
+                edge = self._fusion(fusion, whole, (fusion, whole) in forced, found)
                 found.others.extend([] if edge is None else [edge])
         spared = replace(found, rows=_spared(found.rows, forced), lone=_spared(found.lone, forced))
         return replace(spared, others=_spared([[found.others]], forced)[0][0])
 
-    def forward_of(self, backward: Edge) -> Edge | None:
+    def forward_of(self, backward: Edge, section: Section) -> Edge | None:
         """The forward of a joint fusion that would run backward so; None where it cannot run."""
         assert backward.fusion is not None and backward.whole is not None
-        return self._fusion(backward.fusion, backward.whole, True, Ledger())
+        return self._fusion(backward.fusion, backward.whole, True, Found(section))
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
@@ -85,7 +84,7 @@ class ForwardCandidates:
             (values if ref.kind.counts == "values" else others).setdefault(ref.index, []).append(ref)
         return values, others
 
-    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
+    def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:
             for value in (node.output, *node.named_out):
@@ -105,7 +104,7 @@ class ForwardCandidates:
             measuring = functools.partial(stretch.forward, start, stop, (), (), measuring=True)
             steps = (*measuring_steps(self.problem, self.prices, (start, stop), measuring), *steps)
         except NotOneKernel as why:
-            ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
+            found.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []
         name = name_of_rows(steps)
         return [Edge(start, stop, name, steps)]
@@ -150,19 +149,19 @@ class ForwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, whole: tuple[int, int], joint: bool, ledger: Ledger) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], joint: bool, found: Found) -> Edge | None:
         start, stop = fusion.covers("forward", *whole)
         nodes = self.nodes[start:stop]
         impossible = self._why_impossible(fusion, nodes)
         if impossible is not None:
-            ledger.refuse(fusion.direction, start, stop, fusion.name, impossible)
+            found.refuse(fusion.direction, start, stop, fusion.name, impossible)
             return None
         inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
         owed = self._owed(nodes, inside)
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
-            ledger.demand_unmet = True
-            ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+            found.demand_unmet = True
+            found.refuse(fusion.direction, start, stop, fusion.name, why)
             return None
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:

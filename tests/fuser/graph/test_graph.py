@@ -52,7 +52,7 @@ def test_what_shares_storage():
     assert {graph.roots[v] for v in (fork.output, *fork.named_out, identity.output, dropout.output)} == {0}
     assert {graph.roots[v] for v in (gelu.output, output.output, *output.named_out)} == {gelu.output}
     assert graph.roots[add.output] == add.output
-    assert graph_of(model.train(), outputs=("o",)).root(dropout.output) == dropout.output
+    assert graph_of(model.train(), outputs=("o",)).roots[dropout.output] == dropout.output
 
 
 def needs(model, x, **inputs):
