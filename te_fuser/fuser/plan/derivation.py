@@ -95,7 +95,7 @@ class DerivedStretch:
         """See `Stretch.forward`."""
         stores, statistics, transposed = tuple(stores), tuple(statistics), tuple(transposed)
         numbers = self._numbers(stores), statistics, self._numbers(transposed)
-        key = ("forward", self._place(start, stop), *numbers, measuring)
+        key = ("forward", start - self.start, stop - self.start, *numbers, measuring)
         return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics, transposed, measuring))
 
     def backward(
@@ -120,7 +120,7 @@ class DerivedStretch:
         readable, silent = readable & self._made_in(start, stop), silent & self.exact.gives_statistics
         sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
         turned = frozenset(map(self._numbered, transposed))
-        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets, turned, measuring)
+        key = ("backward", start - self.start, stop - self.start, self._numbers(recompute), *sets, turned, measuring)
         given = readable, recompute, silent, transposed, measuring
         kernel = self._once(key, lambda: self.exact.backward(start, stop, *given))
         read = {r.index for r in kernel.inputs if r.kind is VALUE} if kernel and forbidden else set()
@@ -135,10 +135,6 @@ class DerivedStretch:
             self._leaving[start, stop] = self._graph.leaving(start, stop)
         return self._leaving[start, stop]
 
-    def first_made(self, digest: str) -> int:
-        """See `Stretch.first_made`."""
-        return self.exact.first_made(digest)
-
     def _made_in(self, start: int, stop: int) -> frozenset[int]:
         """The values that ops of a range make, by storage."""
         made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
@@ -146,33 +142,30 @@ class DerivedStretch:
 
     # ------------------------------------------------------------------------------------------ sharing
 
-    def _place(self, start: int, stop: int) -> tuple[int, int]:
-        return start - self.start, stop - self.start
-
     def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
+        """A kernel of this stretch, derived where no equal one was asked for it.
+
+        Raises:
+            NotOneKernel: where there is none.
+        """
         if key not in self._made:
-            self._made[key] = self._derived(key, derive)
+            made: Any = self._known.get(key, _MISSING)
+            if made is _MISSING:
+                try:
+                    made = derive()
+                    self._known[key] = made and made.moved(self._numbered, -self._first_stream)
+                except NotOneKernel as why:
+                    made = self._known[key] = why
+            elif not isinstance(made, NotOneKernel):
+                made = made and made.moved(self._placed, self._first_stream)
+            self._made[key] = made
         found = self._made[key]
         if isinstance(found, NotOneKernel):
             raise NotOneKernel(str(found))
         return found
-
-    def _derived(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None | NotOneKernel:
-        """A kernel of this stretch, or why there is none."""
-        found: Any = self._known.get(key, _MISSING)
-        if found is not _MISSING:
-            known = isinstance(found, NotOneKernel) or found is None
-            return found if known else found.moved(self._placed, self._first_stream)  # type: ignore[no-any-return]
-        try:
-            made = derive()
-        except NotOneKernel as why:
-            self._known[key] = why
-            return why
-        self._known[key] = made and made.moved(self._numbered, -self._first_stream)
-        return made
 
     def _numbered(self, ref: Ref) -> Ref:
         kind, index, form, name, term = ref

@@ -91,7 +91,7 @@ class ForwardCandidates:
                 if self.graph.ref(value) in self.demands:
                     stores[self.graph.first(value)] = None
         made = [v for v in stores if (p := self.graph.makers[v]) is not None and start <= p < stop]
-        digests = [d for d in self._statistics.get(stretch.start, ()) if start <= stretch.first_made(d) < stop]
+        digests = [d for d in self._statistics.get(stretch.start, ()) if start <= stretch.exact.first_made(d) < stop]
         turned = self._transposed_in(start, stop)
         by_rows = [*made, *[v for v in turned if v not in made]]
 
@@ -230,7 +230,7 @@ class ForwardCandidates:
         if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)
-        return any(stretch.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))
+        return any(stretch.exact.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))
 
     @functools.cached_property
     def _emitting(self) -> set[int]:
