@@ -22,19 +22,19 @@ from te_fuser.distributed.placement import Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.call_context import rewrites
-from te_fuser.fuser.graph.list_passes import add_collectives, add_placements, autocast, distributed, without_idle
+from te_fuser.fuser.graph.list_passes import add_collectives, add_placements, autocast, check_dtensors, drop_noops
 from te_fuser.fuser.graph.list_passes import entries as op_entries
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, numbered, results_like, with_attributes
 from te_fuser.fuser.graph.passes import run_passes
 from te_fuser.fuser.plan.device import device_of
 from te_fuser.fuser.plan.exchanges import with_copies
 from te_fuser.fuser.plan.finish import borders
-from te_fuser.fuser.plan.layouts import with_blocks
-from te_fuser.fuser.plan.overlap import retimed, with_delayed, with_overlap
-from te_fuser.fuser.plan.overwriting import with_overwriting
-from te_fuser.fuser.plan.parameter_prep import with_made, with_raised, with_zeros
+from te_fuser.fuser.plan.layouts import store_by_blocks
+from te_fuser.fuser.plan.overlap import delay_gradients, overlap_exchanges, retimed
+from te_fuser.fuser.plan.overwriting import mark_overwrites
+from te_fuser.fuser.plan.parameter_prep import prepare_parameters, raise_amaxes, zero_amaxes
 from te_fuser.fuser.plan.plan import LAMBDA
-from te_fuser.fuser.plan.planner import cover, warn_of_large_results, with_notes
+from te_fuser.fuser.plan.planner import add_notes, cover, warn_of_large_results
 from te_fuser.fuser.plan.planner import entries as step_entries
 from te_fuser.fuser.plan.prices import CostModel
 from te_fuser.fuser.plan.problem import Options
@@ -70,23 +70,23 @@ _FALLBACKS = ("warn", "error")
 
 # Passes over a list of ops: f(list, call) -> list. Those of the call's context, as of FP8 regions, come after them.
 LIST_PASSES: Mapping[str, Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]] = {
-    "drop no-ops": without_idle,
-    "check DTensors": distributed,
+    "drop no-ops": drop_noops,
+    "check DTensors": check_dtensors,
     "place on ranks": add_placements,
     "autocast": autocast,
     "add collectives": add_collectives,
 }
 # Passes over a whole plan: f(plan, prices) -> plan.
 PLAN_PASSES: Mapping[str, Callable[[Plan, Prices], Plan]] = {
-    "prepare parameters": with_made,
-    "zero amaxes": with_zeros,
-    "raise amaxes": with_raised,
-    "hand on by blocks": with_blocks,
+    "prepare parameters": prepare_parameters,
+    "zero amaxes": zero_amaxes,
+    "raise amaxes": raise_amaxes,
+    "hand on by blocks": store_by_blocks,
     "exchange by copies": with_copies,
-    "overlap": with_overlap,
-    "delay gradients": with_delayed,
-    "overwrite": with_overwriting,
-    "notes": with_notes,
+    "overlap": overlap_exchanges,
+    "delay gradients": delay_gradients,
+    "overwrite": mark_overwrites,
+    "notes": add_notes,
 }
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 
-def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+def drop_noops(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list without the ops that do nothing in this call, as what they work by is not there."""
     rows = {kind: op_table.idles_without.of(kind) for kind in {type(item.lowered.op) for item in listed}}
     if not any(rows.values()):
@@ -52,7 +52,7 @@ def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
         yield "; ".join([f"{item.lowered.op.kind.__name__} {item.path!r}", *more]), item
 
 
-def distributed(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+def check_dtensors(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list as it is, if each DTensor lies as its op takes it: each rank runs on its own part.
 
     Raises:

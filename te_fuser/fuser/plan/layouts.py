@@ -135,7 +135,7 @@ class _Handover(NamedTuple):
     ref: Ref
 
 
-def with_blocks(plan: Plan, prices: Prices) -> Plan:
+def store_by_blocks(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels make by blocks what products read so."""
     if not _is_on(prices.problem.options):
         return plan

@@ -27,7 +27,7 @@ _LEAST = 1e-9  # seconds: what is worth a change of the order
 Steps = list["Step"]
 
 
-def with_overlap(plan: Plan, prices: Prices) -> Plan:
+def overlap_exchanges(plan: Plan, prices: Prices) -> Plan:
     """The plan with its steps in such an order, and with what waiting takes.
 
     Gradients of parameters that run later hold what they read for longer: that has to be worth it, by the peak of the
@@ -345,7 +345,7 @@ def waiting_late(steps: Steps) -> Steps:
     return found
 
 
-def with_delayed(plan: Plan, prices: Prices) -> Plan:
+def delay_gradients(plan: Plan, prices: Prices) -> Plan:
     """The plan with what is left for later behind all other steps of its segment: it runs after the whole backward.
 
     Gradients that come with others, in one step, are there when backward ends.

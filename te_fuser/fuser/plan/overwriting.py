@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 2**20
 
 
-def with_overwriting(plan: Plan, prices: Prices) -> Plan:
+def mark_overwrites(plan: Plan, prices: Prices) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
     values = plan.graph.values
     if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):

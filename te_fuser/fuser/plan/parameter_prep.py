@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.own_scales import Scaling
 
 
-def with_made(plan: Plan, prices: Prices) -> Plan:
+def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
     """The plan with what its fusions read of parameters that are made."""
     forward, backward = (
         {r for s in steps if s.task.what == "fusion" for r in s.reads() if r.kind is PARAMETER}
@@ -126,7 +126,7 @@ def name_of_rows(steps: Sequence[Step]) -> str:
     return kernels[-1] if kernels else "none"
 
 
-def with_zeros(plan: Plan, prices: Prices) -> Plan:
+def zero_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan with what its passes begin with: zeros for all of a call by one step."""
     graph = plan.graph
     numbers = [k for k, b in enumerate(graph.parameters) if b.made_in_call and b.written]
@@ -145,7 +145,7 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
 # ---------------------------------------------------------------------------------- passes that nobody needs
 
 
-def with_raised(plan: Plan, prices: Prices) -> Plan:
+def raise_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
     if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
         return plan

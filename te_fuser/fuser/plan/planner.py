@@ -130,7 +130,7 @@ def _price(plan: Plan, options: Options) -> tuple[float, float]:
     return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
-def with_notes(plan: Plan, prices: Prices) -> Plan:
+def add_notes(plan: Plan, prices: Prices) -> Plan:
     """What is to be said of where its prices and choices come from."""
     options, found = prices.problem.options, []
     if options.tuned:

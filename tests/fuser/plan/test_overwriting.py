@@ -169,7 +169,7 @@ def test_small_tensors_are_not_overwritten(ours: None, monkeypatch: pytest.Monke
     assert list(pairs(model.plan(x_of()).backward)) == ["bias_gelu_bwd"]
     monkeypatch.setattr(overwriting, "LEAST_BYTES", ROWS * HIDDEN * 4 + 1)
     plan = mlp(ops.LayerNorm(WIDTH)).plan(x_of())
-    again = overwriting.with_overwriting(plan, Prices(Problem(plan.graph, Options(plan.device))))
+    again = overwriting.mark_overwrites(plan, Prices(Problem(plan.graph, Options(plan.device))))
     assert not pairs(plan.backward) and again.backward == plan.backward
 
 
