@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,22 @@ if TYPE_CHECKING:
     from te_fuser.ops.own_scales import Scaling
 
 
+class FunctionTask(Task):
+    """One function of the tensors that the step reads, in their order, which gives what the step makes."""
+
+    compares = False
+
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        """The function."""
+        raise NotImplementedError
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        reads, writes = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
+        return _native.FunctionStep(step.name, self.function_of(step), reads, writes)
+
+
 @dataclass(frozen=True)
-class AddTask(Task):
+class AddTask(FunctionTask):
     """Adds up the contributions to one gradient.
 
     Attributes:
@@ -36,7 +50,6 @@ class AddTask(Task):
 
     what = "torch"
     call = "torch"
-    compares = False
 
     some_absent: bool = False
 
@@ -44,27 +57,25 @@ class AddTask(Task):
     def own_memory(self) -> bool:  # type: ignore[override]
         return not self.some_absent
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        reads = [bench.slots[r] for r in step.reads()]
-        function = _sum_of_present if self.some_absent else torch.add if len(reads) == 2 else _sum
-        return _native.FunctionStep(step.name, function, reads, [bench.slots[step.outputs[0][1]]])
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return _sum_of_present if self.some_absent else torch.add if len(step.inputs) == 2 else _sum
 
 
 @dataclass(frozen=True)
-class RecordedTask(Task):
+class RecordedTask(FunctionTask):
     """A function of PyTorch's that autograd records."""
 
     what = "torch"
     call = "recorded"
+    compares = True
 
     function: Callable[..., torch.Tensor]
 
     def called(self, step: Step) -> Called:
         return Called(self.function, tuple(step.reads()))
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        reads = [bench.slots[r] for r in step.reads()]
-        return _native.FunctionStep(step.name, self.function, reads, [bench.slots[step.outputs[0][1]]])
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return self.function
 
 
 @dataclass(frozen=True)
@@ -85,18 +96,16 @@ def _sum_of_present(*terms: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class CastTask(Task):
+class CastTask(FunctionTask):
     """A parameter in another dtype, for autocast."""
 
     what = "torch"
     call = "torch"
-    compares = False
 
     dtype: torch.dtype
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        dtype, ((_, taken),), ((_, given),) = self.dtype, step.inputs, step.outputs
-        return _native.FunctionStep(step.name, lambda p: p.to(dtype), [bench.slots[taken]], [bench.slots[given]])
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return lambda p: p.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,7 @@ class SumTask(Task):
 
 
 @dataclass(frozen=True)
-class ScaleTask(Task):
+class ScaleTask(FunctionTask):
     """amax -> scale, inverse; the amax is zero afterwards, so that a graph that is kept runs backward again.
 
     Attributes:
@@ -154,7 +163,6 @@ class ScaleTask(Task):
     """
 
     call = "function"
-    compares = False
 
     dtype: torch.dtype
     scaling: Scaling
@@ -168,17 +176,18 @@ class ScaleTask(Task):
     def own_memory(self) -> bool:  # type: ignore[override]
         return not self.is_there
 
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return functools.partial(scale_of_amax.by_torch, dtype=self.dtype, scaling=self.scaling)
+
     def runner(self, step: Step, bench: Bench) -> Runner:
-        (amax,), made = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
         if not self.is_there:
-            function = functools.partial(scale_of_amax.by_torch, dtype=self.dtype, scaling=self.scaling)
-            return _native.FunctionStep(step.name, function, [amax], made)
-        named = dict(zip((name for name, _ in step.outputs), made, strict=True))
+            return super().runner(step, bench)
+        amax, named = bench.slots[step.inputs[0][1]], {name: bench.slots[r] for name, r in step.outputs}
         return _native.FunctionStep(step.name, torch.Tensor.unbind, [amax], [named.get(n, -1) for n in NUMBERS])
 
 
 @dataclass(frozen=True)
-class ZerosTask(Task):
+class ZerosTask(FunctionTask):
     """Zeros that are raised to largest magnitudes, for a whole call at once.
 
     Attributes:
@@ -188,7 +197,6 @@ class ZerosTask(Task):
 
     what = "before"
     call = "function"
-    compares = False  # and what it makes lies in one memory
 
     device: torch.device
     numbers: tuple[int, ...]
@@ -198,9 +206,8 @@ class ZerosTask(Task):
     def ops(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.numbers
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        function = functools.partial(_zeros, len(step.outputs), self.in_kernels, self.device)
-        return _native.FunctionStep(step.name, function, [], [bench.slots[r] for r in step.writes()])
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return functools.partial(_zeros, len(step.outputs), self.in_kernels, self.device)
 
 
 def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -212,7 +219,7 @@ def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor |
 
 
 @record()
-class MakeTask(Task):
+class MakeTask(FunctionTask):
     """Makes parameters of others, before the segments of a call.
 
     Attributes:
@@ -221,7 +228,6 @@ class MakeTask(Task):
 
     what = "before"
     call = "product"
-    compares = False
 
     maker: Maker
     wanted: tuple[Wanted, ...]
@@ -236,13 +242,12 @@ class MakeTask(Task):
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
         return self.maker.written(self.wanted)
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        reads, writes = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
-        return _native.FunctionStep(step.name, self.maker.function(self.wanted, self.device), reads, writes)
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return self.maker.function(self.wanted, self.device)
 
 
 @dataclass(frozen=True)
-class TransposeTask(Task):
+class TransposeTask(FunctionTask):
     """Rows of 8 bits as [features, rows], with zeros up to a multiple of 16 rows.
 
     Attributes:
@@ -251,7 +256,6 @@ class TransposeTask(Task):
     """
 
     call = "function"
-    compares = False
     own_memory = True
 
     dtype: torch.dtype
@@ -265,7 +269,5 @@ class TransposeTask(Task):
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
         return (transposed8.Transposed8(self.dtype),) if self.by_kernel else ()
 
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        ((_, taken),), ((_, given),) = step.inputs, step.outputs
-        function = transposed8.by_kernel if self.by_kernel else transposed8.by_torch
-        return _native.FunctionStep(step.name, function, [bench.slots[taken]], [bench.slots[given]])
+    def function_of(self, step: Step) -> Callable[..., Any]:
+        return transposed8.by_kernel if self.by_kernel else transposed8.by_torch
