@@ -7,14 +7,14 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 70_650,
-    "files in te_fuser": 374,
+    "lines of te_fuser and csrc": 70_163,
+    "files in te_fuser": 346,
     "files flat in te_fuser/ops": 40,
-    "lines of tests": 73_800,
+    "lines of tests": 73_604,
     "lines of docs/design.md": 449,
-    "mean length of a line of code": 54.0,
-    "helpers of at most 8 lines that are used once": 119,
-    "class names defined in several files": 8,
+    "mean length of a line of code": 53.0,
+    "helpers of at most 8 lines that are used once": 116,
+    "class names defined in several files": 7,
     "dataclasses of more than 14 fields": 2,
     "members of FusableOperation": 30,
 }
