@@ -91,7 +91,9 @@ class BackwardCandidates:
         limits = self.limits
         if not (limits.forbidden or limits.given or limits.silent):
             return ()
-        return section.of_values(limits.forbidden), section.of_values(limits.given), section.of_nodes(limits.silent)
+        values = section.of_values(limits.forbidden), section.of_values(limits.given)
+        found = *values, section.of_nodes(limits.silent)
+        return found if any(found) else ()
 
     def _is_withheld(self, ref: Ref) -> bool:
         return ref.kind is VALUE and ref.index in self.withheld
