@@ -248,7 +248,7 @@ class GraphBuilder:
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.bindings = tuple([b.weak() for b in call.bindings])
-        self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
+        self.parameters: dict[Key, int] = {key: k for k, key in enumerate(call.parameters)}
         self.names = Names(listed, lowered, call)
         self.kinds = Kinds()
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike

@@ -113,7 +113,7 @@ def sections_of(problem: Problem) -> list[Section]:
 def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
     """The shortest runs that no match and no stretch leaves."""
     reach = list(range(1, len(problem.nodes) + 1))
-    for start, stop in [*((a, b) for _, a, b in problem.matches), *problem.stretches]:
+    for start, stop in [*[(a, b) for _, a, b in problem.matches], *problem.stretches]:
         reach[start] = max(reach[start], stop)
     found, start, end = [], 0, 0
     for place, stop in enumerate(reach, 1):
@@ -155,7 +155,7 @@ def _section(
     values = dict.fromkeys([v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out)])
     values |= dict.fromkeys([r for v in values for r in graph.related[v]])
     parameters = dict.fromkeys([p for n in nodes for p in n.parameters.values()])
-    numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
+    numbers, places = {v: k for k, v in enumerate(values)}, {p: k for k, p in enumerate(parameters)}
     preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
     fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
     whole = (
