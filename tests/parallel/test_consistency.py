@@ -228,7 +228,7 @@ def test_an_interrupt_while_planning_is_told_to_nobody() -> None:
     """Who was interrupted may call again."""
     m, x = model(), tensor(6, FEATURES)
     if dist.get_rank():
-        with mock.patch.object(Fuser, "_found", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Fuser, "_executable", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             m(x)
     assert m(x).shape == (6 * WORLD, 4)
 
