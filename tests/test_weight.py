@@ -7,7 +7,7 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 70_163,
+    "lines of te_fuser and csrc": 70_165,
     "files in te_fuser": 346,
     "files flat in te_fuser/ops": 40,
     "lines of tests": 73_604,
