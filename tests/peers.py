@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from te_fuser.distributed.group import Group
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import device_named
-from te_fuser.fuser.run import fuser
 from te_fuser.fusions.match import Match
 from te_fuser.kernels import peers, quantized_matmul
 from te_fuser.kernels.cublaslt import products
@@ -77,7 +77,7 @@ def standing_in(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
 def emulated(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
     """In here plans are those of H200s, too: kernels and cuBLASLt's products run on tensors of this CPU, in float32."""
     with standing_in(delay) as driver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fuser, "device_of", lambda device: device_named("h200"))
+        patch.setattr(pipeline, "device_of", lambda device: device_named("h200"))
         patch.setattr("te_fuser.fusions.cublaslt.why_no_product", _why_no_product)
         patch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
         patch.setattr(quantized_matmul, "refusal", lambda *_: None)

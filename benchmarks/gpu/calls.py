@@ -103,7 +103,7 @@ def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tupl
     def step() -> Call:
         x = torch.randn(spec.shape, dtype=spec.dtype, device=GPU, requires_grad=True)
         with fusions.only(f"attention_{provider.name}"):
-            segment = Fuser([op]).prepare(x, {}).segments[0]
+            segment = Fuser([op]).prepare(x, {})[0].segments[0]
         entering = (x.detach(),)
         return lambda: segment.run_forward(entering)
 

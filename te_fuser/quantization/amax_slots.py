@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_fuser.fuser.run.targets import obstacle
+from te_fuser.fuser.run.loading import obstacle
 from te_fuser.kernels.fold_amaxes import APART
 from te_fuser.recipe import region
 

@@ -17,7 +17,7 @@ from te_fuser import ops
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.share import Share
 from te_fuser.formula.random import RandomStream, RankPlacement, Shared
-from te_fuser.fuser.graph import lowering
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
@@ -47,7 +47,7 @@ def sharing(share: Share) -> Iterator[None]:
     def shared(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
         return [replace(item, share=share) if item.lowered.op.draws() else item for item in listed]
 
-    with mock.patch.object(lowering, "PASSES", {**lowering.PASSES, "shared": shared}):
+    with mock.patch.object(pipeline, "LIST_PASSES", {**pipeline.LIST_PASSES, "shared": shared}):
         yield
 
 

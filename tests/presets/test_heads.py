@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.presets.layers import PAD, B, F, S, layer
 from tests.twins import tensor
 
@@ -61,9 +61,9 @@ CASES: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {
 def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was planned, and loaded, for which kernels are compiled."""
     found: list[str] = []
-    make_plan, load = fuser.make_plan, fuser.load
-    monkeypatch.setattr(fuser, "make_plan", lambda *args: found.append("planned") or make_plan(*args))
-    monkeypatch.setattr(fuser, "load", lambda *args: found.append("loaded") or load(*args))
+    make_plan, load = pipeline.make_plan, pipeline.load
+    monkeypatch.setattr(pipeline, "make_plan", lambda *args: found.append("planned") or make_plan(*args))
+    monkeypatch.setattr(pipeline, "load", lambda *args: found.append("loaded") or load(*args))
     yield found
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
-from te_fuser.fuser.steps import scale_task
+from te_fuser.fuser.steps import function_tasks
 from te_fuser.kernels import quantized_matmul, scale_of_amax
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.graphs import GraphedRegion
@@ -105,7 +105,7 @@ def test_known_calls_take_the_scales_of_now(recipe: Recipe, monkeypatch: pytest.
     model, twin = mlp(), mlp()
     wanted = [call(twin, recipe, 4.0**step * data(step)) for step in range(3)]
     call(model, recipe, data())
-    monkeypatch.setattr(model._prepared()[0].fuser, "_prepare_call", None)
+    monkeypatch.setattr(model._prepared()[0].fuser, "_prepare", None)
     for step in range(3):
         same(call(model, recipe, 4.0**step * data(step)), wanted[step])
 
@@ -195,7 +195,7 @@ def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatc
             t.data.copy_(torch.as_tensor(number))
         return found
 
-    monkeypatch.setattr(scale_task, "_zeros", zeros)
+    monkeypatch.setattr(function_tasks, "_zeros", zeros)
     monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
     with te.autocast(recipe=RECIPES["current"]):
         y = model(x)

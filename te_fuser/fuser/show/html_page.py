@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.plan.plan import Kept, Plan, size_text
-from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
-from te_fuser.fuser.show.words import count, range_of, span
+from te_fuser.fuser.show.step_rows import StepRow, count, place, range_of, span, step_rows
 
 if TYPE_CHECKING:
     from te_fuser.fuser.show.explain import Explanation

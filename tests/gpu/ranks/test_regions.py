@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import te_fuser as te
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import capturing
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.gpu.ranks.models import batch, by_nccl, gradients, mesh, own

@@ -7,9 +7,8 @@ import torch
 
 import te_fuser
 from te_fuser import Residual, Sequential, ops
-from te_fuser.fuser.graph import lowering
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.passes import PassRecord
-from te_fuser.fuser.plan import planner
 
 
 def mlp() -> Sequential:
@@ -33,7 +32,7 @@ def test_explain_passes_are_all_there_in_their_order() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = mlp().explain(torch.randn(6, 16, requires_grad=True), passes=True)
     (records,) = found.passes
-    assert [r.name for r in records] == ["list", *lowering.PASSES, "cover", *planner.PASSES]
+    assert [r.name for r in records] == ["list", *pipeline.LIST_PASSES, "cover", *pipeline.PLAN_PASSES]
     (cast,) = (r for r in records if r.name == "autocast")
     assert "MatMul '0.1.matmul'; reads weight in bfloat16" in cast.added and "MatMul '0.1.matmul'" in cast.removed
     text = str(found)
@@ -48,11 +47,11 @@ def test_explain_passes_names_what_surrounds_a_call_and_who_made_a_step() -> Non
     with te_fuser.autocast(recipe=recipe):
         found = mlp().explain(torch.randn(64, 16, requires_grad=True), passes=True)
     (records,), (makers,) = found.passes, found.makers
-    around = records[len(lowering.PASSES) + 1]
+    around = records[len(pipeline.LIST_PASSES) + 1]
     assert around.over == "ops" and any("Quantize" in text for text in around.added)
     texts = [text for text, _ in records[-1].after]
     assert [text for text, _ in makers] == texts
-    assert "cover" in {maker for _, maker in makers} <= {"cover", *planner.PASSES}
+    assert "cover" in {maker for _, maker in makers} <= {"cover", *pipeline.PLAN_PASSES}
 
 
 @pytest.mark.parametrize("measure", [False, True])

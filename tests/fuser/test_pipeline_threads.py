@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from te_fuser import Sequential, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.builder import GraphBuilder
-from te_fuser.fuser.run import fuser
 from te_fuser.ops import UnfusedOperation
 from te_fuser.ops.base import OpCall
 
@@ -30,8 +30,8 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Calla
     monkeypatch.setattr(owner, name, later)
 
 
-PLACES = {"graph": (GraphBuilder, "build"), "plan": (fuser, "make_plan"), "kernels": (fuser, "load")}
-PLACES["run"] = (fuser, "execute")
+PLACES = {"graph": (GraphBuilder, "build"), "plan": (pipeline, "make_plan"), "kernels": (pipeline, "load")}
+PLACES["run"] = (pipeline, "execute")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,22 +1,152 @@
-"""Ops that ranks share, as two passes: what each rank has of every value, and what each rank runs."""
+"""Passes over a list of ops: no-ops, DTensors, what ranks have of each value, autocast's casts, collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from te_fuser.distributed.placement import Entering, Entry, Placement, Replicated, Shard
 from te_fuser.distributed.share import Share
+from te_fuser.dtypes import text_of
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import LoweredOp
+from te_fuser.formula.rows import rounds
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.ops import op_table
+from te_fuser.ops.autocast import AUTOCAST, cast_to
+from te_fuser.ops.base import LoweredOp, Spec, output_specs
+from te_fuser.ops.unfused_operation import marked_parameters
 from te_fuser.sharding.rule import ShardingContext, joint_ops, rule_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
+    from te_fuser.distributed.dtensor import Lies
     from te_fuser.distributed.group import Group
-    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
     from te_fuser.params.binding import Key
+
+Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
+
+
+def drop_noops(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list without the ops that do nothing in this call, as what they work by is not there."""
+    rows = {kind: op_table.idles_without.of(kind) for kind in {type(item.lowered.op) for item in listed}}
+    if not any(rows.values()):
+        return listed
+    known = {*call.named, *[name for item in listed for name in item.names_out]}
+
+    def works(item: ListedOp) -> bool:
+        by = rows[type(item.lowered.op)]
+        return not by or any(argument in by and name in known for argument, name in item.names_in.items())
+
+    return [item for item in listed if works(item)]
+
+
+def entries(listed: Iterable[ListedOp]) -> Iterable[tuple[str, object]]:
+    """Each op as text: its kind, its place and what the call makes of it."""
+    for item in listed:
+        more = [f"reads {name} in {text_of(dtype)}" for name, dtype in item.casts.items()]
+        more += [f"sums the gradient of {name} over {group.size} ranks" for name, group in item.summed.items()]
+        more += ["draws for its part"] if item.share is not None else []
+        yield "; ".join([f"{item.lowered.op.kind.__name__} {item.path!r}", *more]), item
+
+
+def check_dtensors(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list as it is, if each DTensor lies as its op takes it: each rank runs on its own part.
+
+    Raises:
+        TypeError: naming the op, this rank and what to do.
+    """
+    there = {key: (*p.joined, *([] if p.lies is None else [p.lies])) for key, p in call.parameters.items()}
+    if not any(there.values()):
+        return listed
+    for place, item in enumerate(listed):
+        for name, binding in item.lowered.bindings.items():
+            for lies in there[binding.key]:
+                _check(place, item, name, lies)
+    return listed
+
+
+def _check(place: int, item: ListedOp, name: str, lies: Lies) -> None:
+    op, here = item.lowered.op, f"op {place} ({item.lowered.op.kind.__name__} {item.path!r}), on rank {dist.get_rank()}"
+    if name in marked_parameters(op, tuple(item.lowered.bindings)):
+        raise TypeError(
+            f"{here}: accumulate_into_main_grad takes plain parameters, and {name} is a DTensor: leave it out, and "
+            "autograd gives its gradient"
+        )
+    cut = rule_of(op).cuts(op).get(name)
+    if lies.is_whole() if cut is None else lies.is_cut(*cut):
+        return
+    takes = "whole in each rank" if cut is None else f"cut along dimension {cut[0]} by the ranks of {cut[1].title}"
+    raise TypeError(
+        f"{here}: parameter {name} is a DTensor on {lies.mesh} with {list(lies.placements)}, and the op takes "
+        f"it {takes}: te_fuser.parallelize(model, mesh['tp']) cuts both alike; what fully_shard cut is whole in "
+        "a call of the module that it was given, and after its unshard()"
+    )
+
+
+def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list as it runs under autocast."""
+    exact = call.x.dtype == torch.float64 and not rounds()  # then every op gives float64, whatever it says
+    if call.autocast is None or exact:
+        return listed
+    flow = _Flow(call, call.autocast)
+    return [item for op in listed for item in flow.run(op)]
+
+
+class _Flow:
+    """What is known of the main value and of named ones, from op to op."""
+
+    def __init__(self, call: CallSpecs, target: torch.dtype) -> None:
+        self.target, self.x, self.parameters = target, call.x, call.parameters
+        self.named = {name: spec for name, (spec, _) in call.named.items()}
+
+    def run(self, item: ListedOp) -> Iterable[ListedOp]:
+        """One op, and what comes before it."""
+        runs_in = AUTOCAST.of(type(item.lowered.op)).runs_in
+        wanted = _dtype_of(runs_in, self.x, self.target)
+        if wanted is not None and self.x.dtype != wanted:
+            cast = LoweredOp(cast_to(wanted), {})
+            yield ListedOp(cast, f"{item.path}.cast", {}, (), stream=item.stream)
+            self.x = replace(self.x, dtype=wanted)
+        given = {name: self.parameters[b.key].spec.dtype for name, b in item.lowered.bindings.items()}
+        yield replace(item, casts=_casts(runs_in, self.x.dtype, given, self.target, wanted))
+        self._pass_through(item)
+
+    def _pass_through(self, item: ListedOp) -> None:
+        named = {arg: self.named[name] for arg, name in item.names_in.items() if name in self.named}
+        try:
+            found = output_specs(item.lowered.op, self.x, named)
+            outputs = zip(item.names_out, item.lowered.op.named_outputs(), strict=True)
+            self.named.update({name: found[own] for name, own in outputs})
+        except (ValueError, TypeError, LookupError):
+            return  # the graph says which op it is
+        self.x = found["output"]
+
+
+def _dtype_of(runs_in: str | None, x: Spec, target: torch.dtype) -> torch.dtype | None:
+    """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
+    if runs_in in (None, "follow") or x.dtype == torch.float64 or not x.dtype.is_floating_point:
+        return None
+    if runs_in == "lower":
+        return target
+    return torch.float32 if x.device.type == "cuda" else None
+
+
+def _casts(
+    runs_in: str | None,
+    x: torch.dtype,
+    parameters: Mapping[str, torch.dtype],
+    target: torch.dtype,
+    wanted: torch.dtype | None,
+) -> dict[str, torch.dtype]:
+    """Name -> dtype of the parameters that are cast for an op, which runs in `x`; it was asked to run in `wanted`."""
+    if runs_in == "lower" and x == target:
+        return {name: x for name, dtype in parameters.items() if dtype != x}
+    if runs_in == "follow" and x == target or runs_in == "float32" and x == wanted:
+        return {name: x for name, dtype in parameters.items() if dtype not in (x, torch.float64)}
+    return {}
 
 
 def add_placements(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

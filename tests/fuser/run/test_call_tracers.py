@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_fuser import Residual, Sequential, autocast, ops, sequential
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from te_fuser.recipe import DelayedScaling
 from tests.needs import needs_follower
 
@@ -88,7 +88,7 @@ def test_refused_at_every_call(
     model = made(verify=verify).requires_grad_(not frozen)
     want = model(X) if called else made_alike(model)(X)
     with monkeypatch.context() as patch:
-        patch.setattr(fuser, "execute", lambda *_: pytest.fail("something runs"))
+        patch.setattr(pipeline, "execute", lambda *_: pytest.fail("something runs"))
         with pytest.raises(TypeError, match=text):
             trace(model)
     assert torch.equal(model(X), want)

@@ -15,9 +15,9 @@ import torch
 
 from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
-from te_fuser.fuser.run import fuser, targets
-from te_fuser.fuser.run.loading import draw_seed
-from te_fuser.fuser.run.targets import missing_notes, obstacle, target_for
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.run import loading
+from te_fuser.fuser.run.loading import draw_seed, missing_notes, obstacle, target_for
 from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.fusions.match import Match
 from te_fuser.kernels.cublaslt import products
@@ -28,7 +28,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose GPU can run generated kernels."""
-    for cached in (targets._cuda_obstacle, targets._warn_once):
+    for cached in (loading._cuda_obstacle, loading._warn_once):
         cached.cache_clear()
     monkeypatch.setattr(products, "obstacle", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "known_architectures", lambda: frozenset({75, 90}))
     yield
-    for cached in (targets._cuda_obstacle, targets._warn_once):
+    for cached in (loading._cuda_obstacle, loading._warn_once):
         cached.cache_clear()
 
 
@@ -242,8 +242,8 @@ def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 8)
     # What this machine lacks is not said of another one.
     assert not model.plan(x, device="h200").notes and not model.plan(x).notes
-    monkeypatch.setattr(fuser, "target_for", lambda *_: "torch")
-    monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
+    monkeypatch.setattr(pipeline, "target_for", lambda *_: "torch")
+    monkeypatch.setattr(pipeline, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
     assert model.plan(x).notes == (rows, note)
     assert Sequential(*model, kernels="reference").plan(x).notes == ()
 

@@ -13,10 +13,10 @@ import torch
 
 import te_fuser as te
 from te_fuser import fusions, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, VALUE, Form
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser
 from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
@@ -137,7 +137,7 @@ def on_an_emulated_gpu(emulation: Emulation) -> Iterator[FakeCublasLt]:
     library = fake_cublaslt.compile_library()
     quantized_matmul.configured.cache_clear()
     with pytest.MonkeyPatch.context() as patch, emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
-        patch.setattr(fuser, "device_of", lambda device: DEVICES["h200"])
+        patch.setattr(pipeline, "device_of", lambda device: DEVICES["h200"])
         patch.setattr(quantized_matmul, "obstacle_on", lambda *given, **more: None)
         patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
         try:
@@ -149,10 +149,10 @@ def on_an_emulated_gpu(emulation: Emulation) -> Iterator[FakeCublasLt]:
 @needs_compiler
 def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation) -> None:
     """Tests behind one that failed find the GPU that there is."""
-    before = fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
+    before = pipeline.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
     with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation):
         raise ZeroDivisionError
-    assert (fuser.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
+    assert (pipeline.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
 
 
 def trained(

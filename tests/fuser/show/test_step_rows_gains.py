@@ -8,7 +8,7 @@ import torch
 import te_fuser as te
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.show.gains import gains
+from te_fuser.fuser.show.step_rows import gains
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Recipe
 
 ROWS, F, FFN = 8192, 4096, 16384

@@ -1,33 +1,128 @@
-"""Steps that no cover has: other forms of what is there, and sums of gradients to which several steps contribute."""
+"""Steps of covers made whole: in running order, without stores that nobody reads, with casts and sums of gradients.
+
+Candidates for row ops do not know whose backward a cover takes behind them, and price what ops would read, kept or
+computed again. Once the cover is known, stores without a reader go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.gradients import marked_refs
+from te_fuser.fuser.graph.graph import marked_refs
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     LEFT,
     PARAMETER,
     PARAMETER_GRADIENT,
+    RECOMPUTED,
     STARTED,
     Ref,
     own_term_ref,
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.transposing import turning_step
+from te_fuser.fuser.plan.candidates import kernel_step
+from te_fuser.fuser.plan.layouts import turning_step
+from te_fuser.fuser.plan.plan import Kept
+from te_fuser.fuser.steps.function_tasks import AddTask, CastTask, SumTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fuser.steps.sum_task import SumTask
-from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
+    from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
+
+
+def in_running_order(backward: list[Edge]) -> list[Step]:
+    """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
+    recomputed = frozenset(r for e in backward for r in e.recomputes)
+    order: list[Step] = []
+    waiting: list[Step] = []
+    made: set[Ref] = set()
+    for edge in reversed(backward):
+        for step in edge.steps:
+            step = _use_recomputed(step, recomputed)
+            if step.chain:
+                order.append(step)
+                made.update([r for _, r in step.outputs])
+            else:
+                waiting.append(step)
+        # A step waits for what is computed again.
+        while ready := [s for s in waiting if all(r in made for _, r in s.inputs if r.kind is RECOMPUTED)]:
+            waiting = [s for s in waiting if s not in ready]
+            order += ready
+            made.update([r for s in ready for r in s.writes()])
+    assert not waiting, [s.name for s in waiting]
+    return order
+
+
+def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
+    """A hanging node reads what was computed again, where something was."""
+    if not step.hangs:
+        return step
+    again = recomputed.intersection([r for _, r in step.inputs])
+    if not again:
+        return step
+    inputs = tuple([(n, r._replace(kind=RECOMPUTED) if r in again else r) for n, r in step.inputs])
+    return replace(step, inputs=inputs)
+
+
+def without_idle(backward: list[Step]) -> list[Step]:
+    """The steps without those that gather for hanging nodes what none of them reads."""
+    found: list[Step] = []
+    read: set[Ref] = set()
+    for step in reversed(backward):
+        if step.chain or any(r in read or r.kind not in (RECOMPUTED, STARTED) for r in step.writes()):
+            found.append(step)
+            read.update(step.reads())
+    return found[::-1]
+
+
+def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+    """Everything that backward steps read and none of them makes."""
+    graph = problem.graph
+    found: dict[Ref, Kept] = {}
+    made = {r for s in backward for _, r in s.outputs}
+    for step in backward:
+        for name, ref in step.inputs:
+            if ref.kind.owner and ref not in found and ref not in made:
+                text = f"{step.name}: {name}" if ref.name else ref.label(graph)
+                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
+    return tuple(found.values())
+
+
+def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> list[Step]:
+    """The steps whose kernels compute nothing again that no step reads."""
+    again = {r for step in backward for _, r in step.outputs if r.kind is RECOMPUTED}
+    idle = again - {r for step in backward for _, r in step.inputs} if again else again
+    if not idle:
+        return backward
+    found: list[Step] = []
+    for step in backward:
+        kernel = step.task.kernel
+        if kernel is None or idle.isdisjoint(step.writes()):
+            found.append(step)
+        elif (less := _without(kernel, idle)) is not None:
+            made = kernel_step(problem, prices, less, step.start, step.stop)
+            found.append(replace(made, chain=step.chain))
+    return found
+
+
+def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
+    """The same kernel without some of what it stores; None where that was all."""
+    d = task.description
+    aliases = tuple([pair for pair in task.aliases if pair[0] not in idle])
+    needed = {old for _, old in aliases}
+    stays = [o.ref not in idle or o.ref in needed for o in task.outputs]
+    stores = [s for s, stay in zip(d.stores, stays, strict=False) if stay]
+    if not (stores or d.sums or d.maxima or aliases):
+        return None
+    return task.storing(stores, [o for o, stay in zip(task.outputs, stays, strict=True) if stay], aliases)
 
 
 def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from te_fuser import ops
 from te_fuser.fuser.graph.refs import STARTED, Ref
-from te_fuser.fuser.plan.additions import _over_ranks
+from te_fuser.fuser.plan.cover_steps import _over_ranks
 
 
 def test_groups_of_one_title_are_under_way_apart() -> None:

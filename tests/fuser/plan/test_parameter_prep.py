@@ -120,7 +120,7 @@ def numbers_of_a_call(rows: int) -> list[torch.Tensor]:
 
     with te_fuser.autocast(recipe=CURRENT):
         (part,) = model.to(torch.bfloat16)._prepared()
-        known, call = part.fuser.prepare_call(x, {}, ())  # type: ignore[union-attr]
+        known, call = part.fuser.prepare(x, {}, ())  # type: ignore[union-attr]
         execute(load(known.plan, (), wrap=wrap), x, {}, call.parameters).sum().backward()
     return found
 

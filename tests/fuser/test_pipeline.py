@@ -191,7 +191,7 @@ def test_a_plan_follows_the_state_that_an_op_names():
     with fusions.only(entry), torch.no_grad():
         taken = []
         for Chosen.on in (False, True, False):
-            taken.append("chosen" in [s.name for s in fuser.prepare(X, {}).plan.forward])
+            taken.append("chosen" in [s.name for s in fuser.prepare(X, {})[0].plan.forward])
             torch.testing.assert_close(fuser(X), model.reference(X))
     assert taken == [False, True, False]
 
@@ -231,7 +231,7 @@ def test_what_was_used_longest_ago_is_forgotten(monkeypatch, planned):
     for rows in range(1, 20):
         model(tensor(rows, 8, grad=False))
     fuser = model._prepared()[0].fuser
-    assert len(fuser._kept._plans.items()) == 2 and len(fuser._kept._shapes.items()) == 3
+    assert len(fuser._cache._plans.items()) == 2 and len(fuser._cache._shapes.items()) == 3
     assert_as_meant(model, tensor(3, 8))
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.pipeline import make_exact_plan
 from te_fuser.fuser.plan.device import device_named
-from te_fuser.fuser.plan.planner import make_exact_plan
 from te_fuser.fuser.plan.tuned import signature
-from te_fuser.fuser.run import fuser as fuser_module
 from te_fuser.ops.base import Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.models import mlp
@@ -74,7 +74,7 @@ def test_a_new_length_goes_neither_through_graph_nor_matching(monkeypatch):
 
     call(3, 5, (3, 1, 5, 5))
     for what in ("GraphBuilder", "make_plan"):
-        monkeypatch.setattr(fuser_module, what, lambda *a: pytest.fail("a shape with known answers was planned"))
+        monkeypatch.setattr(pipeline, what, lambda *a: pytest.fail("a shape with known answers was planned"))
     call(4, 7, (4, 1, 7, 7))
     call(3, 8, (3, 1, 8, 8))
 
@@ -198,7 +198,7 @@ def test_few_plans_do_for_all_rows(name, memory):
     for rows in sorted({min(r, 65536) for k in range(17) for r in (1 << k, (1 << k) + 1, 45 << k >> 5)}):
         x = torch.empty(*shape(rows), dtype=torch.bfloat16, device="meta", requires_grad=True)
         plan = fuser.plan(x, {}, (), device)
-        graph, options = fuser.asked(fuser.call(x, {}, ()), device)
+        graph, options = fuser.plan_inputs(fuser.call(x, {}, ()), device=device)
         assert plan.seconds() <= 1.05 * make_exact_plan(graph.exact(), options).seconds()
         found.add(signature(plan))
     assert len(found) <= 6

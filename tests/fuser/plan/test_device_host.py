@@ -10,8 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan.device import DEVICES, Device, device_of
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import DEVICES, Device, capturing, device_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details
 
@@ -115,7 +114,7 @@ def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
         te_fuser.cuda_graph(model, x)
     assert seen == [True, True] and not capturing.get()
     (group,) = model._prepared()
-    assert len(group.fuser._kept._forms.items()) == 2  # type: ignore[union-attr]
+    assert len(group.fuser._cache._forms.items()) == 2  # type: ignore[union-attr]
 
 
 def test_both_sums_are_shown() -> None:

@@ -1,4 +1,4 @@
-"""Scales that a call makes of what it quantizes: a pass that measures, and the step between it and the kernel."""
+"""Tensors that a call makes of its parameters and for its amaxes, before its segments and before kernels that scale."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
+from te_fuser.fuser.graph.refs import PARAMETER, Ref, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
+from te_fuser.fuser.steps.function_tasks import MakeTask, ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
+from te_fuser.fusions.makers import Maker, Wanted, maker_for
 from te_fuser.kernels.scale_of_amax import in_kernels
 from te_fuser.ops.row_op import RowOp
 
@@ -19,13 +20,52 @@ if TYPE_CHECKING:
     import torch
 
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.own_scales import Scaling
+
+
+def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
+    """The plan with what its fusions read of parameters that are made."""
+    forward, backward = (
+        {r for s in steps if s.task.what == "fusion" for r in s.reads() if r.kind is PARAMETER}
+        for steps in (plan.forward, plan.backward)
+    )
+    found: dict[Maker, list[tuple[Node, Wanted]]] = {}
+    made: set[Ref] = set()
+    for node in plan.graph.nodes if forward or backward else ():
+        maker = maker_for(node.op)
+        if maker is None:
+            continue
+        refs = {name: parameter_ref(node.parameters[name]) for name in maker.makes}
+        wanted = [n for n, r in refs.items() if r in backward or r in forward and n in maker.in_forward]
+        wanted = [n for n in wanted if refs[n] not in made]
+        if wanted:
+            made |= {refs[name] for name in wanted}
+            numbers, graph = node.parameters, plan.graph
+            given = {name: graph.parameter_specs[numbers[name]] for name in maker.of if name in numbers}
+            again = frozenset([name for name in wanted if graph.parameters[numbers[name]].in_parts])
+            found.setdefault(maker, []).append((node, Wanted(node.op, given, tuple(wanted), again)))
+    if not made:
+        return plan
+    steps = []
+    for maker, items in found.items():
+        inputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.given]
+        outputs = [(f"{n.index}.{name}", parameter_ref(n.parameters[name])) for n, w in items for name in w.makes]
+        makes, ops = tuple([w for _, w in items]), tuple([n.index for n, _ in items])
+        task, price = (
+            MakeTask(maker, makes, plan.x.device, ops),
+            Price(lambda _, maker, wanted: maker.cost(wanted), (maker, makes)),
+        )
+        steps.append(prices.step(maker.name, (ops[0], ops[-1] + 1), inputs, outputs, task, price))
+    segments = []
+    for segment in plan.segments:  # each says of what it keeps whose it is
+        kept = [k._replace(owner="tensor") if k.ref in made else k for k in segment.kept]
+        segments.append(replace(segment, kept=tuple(kept)))
+    return replace(plan, before=tuple(steps), segments=tuple(segments))
 
 
 def measuring_steps(
@@ -86,7 +126,7 @@ def name_of_rows(steps: Sequence[Step]) -> str:
     return kernels[-1] if kernels else "none"
 
 
-def with_zeros(plan: Plan, prices: Prices) -> Plan:
+def zero_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan with what its passes begin with: zeros for all of a call by one step."""
     graph = plan.graph
     numbers = [k for k, b in enumerate(graph.parameters) if b.made_in_call and b.written]
@@ -105,7 +145,7 @@ def with_zeros(plan: Plan, prices: Prices) -> Plan:
 # ---------------------------------------------------------------------------------- passes that nobody needs
 
 
-def with_raised(plan: Plan, prices: Prices) -> Plan:
+def raise_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
     if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
         return plan
