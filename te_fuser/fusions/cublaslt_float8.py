@@ -1,4 +1,4 @@
-"""Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
+"""Products of 8 bits by cuBLASLt, on GPUs that have them: QuantizedMatMul, and the three of Float8MatMul.
 
 Forward reads W in 8 bits by rows, backward turned for dx = dy W, and dy and x transposed for dW = dy^T x: the kernels
 that make these store them so. On GPUs whose products take factors as they lie, all are read by rows, and nothing is
@@ -9,34 +9,183 @@ from micro-batch to micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
-from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.fusions.cublaslt_quantized import (
-    MAIN_GRAD,
-    ProductRow8,
-    body_of,
-    cost_of_product,
-    declare,
-    put_weight_gradient,
-    why_no_epilogue,
-)
+from te_fuser.dtypes import FLOAT8, name_of, text_of
+from te_fuser.fusions.cublaslt import why_no_dropout
+from te_fuser.fusions.declaration import chosen
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import Fusion, register
-from te_fuser.kernels import quantized_matmul as products
+from te_fuser.fusions.pattern import Optional, PatternPart
+from te_fuser.fusions.registry import Costs, Fusion
+from te_fuser.kernels.cublaslt import products as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantize_weights import KINDS
-from te_fuser.kernels.transposed8 import padded
-from te_fuser.ops.base import Gradient
+from te_fuser.kernels.quantizers import KINDS, padded
+from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.float8_products import Float8Form
 from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
+from te_fuser.params.main_grad import put_gradient
+
+MAIN_GRAD = torch.float32  # as it usually is
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class ProductRow8:
+    """A fusion whose forward is one product of 8 bits.
+
+    Attributes:
+        doc: what it computes, in a sentence.
+        pattern: the ops that it stands for, the product first.
+        kind: the product, of `kernels.cublaslt.products.KINDS_8`.
+        adds: what that takes behind both factors and their scales.
+    """
+
+    name: str
+    doc: str
+    pattern: tuple[PatternPart, ...]
+    kind: str = "plain"
+    adds: tuple[str, ...] = ()
+
+
+def declare(
+    row: ProductRow8,
+    takes: tuple[str, ...],
+    why_not: Callable[[Match, str], str | bool],
+    cost: Callable[[Match, str], Costs],
+    choose: Callable[[Match, str, str], Body],
+    saves: tuple[str, ...] = (),
+    **more: Any,
+) -> Fusion:
+    """The fusion that a row says, registered; joint where it saves something. It has no body: that is chosen.
+
+    Args:
+        takes: what every such product takes.
+        why_not: f(match, kind) -> why it does not take a match, or True.
+        cost: f(match, kind).
+        choose: f(match, method, kind).
+        more: what else is said of a fusion.
+    """
+    return chosen(
+        row.name,
+        "joint" if saves else "forward",
+        row.pattern,
+        row.doc,
+        when=lambda m: why_not(m, row.kind),
+        cost=lambda m: cost(m, row.kind),
+        saves=saves,
+        takes=(*takes, *row.adds),
+        gives=("output", *saves),
+        choose=lambda m, method: choose(m, method, row.kind),
+        **more,
+    )
+
+
+def why_no_epilogue(m: Match) -> str | None:
+    """Why an op behind the product of a match is none for the epilogue of one of 8 bits; None when all are."""
+    found = (why(m, k) for k, op in enumerate(m.ops) if (why := _EPILOGUES.get(op.kind)) is not None)
+    return next(filter(None, found), None)
+
+
+def _why_no_bias(m: Match, at: int) -> str | None:
+    dtype = m[at].dtype_of("bias")
+    if m.y.dtype == torch.float32:
+        return "not every cuBLASLt adds a bias in float32 to products of 8 bits"
+    return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
+
+
+# Kind of op -> why an epilogue cannot be that op of a match.
+_EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
+    Bias: _why_no_bias,
+    Dropout: why_no_dropout,
+}
+
+
+# ----------------------------------------------------------------------------------- what they run and cost
+
+
+def body_of(form: ProductForm, sizes: tuple[int, int, int]) -> Body:
+    """A product of 8 bits that runs in the native loop, in sizes (m, n, k)."""
+    return Body(products.product_of(form).make, True, form.by_rows, functools.partial(algorithms_of, form, sizes))
+
+
+def cost_of_product(sizes: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype) -> Cost:
+    """What a product of factors of 8 bits takes, in sizes (m, n, k): `dtype` is that of one of them."""
+    rows, columns, summed = sizes
+    read, written = summed * (rows + columns), rows * columns * out.itemsize
+    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(dtype))
+
+
+def put_weight_gradient(
+    forms: tuple[ProductForm, ProductForm],
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    weight: torch.Tensor,
+    over: bool,
+) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it.
+
+    Args:
+        forms: the product that adds, and the one that writes over.
+        scales: f(dy, or what of it is of a part of a joined weight) -> the scales of both.
+    """
+    along = not forms[0].transpose_a
+
+    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+        dy, x = (dy.mT, x.mT) if along else (dy, x)
+        products.product_of(forms[over].giving(main_grad.dtype))((dy, x, *scales(dy), main_grad))
+        torch.autograd.graph.increment_version(main_grad)
+
+    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
+    return put_gradient(*((dy.mT, x.mT) if along else (dy, x)), weight, over, put)
+
+
+# -------------------------------------------------------------------------------------- QuantizedMatMul
+
+
+def _quantized_form(m: Match, kind: str) -> ProductForm:
+    fast = cast(QuantizedMatMul, m[0]).fast_accumulation
+    return products.form_of_8(kind, m.dtype, m[0].dtype_of("weight"), m.y.dtype, fast)
+
+
+def _quantized_sizes(m: Match, rows: int) -> tuple[int, int, int]:
+    op = cast(QuantizedMatMul, m[0])
+    return rows, op.out_features, op.in_features
+
+
+def _why_not_quantized(m: Match, kind: str) -> str | bool:
+    """Why cuBLASLt cannot multiply what a match does; True when it can."""
+    if no_epilogue := why_no_epilogue(m):
+        return no_epilogue
+    why = products.obstacle_on(m.device, m.capability)
+    if why is not None:
+        return f"{why}; it is emulated"
+    if m.target == "torch":
+        return "this plan is one of PyTorch's operations alone"
+    weight = m[0].dtype_of("weight")
+    if not {m.dtype, weight} <= {*FLOAT8.values()}:
+        return f"its factors are in {text_of(m.dtype)} and {text_of(weight)}"
+    if m.y.dtype == torch.float64:
+        return "cuBLASLt's products of 8 bits are not summed in float64"
+    if m.capability is not None:  # a GPU that is not at hand cannot be asked
+        return True
+    return asked(_quantized_refusal, m, kind, m.x.rows) or True
+
+
+def _quantized_refusal(m: Match, kind: str, rows: int) -> str | None:
+    return products.refusal_of(_quantized_form(m, kind), _quantized_sizes(m, rows), m.device)
+
 
 # In the order in which a native product takes them: both factors, the scales of both; a bias.
 _OF_OUTPUT = ("input", "0.weight_data", "0.input_inverse", "0.weight_inverse")
@@ -45,19 +194,23 @@ _OF_INPUT_BY_ROWS = ("0.weight_data", "0.output_gradient_inverse", "0.weight_inv
 _OF_WEIGHT_BY_ROWS = ("input", "0.output_gradient_inverse", "0.input_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.output_gradient_inverse", "0.input_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
+# Product -> its factors, of input, weight, output gradient; how these lie that lie by rows.
+FACTORS: dict[str, tuple[int, int]] = {"y": (0, 1), "dx": (2, 1), "dW": (2, 0)}
+_BY_ROWS = {"y": products.ALONG, "dx": (False, False), "dW": (True, False)}
 
 
 def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
     """One of the three products of op 0, "y", "dx" or "dW", as it is configured."""
-    form = cast(Float8MatMul, m[0]).form
-    x, weight, gradient = form.formats
-    a, b, out, lying = {
-        "y": (x, weight, form.dtype, products.ALONG),
-        "dx": (gradient, weight, form.dtype, (False, False)),
-        "dW": (gradient, x, form.weight_dtype, (True, False)),
-    }[which]
-    fast = dict(zip(("y", "dx", "dW"), form.fast, strict=True))[which]
-    return products.form_of(kind, a, b, out, fast, lying if _is_by_rows(m) else products.ALONG)
+    lying = _BY_ROWS[which] if _is_by_rows(m) else products.ALONG
+    return product_form(cast(Float8MatMul, m[0]).form, which, kind, transposes=lying)
+
+
+def product_form(form: Float8Form, which: str, kind: str, **lying: Any) -> ProductForm:
+    """The same, of factors that lie so."""
+    a, b = FACTORS[which]
+    out = form.weight_dtype if which == "dW" else form.dtype
+    fast = dict(zip(FACTORS, form.fast, strict=True))[which]
+    return products.form_of_8(kind, form.formats[a], form.formats[b], out, fast, **lying)
 
 
 def _onto_main_grad(m: Match, over: bool = False) -> ProductForm:
@@ -122,7 +275,7 @@ def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     if not rows:
         return None
     form = _onto_main_grad(m) if kind == "onto" else form_of(m, which, kind)
-    return products.refusal(form, sizes_of(m, which, rows), m.device)
+    return products.refusal_of(form, sizes_of(m, which, rows), m.device)
 
 
 def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
@@ -163,26 +316,32 @@ def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
     onto = ", dW onto main_grad" if main_grad else ""
     of_input = _OF_INPUT_BY_ROWS if by_rows else _OF_INPUT
     of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
-    return register(
-        Fusion(
-            name,
-            "backward",
-            (Float8MatMul,),
-            run_forward=None,
-            run_backward=None,
-            when=functools.partial(_why_not_backward, main_grad=main_grad, by_rows=by_rows),
-            cost=lambda m: (cost_of(m, "dx"), cost_of(m, "dW")),
-            doc=f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
-            gradients=(
-                Gradient(("input",), of_input, "input_gradient"),
-                Gradient(("0.weight",), of_weight, "weight_gradient"),
-            ),
-            choose=_choose,
-            takes_gradients_in=_GRADIENTS,
-        )
+    return chosen(
+        name,
+        "backward",
+        (Float8MatMul,),
+        f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
+        when=functools.partial(_why_not_backward, main_grad=main_grad, by_rows=by_rows),
+        cost=lambda m: (cost_of(m, "dx"), cost_of(m, "dW")),
+        gradients=(
+            Gradient(("input",), of_input, "input_gradient"),
+            Gradient(("0.weight",), of_weight, "weight_gradient"),
+        ),
+        choose=_choose,
+        takes_gradients_in=_GRADIENTS,
     )
 
 
+_QUANTIZED = (
+    ProductRow8("quantized_matmul", "y = (x s) (W t)^T by cuBLASLt.", (QuantizedMatMul,)),
+    ProductRow8(
+        "quantized_matmul_bias",
+        "The product's epilogue adds the bias.",
+        (QuantizedMatMul, Bias),
+        kind="bias",
+        adds=("1.bias",),
+    ),
+)
 _ROWS = (
     ProductRow8("float8_matmul", "y = (x s) (W t)^T by cuBLASLt.", (Float8MatMul,)),
     ProductRow8(
@@ -194,6 +353,16 @@ _ROWS = (
     ),
 )
 FUSIONS = (
+    *(
+        declare(
+            row,
+            ("input", "0.weight", "0.input_scale", "0.weight_scale"),
+            _why_not_quantized,
+            lambda m, kind: cost_of_product(_quantized_sizes(m, m.x.rows), m.dtype, m.y.dtype),
+            lambda m, method, kind: body_of(_quantized_form(m, kind), _quantized_sizes(m, m.x.exact().rows)),
+        )
+        for row in _QUANTIZED
+    ),
     *map(_declare, _ROWS),
     *(_declare_backward(by_rows, main_grad) for by_rows in (False, True) for main_grad in (False, True)),
 )

@@ -17,15 +17,22 @@ import torch
 from te_fuser.codegen.description import Layout
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.fusions.cublaslt_quantized import MAIN_GRAD, ProductRow8, declare, put_weight_gradient, why_no_epilogue
+from te_fuser.fusions.cublaslt_float8 import (
+    FACTORS,
+    MAIN_GRAD,
+    ProductRow8,
+    declare,
+    product_form,
+    put_weight_gradient,
+    why_no_epilogue,
+)
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import own_scales
-from te_fuser.kernels import quantized_matmul as products
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.cublaslt import products as products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.own_scales import DTYPES, FOUR, BlocksOf, Factor
-from te_fuser.kernels.transposed8 import padded
+from te_fuser.kernels.quantizers import DTYPES, FOUR, BlocksOf, Factor, padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.float8_products import Float8Form
@@ -40,11 +47,6 @@ _OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
 _SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
 Multiply = Callable[..., torch.Tensor]  # f(data of a, data of b, inverse of a, inverse of b, *bias)
 _SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
-_PRODUCTS: dict[str, tuple[int, int]] = {
-    "y": (0, 1),
-    "dx": (2, 1),
-    "dW": (2, 0),
-}  # -> its factors: of input, weight, output gradient
 
 
 def _scaling(form: Float8Form, role: int) -> Scaling:
@@ -54,11 +56,8 @@ def _scaling(form: Float8Form, role: int) -> Scaling:
 
 def _form_of(form: Float8Form, which: str, kind: str = "plain") -> ProductForm:
     """One of the three products as it is configured."""
-    a, b = _PRODUCTS[which]
-    out = form.weight_dtype if which == "dW" else form.dtype
-    fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
-    scales = _lie(form, a), _lie(form, b)
-    return products.form_of(kind, form.formats[a], form.formats[b], out, fast, scales=scales)
+    a, b = FACTORS[which]
+    return product_form(form, which, kind, scales=(_lie(form, a), _lie(form, b)))
 
 
 def _onto_main_grad(form: Float8Form, over: bool = False) -> ProductForm:
@@ -68,12 +67,12 @@ def _onto_main_grad(form: Float8Form, over: bool = False) -> ProductForm:
 
 def _product(form: Float8Form, which: str, kind: str = "plain") -> Multiply:
     """What multiplies the data of two factors by their inverses, one of the three products."""
-    return products.configured(_form_of(form, which, kind)).make
+    return products.product_of(_form_of(form, which, kind)).make
 
 
 def _quantizer(form: Float8Form, role: int, dtype: torch.dtype, wanted: str) -> BlocksOf:
     """What makes a factor in 8 bits of what is in a dtype."""
-    return BlocksOf(own_scales.kernel_of(dtype, form.formats[role], _scaling(form, role), wanted))
+    return BlocksOf(quantizers.kernel_of(dtype, form.formats[role], _scaling(form, role), wanted))
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -110,8 +109,8 @@ class _ForwardProduct(NamedTuple):
         self, x8: torch.Tensor, *given: torch.Tensor, features: int
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """y of x by blocks, and of x^T by blocks where that is kept."""
-        by_rows = own_scales.unpacked(x8, features)
-        turned = own_scales.unpacked_turned(given[0], _tokens(x8)) if self.keeps else None
+        by_rows = quantizers.unpacked(x8, features)
+        turned = quantizers.unpacked_turned(given[0], math.prod(x8.shape[:-1])) if self.keeps else None
         weight, *bias = given[1:] if self.keeps else given
         return self._product(by_rows[0], by_rows, turned, weight, bias)
 
@@ -127,10 +126,6 @@ class _ForwardProduct(NamedTuple):
         (data, inverse), ((weights, weight_inverse), weight_turned) = by_rows, self.of_weight(weight)
         y = _rows_of(x, self.multiply(data, weights, inverse, weight_inverse, *bias))
         return y if turned is None else (y, *turned, *weight_turned)
-
-
-def _tokens(x: torch.Tensor) -> int:
-    return math.prod(x.shape[:-1])
 
 
 class _Gradients(NamedTuple):
@@ -168,8 +163,8 @@ class _Gradients(NamedTuple):
         self, m: FusionCall, dy8: torch.Tensor, features: int
     ) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """dx and dW of dy and dy^T by blocks."""
-        by_rows = own_scales.unpacked(dy8, features)
-        turned = own_scales.unpacked_turned(m["dy.transposed_blocks"], _tokens(dy8))
+        by_rows = quantizers.unpacked(dy8, features)
+        turned = quantizers.unpacked_turned(m["dy.transposed_blocks"], math.prod(dy8.shape[:-1]))
         return self._products(m, by_rows[0], by_rows, turned)
 
     def _products(
@@ -246,14 +241,12 @@ def _are_whole_fours(rows: int) -> bool:
 def _of_weight(m: Match, sides: str) -> WrittenKernel:
     """What quantizes W."""
     form = cast(OwnScalesMatMul, m[0]).form
-    return own_scales.kernel_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides)
+    return quantizers.kernel_of(m[0].dtype_of("weight"), form.formats[1], _scaling(form, 1), sides)
 
 
 def _algorithms(m: Match, which: Iterable[str], kind: str = "plain") -> str:
     """What the products of a match run by, as far as that is known."""
-    found = []
-    for product in which:
-        found.append(algorithms_of(*_asked(m, product, m.x.rows, kind)))
+    found = [algorithms_of(*_asked(m, product, m.x.rows, kind)) for product in which]
     return ", ".join(dict.fromkeys(filter(None, found)))
 
 
@@ -267,12 +260,12 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     form = op.form
     if direction == "forward":
         keeps = "both" if m.needs_grad else "rows"
-        yield own_scales.kernel_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
+        yield quantizers.kernel_of(form.dtype, form.formats[0], _scaling(form, 0), keeps)
         yield _of_weight(m, "both" if _keeps_weight(m) else "rows")
         return
     both = {"input", "0.weight"} <= needed
     wanted = "both" if both else "rows" if "input" in needed else "turned"
-    yield own_scales.kernel_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
+    yield quantizers.kernel_of(form.dtype, form.formats[2], _scaling(form, 2), wanted)
     if "input" in needed and not op.keeps_weight:
         yield _of_weight(m, "turned")
 
@@ -307,7 +300,7 @@ def _why_not(m: Match, kind: str, keeps: bool) -> str | bool:
 def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
     if not rows:
         return None
-    return products.refusal(*_asked(m, which, rows, kind), m.device)
+    return products.refusal_of(*_asked(m, which, rows, kind), m.device)
 
 
 def _asked(m: Match, which: str, rows: int, kind: str) -> tuple[ProductForm, tuple[int, int, int]]:

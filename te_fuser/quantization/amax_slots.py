@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.kernels.fold_amaxes import APART
+from te_fuser.kernels.reductions import APART
 from te_fuser.recipe import region
 
 if TYPE_CHECKING:

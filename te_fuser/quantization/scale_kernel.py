@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.fuser.run.targets import obstacle
-from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
+from te_fuser.kernels.reductions import AmaxFolder, Folded
 from te_fuser.params.narrow import HISTORY, SCALE
 from te_fuser.quantization.amax_slots import Block, changes, show
 from te_fuser.quantization.state import State, lock

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.fuser.run.targets import obstacle
-from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
+from te_fuser.kernels.quantizers import DTYPE, KINDS, Quantized, quantize_weights
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
 from te_fuser.quantization.amax_slots import not_in_capture

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.quantize_weights import Quantized, Weight8
+from te_fuser.kernels.quantizers import Quantized, Weight8
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, codes
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.graph.refs import PARAMETER, Ref, parameter_ref
 from te_fuser.fuser.steps.make_task import MakeTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fusions.makers import Maker, Wanted, maker_for
+from te_fuser.fusions.registry import Maker, Wanted, maker_for
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

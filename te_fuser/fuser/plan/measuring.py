@@ -10,7 +10,7 @@ from te_fuser.fuser.graph.refs import PARAMETER, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.scale_task import ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.kernels.scale_of_amax import in_kernels
+from te_fuser.kernels.quantizers import in_kernels
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:

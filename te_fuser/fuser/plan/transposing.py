@@ -1,6 +1,6 @@
 """Who makes what is read transposed: the kernel that makes the rows, where it can store both, else a step that turns.
 
-Products of 8 bits take what lies along what is summed (`kernels/quantized_matmul.py`): dW = dy^T x sums over tokens.
+Products of 8 bits take what lies along what is summed (`kernels/cublaslt/products.py`): dW = dy^T x sums over tokens.
 """
 
 from __future__ import annotations

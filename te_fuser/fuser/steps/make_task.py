@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from te_fuser.codegen.written import WrittenKernel
-    from te_fuser.fusions.makers import Maker, Wanted
+    from te_fuser.fusions.registry import Maker, Wanted
 
 
 @record()

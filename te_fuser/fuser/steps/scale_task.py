@@ -11,7 +11,7 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.description import NUMBERS
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
-from te_fuser.kernels import scale_of_amax
+from te_fuser.kernels import quantizers
 
 if TYPE_CHECKING:
     from te_fuser.ops.own_scales import Scaling
@@ -45,7 +45,7 @@ class ScaleTask(Task):
     def runner(self, step: Step, bench: Bench) -> Runner:
         (amax,), made = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
         if not self.is_there:
-            function = functools.partial(scale_of_amax.by_torch, dtype=self.dtype, scaling=self.scaling)
+            function = functools.partial(quantizers.scale_by_torch, dtype=self.dtype, scaling=self.scaling)
             return _native.FunctionStep(step.name, function, [amax], made)
         named = dict(zip((name for name, _ in step.outputs), made, strict=True))
         return _native.FunctionStep(step.name, torch.Tensor.unbind, [amax], [named.get(n, -1) for n in NUMBERS])
@@ -79,7 +79,7 @@ class ZerosTask(Task):
 
 def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
     if in_kernels:
-        made = scale_of_amax.of_nothing(count, device)
+        made = quantizers.of_nothing(count, device)
     else:
         made = torch.zeros(count, dtype=torch.float32, device=device)
     return made.unbind() if count > 1 else made[0]

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
-from te_fuser.kernels import transposed8
+from te_fuser.kernels import quantizers
 
 if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
@@ -37,9 +37,9 @@ class TransposeTask(Task):
 
     @property
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
-        return (transposed8.Transposed8(self.dtype),) if self.by_kernel else ()
+        return (quantizers.Transposed8(self.dtype),) if self.by_kernel else ()
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         ((_, taken),), ((_, given),) = step.inputs, step.outputs
-        function = transposed8.by_kernel if self.by_kernel else transposed8.by_torch
+        function = quantizers.transpose_by_kernel if self.by_kernel else quantizers.transpose_by_torch
         return _native.FunctionStep(step.name, function, [bench.slots[taken]], [bench.slots[given]])
