@@ -233,7 +233,7 @@ def _optional_parts() -> dict[str, str]:
     import torch
 
     from te_fuser.fusions.library import libraries
-    from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+    from te_fuser.kernels.packages.optional import PACKAGES
 
     parts = {}
     for library in libraries():
@@ -241,7 +241,7 @@ def _optional_parts() -> dict[str, str]:
         instead = f"; {library.note_without}" if torch.version.cuda else ""
         parts[library.name] = f"version {library.version()}" if why is None else f"missing: {why}{instead}"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    for package in (cudnn_frontend.PACKAGE, flash_attn_4.PACKAGE, quack_matmul.PACKAGE):
+    for package in PACKAGES.values():
         parts[package.name] = package.state(torch.version.cuda, capability)
     return parts
 
@@ -250,7 +250,7 @@ def _runs(recipe: Recipe) -> str:
     """How products run by a recipe here."""
     import torch
 
-    from te_fuser.kernels.quantized_matmul import obstacle_on
+    from te_fuser.kernels.cublaslt.products import obstacle_on
 
     if not torch.cuda.is_available():
         return "emulated on the CPU"

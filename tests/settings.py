@@ -16,7 +16,7 @@ from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import tuned
 from te_fuser.fuser.plan.device import DEVICES, cpu_device
 from te_fuser.fusions import registry
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 
 # The CPUs that tests plan for, whatever they run on.
 CPUS = {"avx512": cpu_device(2, "AVX512", {"bfloat16": 2.5}), "avx2": cpu_device(2, "AVX2", {})}
@@ -59,5 +59,5 @@ def _nothing_tuned(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def _no_optional_packages(patch: pytest.MonkeyPatch) -> None:
     """Plans are those of a machine without them, unless a test puts one in place."""
-    for package in (cudnn_frontend, flash_attn_4, quack_matmul):
+    for package in (cudnn_frontend, flash_attn_4, quack):
         patch.setattr(package.PACKAGE, "version", lambda: None)

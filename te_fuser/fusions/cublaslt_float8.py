@@ -20,12 +20,10 @@ from te_fuser.fusions.cublaslt import why_no_dropout
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Costs, Fusion, register
-from te_fuser.kernels import quantized_matmul as products
+from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.own_scales import DTYPES, FOUR
-from te_fuser.kernels.quantize_weights import KINDS
-from te_fuser.kernels.transposed8 import padded
+from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
@@ -87,7 +85,7 @@ def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
     fast = dict(zip(_FACTORS, form.fast, strict=True))[which]
     lying = _LYING_BY_ROWS[which] if _lies_by_rows(m) else products.ALONG
     scales = products.ONE if own is None else (_scales_of(own[a]), _scales_of(own[b]))
-    return products.form_of(kind, form.formats[a], form.formats[b], out, fast, lying, scales)
+    return products.form_of_8(kind, form.formats[a], form.formats[b], out, fast, lying, scales)
 
 
 def _scales_of(scaling: Scaling) -> str:
@@ -124,7 +122,7 @@ def cost_of(m: Match, which: str) -> Cost:
 def body_of(m: Match, which: str, kind: str = "plain") -> Body:
     """A product that runs in the native loop."""
     form, sizes = problem_of(m, which, m.x.exact().rows, kind)
-    return Body(products.configured(form).make, True, form.by_rows, functools.partial(algorithms_of, form, sizes))
+    return Body(products.product_of(form).make, True, form.by_rows, functools.partial(algorithms_of, form, sizes))
 
 
 def put_weight_gradient(
@@ -145,7 +143,7 @@ def put_weight_gradient(
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         dy, x = (dy.mT, x.mT) if along else (dy, x)
-        products.configured(forms[over].giving(main_grad.dtype))((dy, x, *scales(dy), main_grad))
+        products.product_of(forms[over].giving(main_grad.dtype))((dy, x, *scales(dy), main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
     # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
@@ -173,7 +171,7 @@ def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | 
 
 
 def _refusal(m: Match, which: str, rows: int, kind: str) -> str | None:
-    return products.refusal(*problem_of(m, which, rows, kind), m.device) if rows else None
+    return products.refusal_of(*problem_of(m, which, rows, kind), m.device) if rows else None
 
 
 _NO_KERNELS = "the kernels that {} its factors are compiled for the GPU at hand, and this plan has none of these"
@@ -243,7 +241,7 @@ class ProductRow8:
     Attributes:
         doc: what it computes, in a sentence.
         pattern: the ops that it stands for, the product first.
-        kind: the product, of `kernels.quantized_matmul.KINDS`.
+        kind: the product, of `kernels.cublaslt.products.KINDS_8`.
         adds: what that takes behind both factors and their scales.
     """
 

@@ -27,11 +27,11 @@ from te_fuser.fusions.cublaslt_float8 import (
 )
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import own_scales, quantized_matmul
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.own_scales import FOUR, BlocksOf, Factor, QuantizeBlocks
-from te_fuser.kernels.transposed8 import padded
+from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.own_scales import Scaling
@@ -60,14 +60,14 @@ def _scaling(m: Match, role: int) -> Scaling:
 
 def _product(m: Match, which: str, kind: str = "plain") -> Multiply:
     """One of the three products: it multiplies the data of two factors by their inverses."""
-    return quantized_matmul.configured(form_of(m, which, kind)).make
+    return products.product_of(form_of(m, which, kind)).make
 
 
 def _kernel(m: Match, role: int, sides: str) -> QuantizeBlocks:
     """Kernel that makes x, W or dy in 8 bits of what it comes in, by rows, turned or both."""
     form = _op(m).form
     dtype = (form.dtype, m[0].dtype_of("weight"), form.dtype)[role]
-    return own_scales.kernel_of(dtype, form.formats[role], _scaling(m, role), sides)
+    return quantizers.kernel_of(dtype, form.formats[role], _scaling(m, role), sides)
 
 
 def _rows_of(x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -102,8 +102,8 @@ class _ForwardProduct(NamedTuple):
         self, x8: torch.Tensor, *given: torch.Tensor, features: int
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """y of x by blocks, and of x^T by blocks where that is kept."""
-        by_rows = own_scales.unpacked(x8, features)
-        turned = own_scales.unpacked(given[0], _tokens(x8), turned=True) if self.keeps else None
+        by_rows = quantizers.unpacked(x8, features)
+        turned = quantizers.unpacked(given[0], _tokens(x8), turned=True) if self.keeps else None
         weight, *bias = given[1:] if self.keeps else given
         return self._product(by_rows[0], by_rows, turned, weight, bias)
 
@@ -154,8 +154,8 @@ class _Gradients(NamedTuple):
         self, m: FusionCall, dy8: torch.Tensor, features: int
     ) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """dx and dW of dy and dy^T by blocks."""
-        by_rows = own_scales.unpacked(dy8, features)
-        turned = own_scales.unpacked(m["dy.transposed_blocks"], _tokens(dy8), turned=True)
+        by_rows = quantizers.unpacked(dy8, features)
+        turned = quantizers.unpacked(m["dy.transposed_blocks"], _tokens(dy8), turned=True)
         return self._products(m, by_rows[0], by_rows, turned)
 
     def _products(

@@ -9,10 +9,9 @@ from typing import Any, cast
 import torch
 
 from te_fuser.codegen.written import WrittenKernel
-from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Cost
-from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
-from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, quantizer_on
+from te_fuser.fusions.registry import Maker, Wanted, register_maker
+from te_fuser.kernels.quantizers import OwnWeights, QuantizeWeights, Weight8, measuring_weights, quantizer_on
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.own_scales import Scaling

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.fuser.run.loading import obstacle
-from te_fuser.kernels.fold_amaxes import APART
+from te_fuser.kernels.reductions import APART
 from te_fuser.recipe import region
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph.call_context import CallContext, ReadyList, register
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.run.call import REFERENCE
-from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
+from te_fuser.kernels.cublaslt.products import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.collectives import Collective
 from te_fuser.ops.float8_matmul import Float8MatMul

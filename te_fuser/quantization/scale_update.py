@@ -20,7 +20,7 @@ import torch
 
 from te_fuser.distributed.group import has_ranks
 from te_fuser.facts import Facts, holders, still_hold, tensor_place
-from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
+from te_fuser.kernels.reductions import AmaxFolder, Folded
 from te_fuser.look import is_looking
 from te_fuser.params.narrow import HISTORY, LARGEST, SCALE
 from te_fuser.params.scales import STATES, States, some_wait

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Weight8, by_torch, quantizer_on
+from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
 from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
@@ -58,7 +58,8 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             by_device.setdefault(w.device, []).append((state, w if w.dtype in KINDS else w.float()))
         for device, pairs in by_device.items():
             wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
-            quantize = quantizer_on(device, wanted) if has_kernel(device) else functools.partial(by_torch, wanted)
+            by_torch = functools.partial(weights_by_torch, wanted)
+            quantize = quantizer_on(device, wanted) if has_kernel(device) else by_torch
             given = [(w, state.scales["weight"], state.amaxes["weight"])[: 2 + records] for state, w in pairs]
             made = iter(quantize(*[t for each in given for t in each]))
             for state, _ in pairs:

@@ -13,9 +13,8 @@ from te_fuser.codegen import cuda_loader, nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
 from te_fuser.fuser import pipeline
-from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
+from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
 
@@ -52,7 +51,7 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
     as_new_process(monkeypatch, tmp_path)
     monkeypatch.setattr(pipeline, "target_for", lambda *_: "cuda")
-    monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
+    monkeypatch.setattr("te_fuser.fusions.rotary.why_no_kernel", lambda m: None)
     with in_place(library) as fake:
         yield fake
     forget_written()

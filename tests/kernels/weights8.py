@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.quantize_weights import Weight8, by_torch, quantizer_on
+from te_fuser.kernels.quantizers import Weight8, quantizer_on, weights_by_torch
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, codes
 
@@ -59,7 +59,7 @@ def quantize_weights(
     """Weights as weight caches quantize them: on a GPU by the kernel."""
     wanted = [Weight8(w.dtype, records=amaxes is not None) for w in weights]
     device = weights[0].device
-    run = quantizer_on(device, wanted) if device.type == "cuda" else functools.partial(by_torch, wanted)
+    run = quantizer_on(device, wanted) if device.type == "cuda" else functools.partial(weights_by_torch, wanted)
     numbers = [scales] if amaxes is None else [scales, amaxes]
     made = run(*[t for each in zip(weights, *numbers, strict=True) for t in each])
     return list(zip(made[::2], made[1::2], strict=True))

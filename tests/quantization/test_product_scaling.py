@@ -14,7 +14,8 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
 from te_fuser.fuser.steps import function_tasks
-from te_fuser.kernels import quantized_matmul, scale_of_amax
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.cublaslt import products
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
 from te_fuser.quantization.graphs import GraphedRegion
 from te_fuser.recipe import (
@@ -161,14 +162,14 @@ def test_a_backward_that_raises_leaves_no_amax_to_the_next(
 ) -> None:
     """It raises behind the pass that finds the amax of a gradient, before the step that makes a scale of it."""
     model, x, fails = mlp(), data().requires_grad_(), [False]
-    of_torch = scale_of_amax.by_torch
+    of_torch = quantizers.scale_by_torch
 
     def scaled(*given: Any, **how: Any) -> Any:
         if fails[0]:
             raise error("in between")
         return of_torch(*given, **how)
 
-    monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
+    monkeypatch.setattr(quantizers, "scale_by_torch", scaled)
     with te.autocast(recipe=RECIPES["current"]):
         y = model(x)
     fails[0] = True
@@ -182,7 +183,7 @@ def test_a_backward_that_raises_leaves_no_amax_to_the_next(
 def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel puts the scale and its reciprocal beside the amax that they follow from: they share its version."""
     model, x, fails = mlp(), data().requires_grad_(), [False]
-    of_torch = scale_of_amax.by_torch
+    of_torch = quantizers.scale_by_torch
 
     def zeros(count: int, in_kernels: bool, device: torch.device) -> tuple[torch.Tensor, ...]:
         return torch.zeros((count, 4), device=device)[:, 2].unbind()
@@ -196,7 +197,7 @@ def test_what_is_saved_beside_an_amax_outlives_a_backward_that_raises(monkeypatc
         return found
 
     monkeypatch.setattr(function_tasks, "_zeros", zeros)
-    monkeypatch.setattr(scale_of_amax, "by_torch", scaled)
+    monkeypatch.setattr(quantizers, "scale_by_torch", scaled)
     with te.autocast(recipe=RECIPES["current"]):
         y = model(x)
     fails[0] = True
@@ -424,16 +425,16 @@ MACHINES = {
 def test_machines(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (name, capability, version), words = case, MACHINES[case]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(quantized_matmul, "obstacle", lambda: None)
-    monkeypatch.setattr(quantized_matmul, "version", lambda: version)
+    monkeypatch.setattr(products, "obstacle", lambda: None)
+    monkeypatch.setattr(products, "version", lambda: version)
     device, kind = torch.device("cuda"), RECIPES[name].scales
     if words is None:
-        quantized_matmul.check_machine(device, kind)
+        products.check_machine(device, kind)
         return
     with pytest.raises(RuntimeError, match=words):
-        quantized_matmul.check_machine(device, kind)
+        products.check_machine(device, kind)
     monkeypatch.setattr(config, "emulate_fp8", True)
-    quantized_matmul.check_machine(device, kind)
+    products.check_machine(device, kind)
 
 
 def test_machines_are_asked_of_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

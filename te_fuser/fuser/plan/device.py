@@ -12,7 +12,7 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.kernels.quantized_matmul import FIRST
+from te_fuser.kernels.cublaslt.products import FIRST
 from te_fuser.ops.products import half_gains
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from te_fuser.fuser.graph.refs import PARAMETER, Ref, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.function_tasks import MakeTask, ScaleTask, ZerosTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fusions.makers import Maker, Wanted, maker_for
-from te_fuser.kernels.scale_of_amax import in_kernels
+from te_fuser.fusions.registry import Maker, Wanted, maker_for
+from te_fuser.kernels.quantizers import in_kernels
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:

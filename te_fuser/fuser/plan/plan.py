@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.record import record
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import among, heads, most_ops
-from te_fuser.kernels.transposed8 import reason_not
+from te_fuser.kernels.quantizers import why_not_transposed
 from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
@@ -460,7 +460,7 @@ class Problem:
         spec = ref.by_rows.spec(self.graph)
         if spec is None or spec.dtype not in FLOAT8.values():
             return f"only 8 bits lie transposed, this is {'' if spec is None else text_of(spec.dtype)}"
-        return reason_not(spec.features)
+        return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""

@@ -17,7 +17,7 @@ from te_fuser.fuser.graph.graph import marked_refs, stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import delayed
 from te_fuser.fuser.run.program import Loaded, Program, build_program, refuse_check, run_program
-from te_fuser.kernels import scale_of_amax
+from te_fuser.kernels import quantizers
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.params.joined import kept_in_parts, whole_again
 from te_fuser.params.main_grad import is_absent
@@ -310,7 +310,7 @@ def _run_backward(segment: Segment, back: Backward, program: Program, slots: lis
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in back.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
-                    scale_of_amax.lower_again(slots[k].data)  # saved scales lie beside them, of one version
+                    quantizers.lower_again(slots[k].data)  # saved scales lie beside them, of one version
         raise
 
 

@@ -13,7 +13,7 @@ from te_fuser import _native
 from te_fuser.codegen.description import NUMBERS
 from te_fuser.fuser.graph.refs import LEFT
 from te_fuser.fuser.steps.step import Bench, Called, Runner, Step, Task
-from te_fuser.kernels import scale_of_amax, transposed8
+from te_fuser.kernels import quantizers
 from te_fuser.params.gradient_sums import start_sums, wait_for_sums
 from te_fuser.params.main_grad import is_absent
 from te_fuser.record import record
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Slots
-    from te_fuser.fusions.makers import Maker, Wanted
+    from te_fuser.fusions.registry import Maker, Wanted
     from te_fuser.ops.own_scales import Scaling
 
 
@@ -177,7 +177,7 @@ class ScaleTask(FunctionTask):
         return not self.is_there
 
     def function_of(self, step: Step) -> Callable[..., Any]:
-        return functools.partial(scale_of_amax.by_torch, dtype=self.dtype, scaling=self.scaling)
+        return functools.partial(quantizers.scale_by_torch, dtype=self.dtype, scaling=self.scaling)
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         if not self.is_there:
@@ -212,7 +212,7 @@ class ZerosTask(FunctionTask):
 
 def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
     if in_kernels:
-        made = scale_of_amax.of_nothing(count, device)
+        made = quantizers.of_nothing(count, device)
     else:
         made = torch.zeros(count, dtype=torch.float32, device=device)
     return made.unbind() if count > 1 else made[0]
@@ -267,7 +267,7 @@ class TransposeTask(FunctionTask):
 
     @property
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
-        return (transposed8.Transposed8(self.dtype),) if self.by_kernel else ()
+        return (quantizers.Transposed8(self.dtype),) if self.by_kernel else ()
 
     def function_of(self, step: Step) -> Callable[..., Any]:
-        return transposed8.by_kernel if self.by_kernel else transposed8.by_torch
+        return quantizers.transpose_by_kernel if self.by_kernel else quantizers.transpose_by_torch

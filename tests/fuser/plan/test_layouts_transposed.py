@@ -20,8 +20,8 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.step_rows import step_rows
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.float8_products import quantized
@@ -135,24 +135,24 @@ def test_one_layout_is_kept() -> None:
 def on_an_emulated_gpu(emulation: Emulation) -> Iterator[FakeCublasLt]:
     """Plans for an H200 run on the CPU: kernels, and products of 8 bits."""
     library = fake_cublaslt.compile_library()
-    quantized_matmul.configured.cache_clear()
+    products.product_of.cache_clear()
     with pytest.MonkeyPatch.context() as patch, emulation.in_plans(), fake_cublaslt.in_place(library) as fake:
         patch.setattr(pipeline, "device_of", lambda device: DEVICES["h200"])
-        patch.setattr(quantized_matmul, "obstacle_on", lambda *given, **more: None)
-        patch.setattr(quantized_matmul, "refusal", lambda *given, **more: None)
+        patch.setattr(products, "obstacle_on", lambda *given, **more: None)
+        patch.setattr(products, "refusal_of", lambda *given, **more: None)
         try:
             yield fake
         finally:
-            quantized_matmul.configured.cache_clear()
+            products.product_of.cache_clear()
 
 
 @needs_compiler
 def test_a_failure_leaves_nothing_emulated(driver: FakeDriver, emulation: Emulation) -> None:
     """Tests behind one that failed find the GPU that there is."""
-    before = pipeline.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal
+    before = pipeline.device_of, products.obstacle_on, products.refusal_of
     with pytest.raises(ZeroDivisionError), on_an_emulated_gpu(emulation):
         raise ZeroDivisionError
-    assert (pipeline.device_of, quantized_matmul.obstacle_on, quantized_matmul.refusal) == before
+    assert (pipeline.device_of, products.obstacle_on, products.refusal_of) == before
 
 
 def trained(
@@ -262,7 +262,7 @@ class BothLayouts:
         self.asked.append(m.needs("input.transposed"))
         others = {"1.bias": dy.sum(0)}
         if self.asked[-1]:
-            others["input.transposed"] = by_torch(dy8)
+            others["input.transposed"] = transpose_by_torch(dy8)
         return dy8, others
 
 
