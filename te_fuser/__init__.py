@@ -9,7 +9,7 @@ from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
 from te_fuser.convert import Conversion, convert, revert
 from te_fuser.from_torch import from_torch
-from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
 from te_fuser.presets import (

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from te_fuser.facts import Facts
-from te_fuser.fuser.run.known import Known
+from te_fuser.fuser.run.call import GuardedCall
 
 version: str
 kernel_abi_version: int
@@ -323,12 +323,12 @@ def holders(tensors: tuple[torch.Tensor, ...]) -> bytes | None:
     """
 
 def like(
-    known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    known: GuardedCall, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
 ) -> list[torch.Tensor] | None:
     """The parameters of a call that is like the known one; None where it is not."""
 
 def run_if_like(
-    known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    known: GuardedCall, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
 ) -> torch.Tensor | None:
     """The known call's function on x and the parameters; None where this call is not like that."""
 

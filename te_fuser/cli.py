@@ -1,4 +1,4 @@
-"""The command te-fuser: named devices, the kernel cache, and what this installation can do.
+"""The command te-fuser: a model explained, verified and timed; devices, the kernel cache, and this installation.
 
 Everything heavy is imported by the command that needs it.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from te_fuser import model_commands
 
 if TYPE_CHECKING:
     from te_fuser.recipe import Recipe
@@ -25,19 +28,29 @@ class Command:
     help: str
     run: Callable[[argparse.Namespace], int]
     options: Callable[[argparse.ArgumentParser], None] | None = None
+    example: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="te-fuser", description="Look into te_fuser: devices, kernel cache, version.")
+    parser = argparse.ArgumentParser(
+        prog="te-fuser",
+        description="Explain, verify and time a model; look into this installation.",
+        epilog="exit status: 0 if all is well, 1 if something is missing or differs, 2 for a wrong command",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        sub = commands.add_parser(command.name, help=command.help, description=command.help)
+        epilog = f"example: te-fuser {command.name} {command.example}".rstrip()
+        sub = commands.add_parser(command.name, help=command.help, description=command.help, epilog=epilog)
         sub.set_defaults(run=command.run)
         if command.options is not None:
             command.options(sub)
     chosen = parser.parse_args(arguments)
-    status: int = chosen.run(chosen)
+    try:
+        status: int = chosen.run(chosen)
+    except model_commands.UsageError as error:
+        print(f"te-fuser {chosen.command}: {error}", file=sys.stderr)
+        return 2
     return status
 
 
@@ -123,21 +136,66 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-# ------------------------------------------------------------------------------------------------------ version
+# -------------------------------------------------------------------------------------------- version and doctor
 
 
-def _version(_: argparse.Namespace) -> int:
-    from te_fuser import __version__, recipe
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
+
+def _version(chosen: argparse.Namespace) -> int:
+    from te_fuser import __version__
+
+    found = {"te_fuser": __version__, "Python": sys.version.split()[0], **_parts()}
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+        return 0
     print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
+    for name, text in _parts().items():
+        print(f"{name + ':':23}{text}")
+    return 0
+
+
+_ABSENT = ("missing", "not installed", "refused")
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    """Exit status 1 where generated kernels cannot be compiled for the device that models run on."""
+    import torch
+
+    parts = _parts()
+    needed = "NVRTC" if torch.cuda.is_available() else "C++ compiler"
+    found = {
+        name: {"ok": not text.startswith(_ABSENT), "needed": name == needed, "state": text}
+        for name, text in parts.items()
+    }
+    well = bool(found[needed]["ok"])
+    if chosen.json:
+        print(json.dumps({"ok": well, "parts": found}, indent=1))
+        return 0 if well else 1
+    for name, part in found.items():
+        mark = "ok" if part["ok"] else "FAILS" if part["needed"] else "-"
+        print(f"{mark:<6}{name + ':':23}{part['state']}")
+    missing = [name for name, part in found.items() if not part["ok"] and not part["needed"]]
+    more = f"; left out, as nothing here needs it: {', '.join(missing)}" if missing else ""
+    print(
+        f"te_fuser runs here as it is meant to{more}"
+        if well
+        else f"{needed} is missing, and kernels need it: see above"
+    )
+    return 0 if well else 1
+
+
+def _parts() -> dict[str, str]:
+    """Each thing that te_fuser builds on, optional packages and recipes of FP8 -> its state here."""
+    from te_fuser import recipe
+
     parts = _own_parts() | _optional_parts()
     for name in recipe.__all__:
         kind = getattr(recipe, name)
         if isinstance(kind, type) and issubclass(kind, recipe.Recipe) and kind is not recipe.Recipe:
             parts[kind.__name__] = f"FP8, {_runs(kind())}"
-    for name, text in parts.items():
-        print(f"{name + ':':23}{text}")
-    return 0
+    return parts
 
 
 def _own_parts() -> dict[str, str]:
@@ -175,7 +233,7 @@ def _optional_parts() -> dict[str, str]:
     import torch
 
     from te_fuser.fusions.library import libraries
-    from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+    from te_fuser.kernels.packages.optional import PACKAGES
 
     parts = {}
     for library in libraries():
@@ -183,7 +241,7 @@ def _optional_parts() -> dict[str, str]:
         instead = f"; {library.note_without}" if torch.version.cuda else ""
         parts[library.name] = f"version {library.version()}" if why is None else f"missing: {why}{instead}"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    for package in (cudnn_frontend.PACKAGE, flash_attn_4.PACKAGE, quack_matmul.PACKAGE):
+    for package in PACKAGES.values():
         parts[package.name] = package.state(torch.version.cuda, capability)
     return parts
 
@@ -192,7 +250,7 @@ def _runs(recipe: Recipe) -> str:
     """How products run by a recipe here."""
     import torch
 
-    from te_fuser.kernels.quantized_matmul import obstacle_on
+    from te_fuser.kernels.cublaslt.products import obstacle_on
 
     if not torch.cuda.is_available():
         return "emulated on the CPU"
@@ -202,11 +260,28 @@ def _runs(recipe: Recipe) -> str:
     return f"refused: {why}; te_fuser.config.emulate_fp8 = True has it emulated"
 
 
+_EXAMPLE = "model.py:build --input 8,128,512 --dtype bfloat16"
 COMMANDS = (
+    Command("doctor", "say what works here, what is missing, and the line that installs it", _doctor, _json_option),
+    Command(
+        "explain", "show the plans of a model: which kernels run, what is kept, what was not fused and why",
+        model_commands.explain, model_commands.explain_options, f"{_EXAMPLE} --device h200 --html plan.html",
+    ),
+    Command(
+        "verify", "compare a model with its ops one by one in float64, values and all gradients",
+        model_commands.verify_model, model_commands.add_model, _EXAMPLE,
+    ),
+    Command(
+        "bench", "time a model beside its ops one by one, and these compiled by torch.compile",
+        model_commands.bench, model_commands.bench_options, f"{_EXAMPLE} --plot times.svg",
+    ),
     Command("devices", "list the devices that plans can be made for by name", _devices),
-    Command("cache", "show or clear the folders of compiled kernels and tuned choices", _cache, _cache_options),
-    Command("version", "show versions, and what is missing here", _version),
-)
+    Command(
+        "cache", "show or clear the folders of compiled kernels and tuned choices",
+        _cache, _cache_options, "--clear kernels",
+    ),
+    Command("version", "show versions, and what is missing here", _version, _json_option, "--json"),
+)  # fmt: skip
 
 
 if __name__ == "__main__":

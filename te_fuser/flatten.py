@@ -15,9 +15,9 @@ import torch
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering
 from te_fuser.facts import Facts
+from te_fuser.fuser.graph.list_passes import with_placements
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.graph.sharding import with_placements
-from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of

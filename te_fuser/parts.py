@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.distributed.placement import Entering, entering
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.hooks import has_users_hooks
 from te_fuser.params.binding import has_tensor

@@ -16,16 +16,15 @@ from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
 from te_fuser.fuser.graph.call_context import keys_now, prepared
-from te_fuser.fuser.graph.listed import bindings_of
-from te_fuser.fuser.graph.looked import results_like
+from te_fuser.fuser.graph.listed import CallSpecs, bindings_of, results_like
 from te_fuser.fuser.graph.passes import PassRecord, record_passes
 from te_fuser.fuser.graph.reference import reference_run
+from te_fuser.fuser.pipeline import check_options, lower
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.call import PLAIN, check_input, check_tensor, named_tensors, refuse_proxy
 from te_fuser.fuser.run.delayed import backward_dw
-from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
-from te_fuser.fuser.run.tracers import refuse_proxy
-from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
+from te_fuser.fuser.show.measure import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
@@ -33,8 +32,8 @@ from te_fuser.params.main_grad import spared
 from te_fuser.parts import Border, FusedRegion, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.run.fuser import Fuser
-    from te_fuser.fuser.run.kept import KeptPlan
+    from te_fuser.fuser.pipeline import Fuser
+    from te_fuser.fuser.run.plan_cache import KeptPlan
     from te_fuser.fuser.tune.tune import TuneReport
 
 # Whether PyTorch's compiler follows how a list is taken apart, which a reference does inside of what is compiled.
@@ -464,7 +463,8 @@ def _reference(
     parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
     # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
     seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
-    y = reference_run(listed, x, values, parameters, seed, keys)
+    call = CallSpecs.of(x, values, parameters, around=keys)
+    y = reference_run(lower(listed, call), x, values, parameters, seed)
     return (y, *(values[n] for n in outputs)) if outputs else y
 
 

@@ -21,7 +21,8 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.written import Loadable, TextKernel
 from te_fuser.config import config
-from te_fuser.fuser.run import fuser, loading
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.run import loading
 from te_fuser.kernels import packed_heads
 from tests.c_library import compiled
 from tests.codegen import cuda_on_cpu
@@ -166,7 +167,7 @@ class Emulation:
 
         with (
             mock.patch.object(loading, "load_kernels", load),
-            mock.patch.object(fuser, "target_for", target),
+            mock.patch.object(pipeline, "target_for", target),
             in_place_of_written(self.written),
         ):
             yield

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser as running
 from te_fuser.fuser.show.explain import Explanation
 from tests.plans.text import plan_lines
 
@@ -30,13 +30,13 @@ def text_of(plans: list[Plan]) -> str:
 def plans_that_run(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """A list that grows by each plan that runs."""
     found: list[Plan] = []
-    execute = running.execute
+    execute = pipeline.execute
 
     def watched(prepared: Any, *call: Any) -> Any:
         found.append(prepared.plan)
         return execute(prepared, *call)
 
-    monkeypatch.setattr(running, "execute", watched)
+    monkeypatch.setattr(pipeline, "execute", watched)
     return found
 
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from te_fuser.distributed.group import Group
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import device_named
-from te_fuser.fuser.run import fuser
 from te_fuser.fusions.match import Match
-from te_fuser.kernels import peers, quantized_matmul
+from te_fuser.kernels import peers
 from te_fuser.kernels.cublaslt import products
 from tests import fake_cublaslt, fake_cuda
 
@@ -77,15 +77,15 @@ def standing_in(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
 def emulated(delay: int = 200) -> Iterator[fake_cuda.FakeDriver]:
     """In here plans are those of H200s, too: kernels and cuBLASLt's products run on tensors of this CPU, in float32."""
     with standing_in(delay) as driver, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fuser, "device_of", lambda device: device_named("h200"))
+        patch.setattr(pipeline, "device_of", lambda device: device_named("h200"))
         patch.setattr("te_fuser.fusions.cublaslt.why_no_product", _why_no_product)
-        patch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
-        patch.setattr(quantized_matmul, "refusal", lambda *_: None)
-        for configured in (products.configured, quantized_matmul.configured):
+        patch.setattr(products, "obstacle_on", lambda *_: None)
+        patch.setattr(products, "refusal_of", lambda *_: None)
+        for configured in (products.configured, products.product_of):
             configured.cache_clear()
         with _emulation().in_plans():
             yield driver
-        for configured in (products.configured, quantized_matmul.configured):
+        for configured in (products.configured, products.product_of):
             configured.cache_clear()
 
 

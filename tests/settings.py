@@ -12,11 +12,11 @@ import torch
 from te_fuser import fusions
 from te_fuser.codegen.compiler import TARGET_FLAGS
 from te_fuser.config import config
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import tuned
 from te_fuser.fuser.plan.device import DEVICES, cpu_device
-from te_fuser.fuser.run import fuser
 from te_fuser.fusions import registry
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 
 # The CPUs that tests plan for, whatever they run on.
 CPUS = {"avx512": cpu_device(2, "AVX512", {"bfloat16": 2.5}), "avx2": cpu_device(2, "AVX2", {})}
@@ -54,10 +54,10 @@ def _nothing_tuned(patch: pytest.MonkeyPatch, folder: Path) -> None:
     def store_for(device_name: str) -> tuned.TunedChoices:
         return empty if config.cache_dir is None else tuned.store_for(device_name)
 
-    patch.setattr(fuser, "store_for", store_for)
+    patch.setattr(pipeline, "store_for", store_for)
 
 
 def _no_optional_packages(patch: pytest.MonkeyPatch) -> None:
     """Plans are those of a machine without them, unless a test puts one in place."""
-    for package in (cudnn_frontend, flash_attn_4, quack_matmul):
+    for package in (cudnn_frontend, flash_attn_4, quack):
         patch.setattr(package.PACKAGE, "version", lambda: None)

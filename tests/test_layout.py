@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -14,7 +13,7 @@ import pytest
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import registry
+from te_fuser.fusions import cublaslt, cublaslt_float8, cublaslt_own_scales, registry
 from te_fuser.kernels.attention import PROVIDERS, Provider
 from te_fuser.ops.base import FusableOperation
 
@@ -38,7 +37,7 @@ KNOWS = {
     "ops": {"dtypes", "formula", "record", "facts", "distributed", "params", "_native"},
     "sharding": {"distributed", "formula", "ops"},
     "codegen": {"dtypes", "formula", "config", "record", "_native"},
-    "kernels": {"facts", "distributed", "params", "dtypes", "formula", "ops", "codegen", "config", "_native"},
+    "kernels": {"facts", "distributed", "params", "dtypes", "formula", "record", "ops", "codegen", "config", "_native"},
     "fusions": {"facts", "distributed", "params", "dtypes", "formula", "ops", "codegen", "kernels"},
     "fuser": {
         "facts",
@@ -122,22 +121,35 @@ KNOWS = {
         "sequential",
         "variants",
     },
-    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
+    "model_commands": {"from_torch", "fuser", "sequential", "verify"},
+    "cli": {
+        "dtypes",
+        "codegen",
+        "config",
+        "fuser",
+        "kernels",
+        "fusions",
+        "model_commands",
+        "recipe",
+        "_native",
+        "__version__",
+    },
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {
     ("te_fuser.sequential", "te_fuser.verify"),
     ("te_fuser.sequential", "te_fuser.from_torch"),
-    ("te_fuser.ops.base", "te_fuser.fuser.run.fuser"),  # an op that is called by itself
+    ("te_fuser.ops.base", "te_fuser.fuser.pipeline"),  # an op that is called by itself
 }
-# The fuser's rooms, in the order of a call -> the rooms they may import.
+# The fuser's rooms, in the order of a call -> the rooms they may import; the pipeline is a file that stands above them.
 FUSER = {
     "graph": set(),
     "steps": {"graph"},
     "plan": {"graph", "steps"},
     "run": {"graph", "steps", "plan"},
-    "tune": {"graph", "steps", "plan", "run"},
-    "show": {"graph", "steps", "plan", "run"},
+    "pipeline": {"graph", "steps", "plan", "run"},
+    "tune": {"graph", "steps", "plan", "run", "pipeline"},
+    "show": {"graph", "steps", "plan", "run", "pipeline"},
 }
 # How many modules of the fuser, one running on the next, loading any of them passes.
 DEEPEST = 9
@@ -156,22 +168,20 @@ ABSTRACT = {
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.ops.words",  # of errors, not an op
+    "te_fuser.fusions.registry",
     "te_fuser.fusions.library",
-    "te_fuser.fusions.makers",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
-    "te_fuser.fusions.registry",
 }
 
 # Files of ops/ that hold no op, and those of a family, which export several.
 OP_HELPERS = {
     "__init__",
     "attention/__init__",
-    "attention/context",
+    "attention/head_parallel",
     "attention/heads",
     "attention/mask",
     "attention/math",
-    "attention/scores",
     "autocast",
     "base",
     "checks",
@@ -304,8 +314,8 @@ def test_a_call_goes_through_the_rooms_of_the_fuser_once(path):
     """From the list to the graph, its steps, the plan, the run; tuning and showing read what is there."""
     room = path.parent.name
     if path.parent == PACKAGE / "fuser":
-        assert path.stem == "__init__", f"{module_of(path)} stands in no room"
-        return
+        assert path.stem in ("__init__", "pipeline"), f"{module_of(path)} stands in no room"
+        room = "pipeline"
     found = {name.split(".")[2] for name, _ in imports(path) if name.startswith("te_fuser.fuser.")}
     assert found <= {room, *FUSER[room]}, f"{module_of(path)}: {room} may know {sorted(FUSER[room])}"
 
@@ -444,24 +454,8 @@ def test_every_op_is_exported():
 
 
 FUSIONS = [fusions.get(n) for n in fusions.names() if n not in registry._OWN]
-ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
-FUSION_FILES = [
-    p
-    for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem
-    not in (
-        "__init__",
-        "declaration",
-        "float8_weights",
-        "library",
-        "makers",
-        "match",
-        "pattern",
-        "registry",
-        "torch_functions",
-    )
-    and p not in ROW_FILES
-]
+# Files of fusions that hold none: the interface, and parameters that plans make.
+NO_FUSIONS = {"__init__", "declaration", "float8_weights", "library", "match", "pattern", "registry", "torch_functions"}
 
 
 # The steps of plans that tests/fusions/plans.py writes down.
@@ -473,42 +467,44 @@ IN_PLANS = {
 }
 
 
-@pytest.mark.parametrize("path", FUSION_FILES, ids=lambda p: p.stem)
-def test_one_file_for_each_fusion(path):
-    """It registers what its name says, by the public decorator, and is taken in plans that are written down."""
-    bodies = [(f, f.run_forward or f.run_backward) for f in FUSIONS]
-    mine = [f for f, body in bodies if body is not None and body.__module__ == module_of(path)]
+def functions_of(f: fusions.Fusion) -> set[str]:
+    """The modules of what a fusion is made of."""
+    found = (f.run_forward, f.run_backward, f.when, f.cost, f.choose, f.compiles)
+    return {getattr(inspect.unwrap(getattr(one, "func", one)), "__module__", "") for one in found if one is not None}
+
+
+@pytest.mark.parametrize("path", [p for p in sorted((PACKAGE / "fusions").glob("*.py")) if p.stem not in NO_FUSIONS])
+def test_a_file_of_fusions_declares_some_that_plans_take(path: Path) -> None:
+    mine = [f for f in FUSIONS if module_of(path) in functions_of(f)]
     assert mine, f"{path.stem} registers nothing"
-    kinds = {k.__name__.lower() for f in mine for k in f.pattern if isinstance(k, type)}
-    assert all(f.name == path.stem or f.name.startswith(f"{path.stem}_") for f in mine) or plain(path.stem) in kinds
-    assert "te_fuser.fusions.declaration" in {name for name, _ in imports(path)}
     assert any(f.name in IN_PLANS for f in mine)
 
 
-def test_one_row_for_each_product_of_a_library():
-    """A fusion without a body of its own is a row, and nothing else; plans that are written down take each of them."""
-    rows = [f.name for path in ROW_FILES for f in importlib.import_module(module_of(path)).FUSIONS]
-    assert sorted(rows) == sorted(f.name for f in FUSIONS if f.run_forward is f.run_backward is None)
-    assert len(set(rows)) == len(rows)
-    assert set(rows) <= IN_PLANS
+ROWS = {f.name for module in (cublaslt, cublaslt_float8, cublaslt_own_scales) for f in module.FUSIONS}
+
+
+@pytest.mark.parametrize("entry", FUSIONS, ids=lambda f: f.name)
+def test_a_fusion_has_a_body_or_chooses_one(entry: fusions.Fusion) -> None:
+    """A row of a library's product has none, and plans that are written down take each of them."""
+    has_none = entry.run_forward is entry.run_backward is None
+    assert has_none == (entry.choose is not None)
+    assert entry.name not in ROWS or has_none and entry.name in IN_PLANS
 
 
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)
-def test_one_file_for_each_provider_of_attention(provider: Provider):
-    """It holds that provider alone, under its name, and knows neither the others nor the list of all."""
+def test_providers_of_attention_know_neither_each_other_nor_the_list_of_all(provider: Provider) -> None:
+    """A file holds those of one library."""
     path = Path(inspect.getfile(type(provider)))
-    assert path.parent == PACKAGE / "kernels" / "attention" / "providers"
-    assert provider.name in (path.stem, f"cuda_{path.stem}")
-    assert classes(path) == [type(provider).__name__]
-    others = {type(p).__module__ for p in PROVIDERS if p is not provider} | {"te_fuser.kernels.attention"}
-    assert sorted(others & {name for name, _ in imports(path)}) == []
+    assert path.parent == PACKAGE / "kernels" / "attention"
+    others = {type(p).__module__ for p in PROVIDERS} - {type(provider).__module__} | {"te_fuser.kernels.attention"}
+    may_build_on = {"te_fuser.kernels.attention.cudnn"} if provider.name == "cuda_flash_attn_4" else set()  # its speed
+    assert sorted((others - may_build_on) & {name for name, _ in imports(path)}) == []
 
 
 # Room of kernels/ -> what it may know of the others.
 ATTENTION = "te_fuser.kernels.attention"
 ROOMS = {
-    "attention": {f"{ATTENTION}.providers", "te_fuser.kernels.strided"},  # its list of all
-    "attention/providers": {ATTENTION, "te_fuser.kernels.packages"},
+    "attention": {"te_fuser.kernels.packages", "te_fuser.kernels.heads_pass"},
     "packages": {f"{ATTENTION}.views"},
     "cublaslt": {"te_fuser.kernels.trials"},
 }

@@ -12,7 +12,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.ops.check import normal
 
 WIDTH = 8
@@ -69,8 +69,8 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
 
 def test_each_keeps_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x, planned = Block(), normal(3, WIDTH).float(), []
-    make_plan = fuser.make_plan
-    monkeypatch.setattr(fuser, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
+    make_plan = pipeline.make_plan
+    monkeypatch.setattr(pipeline, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
     for _ in range(3):
         for activation in ("gelu", "relu", "none"):
             block(x, activation)

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.common import command_parser, write_record
 from te_fuser import Fuser, fusions
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
-from te_fuser.kernels.packages import quack_matmul
+from te_fuser.kernels.packages import quack
 from te_fuser.kernels.packed_heads import Packing
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.base import Spec
@@ -89,21 +89,21 @@ def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tupl
 
     def forward() -> Call:
         x, settings = torch.randn(spec.shape, dtype=spec.dtype, device=GPU), op.settings()
-        return lambda: provider.forward(settings, x)
+        return lambda: provider.forward(settings, {"input": x})
 
     def backward() -> Call:
         x, settings = torch.randn(spec.shape, dtype=spec.dtype, device=GPU), op.settings()
-        y, saved = provider.forward(settings, x)
+        y, saved = provider.forward(settings, {"input": x})
         dy, tensors = torch.randn_like(y), {"input": x, "output": y, **saved}
         if provider.packs:
-            return lambda: provider.backward(settings, tensors, dy)
+            return lambda: provider.backward(settings, tensors, dy)["input"]
         packing = Packing(op.packed)
         return lambda: packing(*provider.gradients_apart(settings, tensors, dy), sums=spec.dtype)
 
     def step() -> Call:
         x = torch.randn(spec.shape, dtype=spec.dtype, device=GPU, requires_grad=True)
         with fusions.only(f"attention_{provider.name}"):
-            segment = Fuser([op]).prepare(x, {}).segments[0]
+            segment = Fuser([op]).prepare(x, {})[0].segments[0]
         entering = (x.detach(),)
         return lambda: segment.run_forward(entering)
 
@@ -116,13 +116,13 @@ def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tupl
 def products(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Call] | str]]:
     """Quack's, and one of PyTorch's beside them."""
     yield f"torch.mm, {sizes.name}", lambda: _plain(sizes)
-    why = quack_matmul.PACKAGE.missing() or quack_matmul.unusable() or quack_matmul.unusable_by_gates()
+    why = quack.PACKAGE.missing() or quack.unusable() or quack.unusable_by_gates()
     if why is not None:
         yield f"quack, {sizes.name}", why
         return
-    for function in (quack_matmul.linear_bias_gelu, quack_matmul.linear_bias_gelu_aux):
+    for function in (quack.linear_bias_gelu, quack.linear_bias_gelu_aux):
         yield f"quack {function.__name__}, {sizes.name}", lambda function=function: _up(sizes, function)
-    for function, times in ((quack_matmul.input_gradient_dgelu_sum, 1), (quack_matmul.input_gradient_dswiglu, 2)):
+    for function, times in ((quack.input_gradient_dgelu_sum, 1), (quack.input_gradient_dswiglu, 2)):
         make = lambda function=function, times=times: _down(sizes, function, times)  # noqa: E731
         yield f"quack {function.__name__}, {sizes.name}", make
 

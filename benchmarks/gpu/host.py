@@ -92,7 +92,7 @@ def single_calls(rounds: int) -> Iterator[Line]:
     norm = ops.LayerNorm(HIDDEN).to(GPU, torch.bfloat16)
     fuser = Fuser([norm], kernels="generated")
     x = torch.randn(TOKENS, HIDDEN, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    prepared = fuser.prepare(x, {})
+    prepared, _ = fuser.prepare(x, {})
     for direction, _, d in kernel_steps(prepared.plan):
         yield from native_call(d, direction, rounds)
     segment = prepared.segments[0]

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.common import command_parser, write_record
 from benchmarks.gpu.heads import SETS, copied, seconds
-from te_fuser.kernels import quantized_matmul, transposed8
+from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.quantize_weights import Weight8, quantizer_on
+from te_fuser.kernels.quantizers import Weight8, quantizer_on
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,7 +64,7 @@ def turned() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
     """Matrices turned: (name, bytes read and written, calls)."""
     for tokens, features in MATRICES:
         sets = [_bytes(tokens, features) for _ in range(SETS)]
-        calls: list[Callable[[], object]] = [lambda x=x: transposed8.by_kernel(x) for x in sets]  # type: ignore[misc]
+        calls: list[Callable[[], object]] = [lambda x=x: quantizers.transpose_by_kernel(x) for x in sets]  # type: ignore[misc]
         yield f"turned {tokens} x {features}", 2 * tokens * features, calls
 
 
@@ -131,7 +131,7 @@ class Product:
         shapes = ((self.rows, self.summed, gradients), (self.columns, self.summed, E4M3))
         pairs = [[_bytes(*shape) for shape in shapes] for _ in range(SETS)]
         kind, out = ("onto", F32) if self.kind == "wgrad_onto" else ("plain", BF16)
-        native = quantized_matmul.configured(quantized_matmul.form_of(kind, gradients, E4M3, out, fast))
+        native = products.product_of(products.form_of_8(kind, gradients, E4M3, out, fast))
         if kind == "plain":
             return [lambda x=x, w=w: native.make(x, w, one, one) for x, w in pairs]  # type: ignore[misc]
         onto = torch.zeros(self.rows, self.columns, device="cuda")

@@ -36,14 +36,14 @@ from rich.table import Table
 from benchmarks.common import ROOT, command_parser
 from benchmarks.gpu.contest.measure import Card
 from benchmarks.gpu.record import records
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 
 LIMIT = 300  # seconds of a part
 SANITIZER = "compute-sanitizer"
 FOUND_ERRORS = 86  # its exit status then; none of pytest's
 HANGS = 100  # seconds after which a test's stacks are printed
 # Why tests of packages that te_fuser does not ask for are skipped.
-NOT_INSTALLED = frozenset(f"needs {module.PACKAGE}" for module in (cudnn_frontend, flash_attn_4, quack_matmul))
+NOT_INSTALLED = frozenset(f"needs {module.PACKAGE}" for module in (cudnn_frontend, flash_attn_4, quack))
 SHOWN = 5  # failed tests of a part in the table; the record names all
 _SCHEDULES = tuple(
     f"tests/gpu/test_generated_kernels.py::{test}" for test in ("test_every_schedule", "test_second_reads_through_l2")

@@ -34,7 +34,6 @@ REMEDIES = {  # by the kind of a line; of two lines that differ that which stand
     "seed": "call torch.manual_seed with one number on all ranks of the group, and draw the same before the model",
 }
 _SOON, _PAUSE = 0.0005, 0.1  # seconds from one look at the store to the next, at first and at most
-_ERROR = "error"  # in the place of a rank: one of them has an error, so that nobody waits for others
 _KEPT = 8  # comparisons whose keys stay in the store: slow ranks may read them still
 _LONGEST = 1800.0  # seconds, where a group has no timeout
 _KNOWN_BY = "_te_fuser_known_by"  # attribute of an error: names of the groups whose other ranks have it
@@ -147,7 +146,7 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
     try:
         number = _post(group, {"said": said})
         keys = [_key(number, rank) for rank in range(group.size)]
-        while not (store.check(keys) or store.check([_key(number, _ERROR)]) or time.monotonic() > until):
+        while not (store.check(keys) or store.check([_key(number, "error")]) or time.monotonic() > until):
             time.sleep(pause)  # a wait of the store would write a warning at its end
             pause = min(2 * pause, _PAUSE)
         heard = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
@@ -157,8 +156,7 @@ def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:
     for rank in (r for r, told in heard.items() if "error" in told):
         words = f"rank {rank} of group {group.title!r} cannot run this call, so no rank of it does"
         raise RankMismatchError(f"{words}: {heard[rank]['error']}")
-    late = [f"{rank}" for rank in range(group.size) if rank not in heard]
-    if late:
+    if late := [f"{rank}" for rank in range(group.size) if rank not in heard]:
         words = (
             f"rank{'s' * (len(late) > 1)} {', '.join(late)} of group {group.title!r} did not come within the group's "
             f"timeout of {longest:.3g} s"
@@ -177,8 +175,8 @@ def _post(group: Group, said: dict[str, Any], number: int = 0) -> int:
     store, number = ranks.get_group_store(), number or next(_counts.setdefault(ranks, itertools.count(1)))
     store.set(_key(number, group.rank), json.dumps(said))
     if "error" in said:
-        store.set(_key(number, _ERROR), "")
-    for who in (group.rank, _ERROR) if number > _KEPT else ():
+        store.set(_key(number, "error"), "")  # so that nobody waits for others
+    for who in (group.rank, "error") if number > _KEPT else ():
         store.delete_key(_key(number - _KEPT, who))
     return number
 
@@ -195,11 +193,10 @@ def _key(number: int, who: int | str) -> str:
 
 def _first_difference(group: Group, given: Sequence[Sequence[Sequence[str]]]) -> str:
     """The first line in which a rank differs from rank 0, in words that are the same on all ranks."""
-    rank = next(k for k, lines in enumerate(given) if lines != given[0])
-    of = {0: given[0], rank: given[rank]}
-    at = next(k for k in range(max(map(len, of.values()))) if given[0][k : k + 1] != given[rank][k : k + 1])
-    kinds = [lines[at][0] for lines in of.values() if at < len(lines)]
-    has = [f"rank {r} has {lines[at][1] if at < len(lines) else 'nothing more'}" for r, lines in of.items()]
+    rank, lines = next((k, lines) for k, lines in enumerate(given) if lines != given[0])
+    one, other = next(pair for pair in itertools.zip_longest(given[0], lines, fillvalue=None) if pair[0] != pair[1])
+    kinds = [line[0] for line in (one, other) if line is not None]
+    has = [f"rank {r} has {'nothing more' if line is None else line[1]}" for r, line in ((0, one), (rank, other))]
     remedy = next(REMEDIES[kind] for kind in REMEDIES if kind in kinds)
     return (
         f"the ranks of group {group.title!r} are about to do different things together: {'; '.join(has)}. "

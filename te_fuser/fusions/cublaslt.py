@@ -1,25 +1,27 @@
 """Products of cuBLASLt as fusions, a row for each: the ops that it stands for, and which products compute them.
 
 All else follows: what a product takes is said by its kind, what it costs by its sizes, and why it cannot be by its ops.
+A product with an addend starts from it (beta = 1) and writes a tensor of its own, so it does not matter who else reads
+what is added.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from te_fuser.dtypes import text_of
+from te_fuser.fusions.declaration import chosen
 from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import check
-from te_fuser.fusions.registry import Costs, Fusion, register
+from te_fuser.fusions.registry import Costs, Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuning import tune_products
-from te_fuser.ops.activations import GELU
+from te_fuser.ops.activations import GELU, ReLU
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
@@ -27,6 +29,7 @@ from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
 from te_fuser.ops.sizes import asked
 from te_fuser.ops.structure import Add
+from te_fuser.params.main_grad import put_gradient
 
 register_library(
     Library(
@@ -244,33 +247,24 @@ class ProductRow:
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
 
 
-def mask_size(m: Match) -> Mapping[str, int]:
-    """The bytes of ReLU's mask that the first product of a match writes."""
-    return {"mask": m.x.rows * products.mask_bytes(cast(MatMul, m[0]).out_features)}
-
-
 def declare(row: ProductRow) -> Fusion:
     """The fusion that a row says, registered. It has no body: what runs is chosen for each match."""
-    return register(
-        Fusion(
-            row.name,
-            row.direction,
-            check(row.pattern, row.name),
-            run_forward=None,
-            run_backward=None,
-            when=row.accepts,
-            cost=None if row.instead else row.cost,
-            emits=row.emits,
-            saves=row.saves,
-            doc=row.doc,
-            saved_bytes=mask_size if row.saves else None,
-            takes=row.takes,
-            gives=("output", *row.emits, *row.saves) if row.forward else (),
-            forward_ops=slice(row.forward_ops),
-            backward_ops=slice(row.backward_ops and -row.backward_ops, None),
-            gradients=row.backward,
-            choose=row.choose,
-        )
+    return chosen(
+        row.name,
+        row.direction,
+        row.pattern,
+        row.doc,
+        when=row.accepts,
+        cost=None if row.instead else row.cost,
+        emits=row.emits,
+        saves=row.saves,
+        saved_bytes=(lambda m: {"mask": m.x.rows * products.mask_bytes(m[0].out_features)}) if row.saves else None,
+        takes=row.takes,
+        gives=("output", *row.emits, *row.saves) if row.forward else (),
+        forward_ops=slice(row.forward_ops),
+        backward_ops=slice(row.backward_ops and -row.backward_ops, None),
+        gradients=row.backward,
+        choose=row.choose,
     )
 
 
@@ -290,6 +284,26 @@ def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
         return linear_bias
     settled = is_torchs(m.x.rows, op.in_features, op.out_features, m.dtype, m.device)
     return torch.nn.functional.linear if settled else linear_bias
+
+
+def _by_mask(name: str, doc: str, backward_ops: int, *backward: Gradient) -> ProductRow:
+    """MatMul + Bias + ReLU, then MatMul, with a mask of ReLU between forward and backward.
+
+    The forward product writes a bit for each element, whether h = x W^T + b is positive, and the product that brings
+    the gradient back, dh = dy W where h > 0, reads it. The mask is no value of the list, so both are one joint fusion.
+    The second product runs forward as it is planned: its bias or a residual sum may go with it.
+    """
+    return ProductRow(
+        name,
+        doc,
+        (MatMul, Bias, ReLU, MatMul),
+        forward="forward_bias_relu_mask",
+        backward=backward,
+        saves=("mask",),
+        forward_ops=3,
+        backward_ops=backward_ops,
+        when=lambda m: None if m.needs_grad else "there is no backward to read the mask",
+    )
 
 
 _ROWS = (
@@ -342,5 +356,96 @@ _ROWS = (
             Gradient(("2.weight",), ("1.output",), "wgrad"),
         ),
     ),
+    ProductRow(
+        "gelu_matmul_backward",
+        "The slope of GELU in the epilogue of dy W; dW = dy^T gelu(h) reads GELU's output, which is kept for it.",
+        (GELU, MatMul),
+        backward=(
+            Gradient(("input",), ("1.weight", "input"), "dgrad_dgelu"),
+            Gradient(("1.weight",), ("0.output",), "wgrad"),
+        ),
+    ),
+    ProductRow(
+        "gelu_matmul_bias_backward",
+        "The same, and dW with an epilogue that sums dy over its rows for the bias behind the product.",
+        (GELU, MatMul, Bias),
+        backward=(
+            Gradient(("input",), ("1.weight", "input"), "dgrad_dgelu"),
+            Gradient(("1.weight", "2.bias"), ("0.output",), "wgrad_sum"),
+        ),
+    ),
+    ProductRow("matmul_add", "y = x W^T + other.", (MatMul, Add), forward="forward_add"),
+    ProductRow(
+        "matmul_add_dropout",
+        "y = x W^T + other, where Dropout drops nothing.",
+        (MatMul, Dropout, Add),
+        forward="forward_add",
+    ),
+    ProductRow("matmul_add_bias", "y = x W^T + b + other.", (MatMul, Bias, Add), forward="forward_bias_add"),
+    ProductRow(
+        "matmul_add_bias_dropout",
+        "y = x W^T + b + other, where Dropout drops nothing.",
+        (MatMul, Bias, Dropout, Add),
+        forward="forward_bias_add",
+    ),
+    ProductRow(
+        "matmul_bias_relu",
+        "Gives the output alone; backward knows from it where ReLU passed what it read.",
+        (MatMul, Bias, ReLU),
+        forward="forward_bias_relu",
+    ),
+    _by_mask(
+        "relu_matmul_by_mask",
+        "ReLU's slope in the epilogue of dy W; dW = dy^T relu(h) reads ReLU's output, which is kept for it.",
+        2,
+        Gradient(("input",), ("1.weight", "mask"), "dgrad_drelu"),
+        Gradient(("1.weight",), ("0.output",), "wgrad"),
+    ),
+    _by_mask(
+        "bias_relu_matmul_by_mask",
+        "ReLU's slope and the bias's gradient in the epilogue of dy W; dW = dy^T relu(h) reads ReLU's output.",
+        3,
+        Gradient(("input", "0.bias"), ("2.weight", "mask"), "dgrad_drelu_sum"),
+        Gradient(("2.weight",), ("1.output",), "wgrad"),
+    ),
 )
 FUSIONS = tuple(map(declare, _ROWS))
+
+# ------------------------------------------------------------------------- gradients that go to main_grad
+
+
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+
+    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+        products.put_weight_gradient(dy, x, main_grad, add=not over)
+
+    return put_gradient(dy, x, weight, over, put)
+
+
+_put_over = functools.partial(put_weight_gradient, over=True)
+
+
+chosen(
+    "matmul_main_grad",
+    "backward",
+    [MatMul],
+    "dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad.",
+    when=lambda m: (
+        why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
+        if m[0].accumulate_into_main_grad
+        else "accumulate_into_main_grad is off"
+    ),
+    cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
+    gradients=(
+        Gradient(("input",), ("0.weight",), "input_gradient"),
+        Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient", by_attributes=("0.weight",)),
+    ),
+    choose=lambda m, method: (
+        body_of(m, "dgrad")
+        if method == "input_gradient"
+        else _put_over
+        if m[0].overwrite_main_grad
+        else put_weight_gradient
+    ),
+)

@@ -195,7 +195,10 @@ def fusion(
     _check_functions(when=when, cost=cost)
 
     def declare(body: Any) -> Fusion:
-        own = _name_of(body, name)
+        own = name or getattr(body, "__name__", "")
+        if not own or not isinstance(own, str):
+            how = f"give a text as name=, or a function or class to decorate, got {own!r}"
+            raise TypeError(f"a fusion has a name: {how}")
         entry = Fusion(
             own,
             direction,
@@ -215,12 +218,12 @@ def fusion(
     return declare
 
 
-def _name_of(body: Any, name: str | None) -> str:
-    """The name of a fusion, by default its body's."""
-    own = name or getattr(body, "__name__", "")
-    if not own or not isinstance(own, str):
-        raise TypeError(f"a fusion has a name: give a text as name=, or a function or class to decorate, got {own!r}")
-    return own
+def chosen(
+    name: str, direction: str, pattern: Sequence[PatternPart], doc: str, registered: bool = True, **said: Any
+) -> Fusion:
+    """Declare a fusion without a body of its own: `choose` gives what runs in a match; `said` as `Fusion` has it."""
+    entry = Fusion(name, direction, check(pattern, name), None, None, doc=doc, **said)
+    return register(entry) if registered else entry
 
 
 def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:

@@ -19,16 +19,16 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.distributed.group import Group
 from te_fuser.dtypes import text_of
-from te_fuser.fusions import rotary_embedding
-from te_fuser.fusions.declaration import Details, fusion
+from te_fuser.fusions import rotary
+from te_fuser.fusions.declaration import chosen
 from te_fuser.fusions.match import Body, Cost, FusionCall, InBlocks, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads, packed_tiles
-from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, lengths, padding
 from te_fuser.kernels.attention.padding import Padded
-from te_fuser.ops.attention.context import own_sinks, whole_sinks
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.attention.head_parallel import own_sinks, whole_sinks
 from te_fuser.ops.attention.heads import ApartHeads, inputs_of
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
@@ -50,8 +50,8 @@ def _rotary(m: Match) -> RotaryEmbedding | None:
 
 
 def _rotation(m: Match) -> packed_heads.Rotation | None:
-    rotary = _rotary(m)
-    return None if rotary is None else rotary_embedding.rotation_of(rotary)
+    turn = _rotary(m)
+    return None if turn is None else rotary.rotation_of(turn)
 
 
 def _why_not_the_ops_before(m: Match) -> str | None:
@@ -60,10 +60,10 @@ def _why_not_the_ops_before(m: Match) -> str | None:
         return None
     if _op(m).settings().beyond:
         return "its gradients are packed by themselves here, and ops before attention are planned alone"
-    rotary, heads = _rotary(m), _op(m).packed
-    if rotary is not None and rotary.packed != heads:
-        return f"it turns heads that lie as {rotary.packed}, attention reads them as {heads}"
-    return rotary_embedding.why_no_kernel(m)
+    turn, heads = _rotary(m), _op(m).packed
+    if turn is not None and turn.packed != heads:
+        return f"it turns heads that lie as {turn.packed}, attention reads them as {heads}"
+    return rotary.why_no_kernel(m)
 
 
 def _why_not_these_inputs(m: Match) -> str | None:
@@ -75,7 +75,7 @@ def _why_not_these_inputs(m: Match) -> str | None:
 
 
 def _state(m: FusionCall, device: torch.device) -> AbstractContextManager[Any]:
-    """What a library draws from: the state that the op names, else the generator's, or that of this rank."""
+    """Random state of a library: the one that the op names, else the generator's, or that of this rank."""
     named = m[0].op.random_state
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return m.drawing(0, device) if named is None or capturing else named()  # type: ignore[no-any-return]
@@ -88,65 +88,12 @@ class _Attention:
 
     Args:
         settings: of the op, with the dropout of one that draws.
-        last: the place of attention in the match.
-        bias: that of the bias before it, if there is one.
-    """
-
-    def __init__(
-        self,
-        provider: Provider,
-        settings: AttentionSettings,
-        rotation: packed_heads.Rotation | None,
-        last: int,
-        bias: int | None = None,
-    ) -> None:
-        self._provider, self._last, self._bias = provider, last, f"{bias}.bias"
-        # By whether it draws, which a call knows: the op may leave training at any time.
-        self._settings = {False: replace(settings, dropout=0.0), True: settings}
-        self._packing = packed_heads.Packing(settings.packed, rotation)
-        self._tiles = packed_tiles.TilePacking(settings.packed)
-        mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
-        self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
-
-    def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-        """The output; of the match forward covers attention alone."""
-        draws, provider = m.draws(0), self._provider
-        mask = m["0.attention_mask"] if "attention_mask" in self._read else None
-        random = m.random(0) if provider.draws and draws else None
-        with _state(m, x.device) if draws and not provider.draws else contextlib.nullcontext():
-            y, saved = provider.forward(self._settings[draws], x, mask, random)
-        for name, tensor in saved.items():
-            m.emit(name, tensor)
-        return y
-
-    def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
-        """The gradient of what enters the match, and that of its bias."""
-        tensors = {name: m[source] for name, source in self._read.items()}
-        settings, provider = self._settings[m.draws(self._last)], self._provider
-        if self._last == 0:
-            return provider.backward(settings, tensors, dy)
-        sums = m[self._bias].dtype if m.needs(self._bias) else None
-        parts, grouped = provider.gradients_apart(settings, tensors, dy)
-        scaled, others = rotary_embedding.scaled_by(m), {}
-        how: dict[str, Any] = {"sums": sums, "later": m.later}
-        if m.needs(_BLOCKS[0]):
-            *made, dbias = self._tiles(parts, torch.float8_e4m3fn, grouped, **how)
-            dx, others = None, dict(zip(_BLOCKS, made, strict=True))
-        elif scaled is not None and m.needs(_TURNED):
-            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, **how)
-        else:
-            dx, dbias = self._packing(parts, grouped, sums=sums, scaled=scaled, later=m.later)
-        if dbias is not None:
-            others[self._bias] = dbias
-        return (dx, others) if others else dx
-
-
-class _SeparateAttention:
-    """Attention alone, of inputs that lie apart, or where structure hides.
-
-    Args:
+        names: the inputs and parameters that it reads beside its main input.
         compiled: whether rows are blanked and moved by the kernels for that, which the plan has compiled.
         heads_of: the ranks of which this one runs its part of the heads, and has the sinks of all.
+        rotation: that of the op before it, if there is one.
+        last: the place of attention in the match.
+        bias: that of the bias before it, if there is one.
     """
 
     def __init__(
@@ -156,59 +103,82 @@ class _SeparateAttention:
         names: tuple[str, ...],
         compiled: bool,
         heads_of: Group,
+        rotation: packed_heads.Rotation | None = None,
+        last: int = 0,
+        bias: int | None = None,
     ) -> None:
-        self._heads_of = heads_of
-        padded = Padded(provider, moved_rows.CompactByKernel if compiled else moved_rows.CompactByTorch)
-        self._provider, self._names = provider, names
-        self._way = padded if provider.by_structure and settings.mask.padded else provider
-        self._blank = blank_rows.by_kernel if compiled else blank_rows.by_torch
+        self._provider, self._last, self._bias, self._heads_of = provider, last, f"{bias}.bias", heads_of
+        # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
+        padded = Padded(provider, padding.CompactByKernel if compiled else padding.CompactByTorch)
+        self._way = padded if provider.by_structure and settings.mask.padded else provider
+        self._blank = lengths.blank_by_kernel if compiled else lengths.blank_by_torch
+        if last:
+            self._packing = packed_heads.Packing(settings.packed, rotation)
+            self._tiles = packed_tiles.TilePacking(settings.packed)
+        self._has_sinks = "sink" in names
+        self._given = {name: f"0.{name}" for name in names}
+        known = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}}
+        self._read = known | {n: f"-1.{n}" if n in _READ_APART else f"{last}.{n}" for n in names}
 
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-        """The output."""
-        tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
+        """The output; of the match forward covers attention alone."""
+        draws, provider = m.draws(0), self._provider
+        tensors = {"input": x, **{name: m[source] for name, source in self._given.items()}}
+        random = m.random(0) if provider.draws and draws else None
         self._take_own_sinks(tensors)
-        draws = m.draws(0)
-        with _state(m, x.device) if draws and not self._provider.draws else contextlib.nullcontext():
-            y, saved = self._way.forward_separate(self._settings[draws], tensors, self._blank)
+        with _state(m, x.device) if draws and not provider.draws else contextlib.nullcontext():
+            y, saved = self._way.forward(self._settings[draws], tensors, self._blank, random)
         for name, tensor in saved.items():
             m.emit(name, tensor)
         return y
 
     def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
-        """The gradients of queries, and of keys and values that are apart."""
-        tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
-        for name in self._names:
-            tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
-        self._take_own_sinks(tensors)
-        made = self._way.backward_separate(self._settings[m.draws(0)], tensors, dy, self._blank)
-        if "sink" in self._names:
-            sink = m["0.sink"]
-            own = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(tensors["sink"])
-            made["sink"] = whole_sinks(own, self._heads_of)
-        return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
+        """The gradients of what enters the match, and of keys, values, sinks and a bias."""
+        tensors = {name: m[source] for name, source in self._read.items()}
+        settings, others = self._settings[m.draws(self._last)], dict[str, torch.Tensor]()
+        if self._last == 0:
+            self._take_own_sinks(tensors)
+            made = self._way.backward(settings, tensors, dy, self._blank)
+            if self._has_sinks:
+                sink = m["0.sink"]
+                own = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(tensors["sink"])
+                made["sink"] = whole_sinks(own, self._heads_of)
+            first = made.pop("input")
+            return (first, {f"0.{name}": tensor for name, tensor in made.items()}) if made else first
+        sums = m[self._bias].dtype if m.needs(self._bias) else None
+        parts, grouped = self._provider.gradients_apart(settings, tensors, dy)
+        dx: torch.Tensor | None = None
+        scaled = rotary.scaled_by(m)
+        how: dict[str, Any] = {"sums": sums, "later": m.later}
+        if m.needs(_BLOCKS[0]):
+            *both, dbias = self._tiles(parts, torch.float8_e4m3fn, grouped, **how)
+            others = dict(zip(_BLOCKS, both, strict=True))
+        elif scaled is not None and m.needs(_TURNED):
+            dx, others[_TURNED], dbias = self._tiles(parts, scaled, grouped, **how)
+        else:
+            dx, dbias = self._packing(parts, grouped, scaled=scaled, **how)
+        if dbias is not None:
+            others[self._bias] = dbias
+        return (dx, others) if others else dx
 
     def _take_own_sinks(self, tensors: dict[str, torch.Tensor]) -> None:
-        if "sink" in self._names:
+        if self._has_sinks:
             tensors["sink"] = own_sinks(tensors["sink"], self._heads_of)
 
 
 # One for all matches that are alike, so that plans of several lengths that run the same are seen to.
 _attention = functools.lru_cache(maxsize=512)(_Attention)
-_separate_attention = functools.lru_cache(maxsize=512)(_SeparateAttention)
 
 
 def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] | Body:
     op = _op(m)
     settings = replace(op.settings(), dropout=op.dropout)
-    if settings.beyond:
-        names = (*op.named_inputs(), *op.parameter_shapes())
-        blanks = _blanks(provider, m)
-        separate = _separate_attention(provider, settings, names, blanks, op._heads_of)
-        return getattr(separate, direction)  # type: ignore[no-any-return]
-    made = _attention(provider, settings, _rotation(m), len(m) - 1, rotary_embedding.bias_of(m))
-    if direction == "forward":
-        return Body(made.forward)
+    names = (*op.named_inputs(), *op.parameter_shapes())
+    before = _rotation(m), len(m) - 1, rotary.bias_of(m)
+    made = _attention(provider, settings, names, _blanks(provider, m), op._heads_of, *before)
+    if direction == "forward" or settings.beyond:
+        return Body(getattr(made, direction))
     blocks = _packed_by_tiles(m, in_blocks=True)
     in_blocks = InBlocks(blocks, torch.float8_e4m3fn) if blocks else None
     return Body(made.backward, transposed=_packed_by_tiles(m), in_blocks=in_blocks)
@@ -216,24 +186,21 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any] 
 
 def _packed_by_tiles(m: Match, in_blocks: bool = False) -> tuple[str, ...]:
     """The packed gradient, where it can be given in both layouts."""
-    in_8_bits = rotary_embedding.quantizes(m) is not None
+    in_8_bits = rotary.quantizes(m) is not None
     if in_8_bits == in_blocks or len(m) == 1 or _rotary(m) is not None:
         return ()
     return () if packed_tiles.why_not(_op(m).settings().packed, m.dtype, in_blocks) else ("input",)
 
 
 def _blanks(provider: Provider, m: Match) -> bool:
-    """Whether the plan compiles the kernels that blank and move rows."""
+    """True where the plan compiles the kernels that blank and move rows."""
     mask = _op(m).hides
     told = provider.by_structure and (mask.counts or mask.padded)
-    return told and m.target == "cuda" and m.device.type == "cuda" and blank_rows.reason_not(m.dtype) is None
+    return told and m.target == "cuda" and m.device.type == "cuda" and lengths.why_not_blanked(m.dtype) is None
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
     """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
-
-    class Both(_Attention):
-        pass
 
     def when(m: Match) -> bool | str:
         settings, heads, keys = _op(m).settings(), _op(m).packed, None
@@ -250,35 +217,34 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         calls = 2 if provider.by_structure and _op(m).hides.padded else 1
         return {name: calls * (wide * rows if name.endswith("logsumexp") else 8) for name in provider.emits}
 
-    Both.__doc__ = f"{type(provider).__doc__ or ''}".strip()
-    before = (*rotary_embedding.BEFORE, Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
-    return fusion(
-        joint=[*before, DotProductAttention],
-        name=f"attention_{provider.name}",
+    before = (*rotary.BEFORE, Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
+    return chosen(
+        f"attention_{provider.name}",
+        "joint",
+        [*before, DotProductAttention],
+        (type(provider).__doc__ or "").strip(),
+        registered,
         when=when,
         cost=lambda m: _costs(m, provider),
         reads=("-1.input", "output", *(f"-1.{name}?" for name in _READ_APART)),
         saves=provider.emits,
-        details=Details(
-            choose=functools.partial(_choose, provider),
-            saved_bytes=saved_bytes,
-            forward_ops=1,
-            compiles=functools.partial(_compiles, provider),
-            sums=rotary_embedding.SUMS if before else (),
-            registered=registered,
-        ),
-    )(Both)
+        saved_bytes=saved_bytes,
+        choose=functools.partial(_choose, provider),
+        forward_ops=slice(-1, None),
+        compiles=functools.partial(_compiles, provider),
+        sums=rotary.SUMS if before else (),
+    )
 
 
 def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[str]) -> Iterable[WrittenKernel]:
-    """What blanks rows; the packing of gradients, where backward covers more than attention."""
+    """Kernels that blank rows; the packing of gradients, where backward covers more than attention."""
     if _blanks(provider, m):
-        yield blank_rows.BlankRows(m.dtype)
+        yield lengths.BlankRows(m.dtype)
         if _op(m).hides.padded:
-            yield from (moved_rows.FindTokens(), moved_rows.MoveRows(m.dtype))
+            yield from (padding.FindTokens(), padding.MoveRows(m.dtype))
     if direction == "forward" or len(m) == 1:
         return
-    bias, stored, heads = rotary_embedding.bias_of(m), rotary_embedding.quantizes(m), _op(m).settings().packed
+    bias, stored, heads = rotary.bias_of(m), rotary.quantizes(m), _op(m).settings().packed
     sums = m[bias].dtype_of("bias") if bias is not None and f"{bias}.bias" in needed else None
     if _BLOCKS[0] in needed:
         yield packed_tiles.PackedTiles(heads, m.dtype, torch.float8_e4m3fn, sums, in_blocks=True)
@@ -315,13 +281,13 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     ahead = Cost(x + apart, y, flops, 1 + idle[0], efficiency=forward, apart=apart, calls=calls)
     if provider.packs:
         return ahead, Cost(x + 2 * y, x, products, 1 + idle[1], efficiency=backward, calls=calls_back)
-    dx = rotary_embedding.gradient_bytes(m)  # packed from what is apart
+    dx = rotary.gradient_bytes(m)  # packed from what is apart
     read, written, moved = 2 * x + 2 * y + apart, x + dx, x + dx + apart
     return ahead, Cost(read, written, products, 2 + idle[1], efficiency=backward, apart=moved, calls=calls_back)
 
 
 def _seen(m: Match) -> float:
-    """How many pairs of positions a kernel goes over that is told the structure.
+    """Count of pairs of positions that a kernel goes over that is told the structure.
 
     Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
     """

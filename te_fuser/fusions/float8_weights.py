@@ -9,10 +9,9 @@ from typing import Any, cast
 import torch
 
 from te_fuser.codegen.written import WrittenKernel
-from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Cost
-from te_fuser.kernels.own_weights import OwnWeights, measuring_weights
-from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, quantizer_on
+from te_fuser.fusions.registry import Maker, Wanted, register_maker
+from te_fuser.kernels.quantizers import OwnWeights, QuantizeWeights, Weight8, measuring_weights, quantizer_on
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.own_scales import Scaling
@@ -46,7 +45,7 @@ class Weights8(Maker):
 
 
 class OwnWeights8(Maker):
-    """The same by scales that follow from the weights themselves: a launch makes these, another one quantizes."""
+    """Weights in 8 bits by scales that follow from themselves: a launch makes these, another one quantizes."""
 
     name = "quantize_weights"
     of = ("weight",)
@@ -80,7 +79,7 @@ def _scaling(w: Wanted) -> Scaling:
 def _own(
     run: OwnWeights, wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *weights: torch.Tensor
 ) -> Any:
-    """What is made of each weight, in the order of what is wanted."""
+    """Tensors made of each weight, in the order of what is wanted."""
     data, scales, inverses = run(*weights)
     tensors, made = iter(data), []
     for w, weight, turn, scale, inverse in zip(wanted, weights, again, scales, inverses, strict=True):
@@ -105,7 +104,7 @@ def turning_again(w: Wanted, device: torch.device) -> Callable[..., Any] | None:
 def _noting(
     run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
 ) -> Any:
-    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
+    """Tensors that are made, on each of which it is noted how W^T is made again: `fully_shard` takes weights away."""
     made = run(*given)
     tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
     for w, turn in zip(wanted, again, strict=True):

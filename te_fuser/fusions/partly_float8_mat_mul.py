@@ -12,13 +12,12 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.cublaslt_float8 import form_of, why_no_float8
-from te_fuser.fusions.declaration import Details, fusion
+from te_fuser.fusions.declaration import chosen
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
-from te_fuser.kernels import quantized_matmul, transposed8
+from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductForm
-from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
-from te_fuser.kernels.transposed8 import Transposed8, padded
+from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, padded, quantizer_on
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import PartlyFloat8MatMul
 from te_fuser.ops.float8_products import raise_to_largest
@@ -50,7 +49,7 @@ def _output(m: FusionCall, x: torch.Tensor, product: ProductForm | None, records
     slots = (op.input_amax, op.weight_amax) if records else (None, None)
     x8 = _quantized(x, op.input_scale, product.dtype, slots[0])
     weight = _quantized(op.weight, op.weight_scale, product.b_dtype, slots[1])
-    return in_shape_of(x, quantized_matmul.configured(product).make(x8, weight, op.input_inverse, op.weight_inverse))
+    return in_shape_of(x, products.product_of(product).make(x8, weight, op.input_inverse, op.weight_inverse))
 
 
 def _gradient(
@@ -73,9 +72,9 @@ def _gradient(
         _quantized(other, scale, product.b_dtype, turned=which == "dx"),
     )
     if which == "dx":
-        return in_shape_of(dy, quantized_matmul.configured(product).make(*factors, gradient_inverse, inverse))
-    turned = map(transposed8.by_kernel, factors)
-    return cast(torch.Tensor, quantized_matmul.configured(product).make(*turned, gradient_inverse, inverse))
+        return in_shape_of(dy, products.product_of(product).make(*factors, gradient_inverse, inverse))
+    turned = map(quantizers.transpose_by_kernel, factors)
+    return cast(torch.Tensor, products.product_of(product).make(*turned, gradient_inverse, inverse))
 
 
 def _product(m: Match, which: str) -> ProductForm | None:
@@ -92,7 +91,7 @@ def _choose(m: Match, method: str) -> Body:
 
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
-    """Those that quantize and turn factors."""
+    """Kernels that quantize and turn factors."""
     asked = {"y": direction == "forward", "dx": "input" in needed, "dW": "0.weight" in needed}
     for found in filter(None, (_product(m, which) for which, is_asked in asked.items() if is_asked)):
         yield from (QuantizeWeights(dtype) for dtype in dict.fromkeys((found.dtype, found.b_dtype)))
@@ -125,31 +124,29 @@ def _cost(m: Match, which: str) -> Cost:
     return Cost(*moved, 2.0 * sizes[0] * sizes[1] * sizes[2], launches, apart=apart, dtype=dtype)
 
 
-@fusion(
-    forward=[PartlyFloat8MatMul],
-    details=Details(choose=_choose, compiles=_kernels),
+chosen(
+    "partly_float8_mat_mul",
+    "forward",
+    [PartlyFloat8MatMul],
+    "y = (x s) (W t)^T of what is quantized before, or x W^T, by cuBLASLt.",
     when=lambda m: _why_not(m, ("y",)),
     cost=lambda m: _cost(m, "y"),
+    choose=_choose,
+    compiles=_kernels,
 )
-def partly_float8_mat_mul(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-    """y = (x s) (W t)^T of what is quantized before, or x W^T, by cuBLASLt."""
-    raise NotImplementedError("what runs is chosen for each match")
-
-
-@fusion(
-    backward=[PartlyFloat8MatMul],
-    details=Details(
-        gradients=(
-            Gradient(("input",), _OF_INPUT, "input_gradient"),
-            Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient"),
-        ),
-        choose=_choose,
-        compiles=_kernels,
-    ),
+chosen(
+    "partly_float8_mat_mul_backward",
+    "backward",
+    [PartlyFloat8MatMul],
+    "dx = dy W and dW = dy^T x, each of what is quantized before or as it is, by cuBLASLt.",
     when=lambda m: (
         "the weight's gradient goes to its main_grad" if m[0].accumulate_into_main_grad else _why_not(m, ("dx", "dW"))
     ),
     cost=lambda m: (_cost(m, "dx"), _cost(m, "dW")),
+    gradients=(
+        Gradient(("input",), _OF_INPUT, "input_gradient"),
+        Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient"),
+    ),
+    choose=_choose,
+    compiles=_kernels,
 )
-class partly_float8_mat_mul_backward:
-    """dx = dy W and dW = dy^T x, each of what is quantized before or as it is, by cuBLASLt."""

@@ -1,20 +1,21 @@
-"""Fusions by name: registered, unregistered, switched off in a scope."""
+"""Fusions by name: registered, unregistered, switched off in a scope; makers of what they read of parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import torch
 
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
-from te_fuser.ops.base import Gradient, Place
+from te_fuser.ops.base import FusableOperation, Gradient, Place, Spec
 
 Condition = Callable[[Match], "bool | str | None"]
 Choose = Callable[[Match, str], "Body | Callable[..., Any]"]
@@ -177,6 +178,13 @@ def unregister(name: str | Fusion) -> Fusion:
         return _registry.pop(found.name)
 
 
+def arrange(order: Sequence[str]) -> None:
+    """Put the fusions that are registered in this order."""
+    found = {name: _registry.pop(name) for name in order}
+    assert not _registry, f"fusions without a place: {[*_registry]}"
+    _registry.update(found)
+
+
 def get(name: str) -> Fusion:
     """The fusion of that name.
 
@@ -244,3 +252,65 @@ def only(*on: str | Fusion) -> Iterator[None]:
         yield
     finally:
         _only.reset(token)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan reads of what is made for one op.
+
+    Attributes:
+        op: as the plan has it.
+        given: what is known of the parameters that it is made of, in the order of the maker's `of`.
+        makes: the names of what is read, in the order of the maker's `makes`.
+        again: those that are not kept for backward, but made again there.
+    """
+
+    op: FusableOperation
+    given: Mapping[str, Spec]
+    makes: tuple[str, ...]
+    again: frozenset[str] = frozenset()
+
+
+class Maker(ABC):
+    """Makes parameters of ops of one kind of others of theirs.
+
+    Attributes:
+        name: what plans call its step.
+        of: the parameters that it reads; those that an op is not bound to are left out.
+        makes: those that it makes, which the op is bound to as well: what is bound there only says what they are like.
+        in_forward: of these, what fusions read in forward; others are made where a backward reads them.
+    """
+
+    name: ClassVar[str]
+    of: ClassVar[tuple[str, ...]]
+    makes: ClassVar[tuple[str, ...]]
+    in_forward: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def takes(self, op: FusableOperation) -> bool:
+        """Whether these are made for an op, and not there already."""
+
+    @abstractmethod
+    def cost(self, wanted: Sequence[Wanted]) -> Cost:
+        """What that takes."""
+
+    @abstractmethod
+    def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
+        """The kernels written by hand that it launches."""
+
+    @abstractmethod
+    def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
+        """f(*what is given) -> what is made, op after op, as a tuple; a tensor, where it is one."""
+
+
+_makers: dict[type[FusableOperation], list[Maker]] = {}
+
+
+def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
+    """Let the engine know who makes parameters of ops of a kind: the first that takes one."""
+    _makers[kind] = [*makers]
+
+
+def maker_for(op: FusableOperation) -> Maker | None:
+    """Who makes parameters of an op; None where nobody does."""
+    return next((maker for maker in _makers.get(op.kind, ()) if maker.takes(op)), None)

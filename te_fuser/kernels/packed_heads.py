@@ -17,20 +17,17 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
-from te_fuser.kernels.strided import as_one, reach, readable
+from te_fuser.kernels.heads_pass import MOST_ROWS, HeadsPass, Scaled, as_one, constants, reach, readable
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads
 from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
-
-if TYPE_CHECKING:
-    from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _FORMS_KEPT = 256
@@ -122,8 +119,6 @@ class PackedPass(HeadsPass):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        from te_fuser import _native
-
         element, wide = name_of(self.dtype), self.vector * self.dtype.itemsize
         read = [(element, wide)] * (3 if self.parts else 1)
         read += [("float32", 4)] * 2 if self.rotary_dim else []
@@ -268,11 +263,7 @@ class Rows:
         samples: int,
         positions: int,
     ) -> Rows:
-        """Of a result in the layout of `heads`.
-
-        Raises:
-            ValueError: for more rows than the kernel counts.
-        """
+        """Of a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
         if samples * positions > MOST_ROWS:
             raise ValueError(
                 f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"

@@ -12,22 +12,19 @@ import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
 from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.lanes import Scaled, constants
+from te_fuser.kernels.heads_pass import Scaled, as_one, constants, readable
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
-from te_fuser.kernels.strided import as_one, readable
-from te_fuser.kernels.transposed8 import padded
+from te_fuser.kernels.quantizers import padded
 from te_fuser.ops.attention.heads import PackedHeads
-
-if TYPE_CHECKING:
-    from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ACCESS = 16  # bytes
@@ -45,7 +42,7 @@ def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> 
 
 
 @dataclass(frozen=True)
-class PackedTiles(TextKernel["_native.CudaKernel"]):
+class PackedTiles(TextKernel[_native.CudaKernel]):
     """What the text is written for.
 
     Attributes:
@@ -103,8 +100,6 @@ class PackedTiles(TextKernel["_native.CudaKernel"]):
 
         By blocks there are no scale and no amax.
         """
-        from te_fuser import _native
-
         stored = name_of(self.stored)
         scaled = 0 if self.in_blocks else 2
         tensors = [(name_of(self.dtype), _ACCESS)] * 3 + [("float32", 4)] * scaled

@@ -13,19 +13,16 @@ import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of, text_of
-from te_fuser.kernels import lanes
-from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, Scaled, constants
-from te_fuser.kernels.strided import as_one, reach, readable
+from te_fuser.kernels import heads_pass
+from te_fuser.kernels.heads_pass import MOST_ROWS, WARP, HeadsPass, Scaled, as_one, constants, reach, readable
 from te_fuser.ops.attention.heads import LAYOUTS
-
-if TYPE_CHECKING:
-    from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _RESIDENT_READING = (
@@ -256,8 +253,6 @@ class TurnedPass(HeadsPass):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        from te_fuser import _native
-
         wide = self.vector * self.dtype.itemsize
         read = dict.fromkeys(("from", "read") if self.reads else ("from",), (name_of(self.dtype), wide))
         if self.turning is not None:
@@ -309,7 +304,7 @@ class TurnedPass(HeadsPass):
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
     """Why the kernel does not take such heads, or tensors of these dtypes; None when it does."""
     wide = f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
-    return lanes.reason_not(*dtypes) or wide
+    return heads_pass.reason_not(*dtypes) or wide
 
 
 # -------------------------------------------------------------------------------------------------- calling it
@@ -332,7 +327,7 @@ class PassInputs:
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-Form = tuple["_native.CudaKernel", tuple[int, ...], tuple[int, int], tuple[int, ...]]
+Form = tuple[_native.CudaKernel, tuple[int, ...], tuple[int, int], tuple[int, ...]]
 
 
 class Turned:

@@ -2,14 +2,13 @@
 
 from te_fuser.distributed.group import Group
 from te_fuser.ops.activations import GELU, QGELU, Identity, ReLU, Sigmoid, SiLU, SReLU, Tanh
-from te_fuser.ops.attention.context import SharedAttention
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.head_norm import HeadNorm
+from te_fuser.ops.attention.head_parallel import OfHeads, OfPositions, SharedAttention
 from te_fuser.ops.attention.heads import Apart
 from te_fuser.ops.attention.mask import AttentionMask
-from te_fuser.ops.attention.of_heads import OfHeads, OfPositions
+from te_fuser.ops.attention.math import AttentionScores
 from te_fuser.ops.attention.queries_apart import QueriesApart
-from te_fuser.ops.attention.scores import AttentionScores
 from te_fuser.ops.base import FusableOperation, NamedInput
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound

@@ -262,7 +262,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
-        from te_fuser.fuser.run.fuser import run_alone  # which knows ops, and not the other way round
+        from te_fuser.fuser.pipeline import run_alone  # which knows ops, and not the other way round
 
         return run_alone(self, x, inputs, outputs)
 

@@ -24,7 +24,7 @@ from te_fuser.params.main_grad import put_gradient
 
 @op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class Float8MatMul(UnfusedOperation):
-    """What a MatMul is in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
+    """A MatMul in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
 
     x comes in 8 bits as `Quantize` gives it, and dy as `QuantizeGradient` does; W in its own dtype, and is quantized
     here, forward and again in backward. What 8 bits stand for is multiplied in float32, where no library multiplies
@@ -81,13 +81,15 @@ class Float8MatMul(UnfusedOperation):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of y and dx."""
+        """Dtype of y and dx."""
         return self.form.dtype
 
     def infer(self, x: Spec) -> Spec:
         check_features(self, x, self.in_features)
-        if x.dtype not in self.input_dtypes:
+        if self.form.comes_quantized and x.dtype not in self.input_dtypes:
             raise TypeError(f"{type(self).__name__} takes {' or '.join(FLOAT8)}, got {text_of(x.dtype)}: quantize it")
+        if not self.form.comes_quantized and x.dtype != self.dtype:
+            raise TypeError(f"takes x in {text_of(self.dtype)}, as its weight is, got {text_of(x.dtype)}; convert it")
         return replace(x.with_features(self.out_features), dtype=self.dtype)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -97,18 +99,23 @@ class Float8MatMul(UnfusedOperation):
         return 2.0 * x.rows * self.in_features * self.out_features
 
     def scratch_bytes(self, x: Spec) -> int:
-        """The factors of the emulation, in float32."""
-        return 4 * self.in_features * (x.rows + self.out_features)
+        """The factors of the emulation, in float32: what 8 bits stand for, and what is scaled here."""
+        copies = 2 if self.form.scalings is not None and not self.form.comes_quantized else 1
+        return 4 * copies * self.in_features * (x.rows + self.out_features)
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        read = ("weight_data",) if self.form.weight_is_kept else ("weight", "weight_scale")
-        of_input = (*read, "weight_inverse", "output_gradient_inverse")
-        if self.form.scalings is not None:
+        of_weight: tuple[str, ...] = ("input", "input_inverse", "output_gradient_inverse")
+        of_input: tuple[str, ...] = ("weight", "weight_scale", "weight_inverse", "output_gradient_inverse")
+        if not self.form.comes_quantized:
+            of_input = ("weight", *[n for n in names if n != "weight" and not n.startswith("input")])
+            of_weight = ("input", *[n for n in names if not n.startswith("weight")])
+        elif self.form.weight_is_kept:
+            of_input = ("weight_data", *of_input[2:])
+        elif self.form.scalings is not None:
             of_input = ("weight", "output_gradient_inverse")
-        of_weight = ("input", "input_inverse", "output_gradient_inverse")
-        return Gradient(("input",), of_input, "input_gradient"), self.gradient_of_weight(of_weight)
+        return Gradient(("input",), of_input, "input_gradient"), self._gradient_of_weight(of_weight)
 
-    def gradient_of_weight(self, reads: tuple[str, ...]) -> Gradient:
+    def _gradient_of_weight(self, reads: tuple[str, ...]) -> Gradient:
         """The node that gives dW, or puts it into main_grad."""
         if self.accumulate_into_main_grad:
             read, marked = (*reads, "weight"), ("weight",)
@@ -116,16 +123,19 @@ class Float8MatMul(UnfusedOperation):
         return Gradient(("weight",), reads, "weight_gradient", delayed=self.delay_wgrad_compute)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """y; raises weight_amax, where it is bound."""
+        """y; raises the amaxes of x and W, where they are bound."""
+        raise_to_largest(call.get("input_amax"), x)
         raise_to_largest(call.get("weight_amax"), call["weight"])
         return products.output(self.form, call.__getitem__, x)
 
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """dx."""
+        """dx; raises the amax of dy, where it is bound, as the others do."""
+        raise_to_largest(call.get("output_gradient_amax"), dy)
         return {"input": products.input_gradient(self.form, call.__getitem__, dy)}
 
     def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dW."""
+        raise_to_largest(call.get("output_gradient_amax"), dy)
         return {"weight": products.weight_gradient(self.form, call.__getitem__, dy, call["input"])}
 
     def main_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -134,6 +144,7 @@ class Float8MatMul(UnfusedOperation):
         def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
             main_grad.copy_(dy.mT @ x) if over else main_grad.add_(dy.mT @ x)
 
+        raise_to_largest(call.get("output_gradient_amax"), dy)
         factors = products.weight_factors(self.form, call.__getitem__, dy, call["input"])
         return {"weight": put_gradient(*factors, call["weight"], self.overwrite_main_grad, put)}
 
@@ -142,12 +153,14 @@ class Float8MatMul(UnfusedOperation):
         return products.recorded(self.form, call.__getitem__, x)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.dtype}"
+        kept = [name for name, k in zip(("y", "dx", "dW"), self.form.kept, strict=True) if k]
+        but = f", not in 8 bits: {', '.join(kept)}" if kept else ""
+        return f"{self.in_features}, {self.out_features}, {self.dtype}{but}"
 
 
 @op_table.gradient_dtype.row(None)
 class PartlyFloat8MatMul(Float8MatMul):
-    """The same where some of the three products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
+    """Float8MatMul some of whose products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
 
     Whoever lists it binds scales and inverses of all three tensors, and maybe `input_amax`, `weight_amax` and
     `output_gradient_amax`, which are raised to the largest magnitudes of these, whatever is quantized.
@@ -162,44 +175,6 @@ class PartlyFloat8MatMul(Float8MatMul):
     def __init__(self, matmul: MatMul, *, kept: tuple[bool, bool, bool], **given: Any) -> None:
         super().__init__(matmul, **given)
         self.form = replace(self.form, kept=kept, comes_quantized=False)
-
-    def infer(self, x: Spec) -> Spec:
-        check_features(self, x, self.in_features)
-        if x.dtype != self.dtype:
-            raise TypeError(f"takes x in {text_of(self.dtype)}, as its weight is, got {text_of(x.dtype)}; convert it")
-        return replace(x.with_features(self.out_features), dtype=self.dtype)
-
-    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        numbers = [n for n in names if n != "weight" and not n.startswith("input")]
-        of_weight = [n for n in names if n != "weight" and not n.startswith("weight")]
-        return (
-            Gradient(("input",), ("weight", *numbers), "input_gradient"),
-            self.gradient_of_weight(("input", *of_weight)),
-        )
-
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """y; raises the amaxes of x and W, where they are bound."""
-        raise_to_largest(call.get("input_amax"), x)
-        return super().op_forward(call, x)
-
-    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """dx; raises the amax of dy, where it is bound."""
-        raise_to_largest(call.get("output_gradient_amax"), dy)
-        return super().input_gradient(call, dy)
-
-    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """dW; the same."""
-        raise_to_largest(call.get("output_gradient_amax"), dy)
-        return super().weight_gradient(call, dy)
-
-    def main_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """main_grad; the same."""
-        raise_to_largest(call.get("output_gradient_amax"), dy)
-        return super().main_gradient(call, dy)
-
-    def extra_repr(self) -> str:
-        names = [name for name, kept in zip(("y", "dx", "dW"), self.form.kept, strict=True) if kept]
-        return f"{super().extra_repr()}, not in 8 bits: {', '.join(names)}"
 
 
 class OwnScalesMatMul(PartlyFloat8MatMul):
@@ -218,9 +193,3 @@ class OwnScalesMatMul(PartlyFloat8MatMul):
     ) -> None:
         super().__init__(matmul, kept=(False, False, False), scalings=scalings, **given)
         self.keeps_weight = keeps_weight
-
-    def scratch_bytes(self, x: Spec) -> int:
-        return 8 * self.in_features * (x.rows + self.out_features)  # float32: scaled, and what 8 bits stand for
-
-    def extra_repr(self) -> str:
-        return Float8MatMul.extra_repr(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from te_fuser.ops.matmul import as_rows, in_shape_of
 from te_fuser.ops.own_scales import Scaling, dequantized
 
 Given = Callable[[str], torch.Tensor]  # the weight and the numbers of a product by name
-NUMBERS = tuple(f"{role}_{what}" for role in ("input", "weight", "output_gradient") for what in ("scale", "inverse"))
+_ROLES = ("input", "weight", "output_gradient")
+NUMBERS = tuple(f"{role}_{what}" for role in _ROLES for what in ("scale", "inverse"))
 
 
 @dataclass(frozen=True)
 class Float8Form:
-    """How the products of a MatMul are computed.
+    """Form of the products of a MatMul.
 
     Attributes:
         dtype: of y and dx.
@@ -51,35 +52,33 @@ class Float8Form:
         return READ_KEPT if self.weight_is_kept else READ
 
     def exact(self) -> Float8Form:
-        """The same with results in float64."""
+        """This form with results in float64."""
         return replace(self, dtype=torch.float64, weight_dtype=torch.float64)
 
 
 def output(form: Float8Form, given: Given, x: torch.Tensor) -> torch.Tensor:
     """y = x W^T."""
-    factors = _input(form, given, x, 0), _weight(form, given, 0).mT
-    return in_shape_of(x, (factors[0] @ factors[1]).to(form.dtype))
+    y = _factor(form, given, 0, 0, x) @ _factor(form, given, 0, 1).mT
+    return in_shape_of(x, y.to(form.dtype))
 
 
 def input_gradient(form: Float8Form, given: Given, dy: torch.Tensor) -> torch.Tensor:
     """dx = dy W."""
-    dx = _gradient(form, given, dy, 1) @ _weight(form, given, 1)
+    dx = _factor(form, given, 1, 2, dy) @ _factor(form, given, 1, 1)
     return in_shape_of(dy, dx.to(form.dtype))
 
 
-def weight_gradient(
-    form: Float8Form, given: Given, dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def weight_gradient(form: Float8Form, given: Given, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dW = dy^T x."""
     dy, x = weight_factors(form, given, dy, x)
-    return (dy.mT @ x).to(form.weight_dtype if dtype is None else dtype)
+    return (dy.mT @ x).to(form.weight_dtype)
 
 
 def weight_factors(
     form: Float8Form, given: Given, dy: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dy and x as dW multiplies them, by rows."""
-    return _gradient(form, given, dy, 2), _input(form, given, x, 2)
+    return _factor(form, given, 2, 2, dy), _factor(form, given, 2, 0, x)
 
 
 def recorded(form: Float8Form, given: Given, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +105,7 @@ class _Products(torch.autograd.Function):
     def forward(
         x: torch.Tensor, weight: torch.Tensor, form: Float8Form, names: tuple[str, ...], *numbers: torch.Tensor
     ) -> torch.Tensor:
-        return output(form, _by_name(names, weight, numbers), x)
+        return output(form, dict(zip(names, numbers, strict=True), weight=weight).__getitem__, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -118,15 +117,10 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, *numbers = ctx.saved_tensors
         numbers = numbers if ctx.late is None else ctx.late
-        given, (dy,) = _by_name(ctx.names, weight, numbers), gradients
+        given, (dy,) = dict(zip(ctx.names, numbers, strict=True), weight=weight).__getitem__, gradients
         dx = once(input_gradient(ctx.form, given, dy).to(x.dtype)) if ctx.needs_input_grad[0] else None
         dw = once(weight_gradient(ctx.form, given, dy, x).to(weight.dtype)) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None, *[None for _ in numbers]
-
-
-def _by_name(names: tuple[str, ...], weight: torch.Tensor, numbers: Any) -> Given:
-    known: Mapping[str, torch.Tensor] = {"weight": weight, **dict(zip(names, numbers, strict=True))}
-    return known.__getitem__
 
 
 def quantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -134,24 +128,16 @@ def quantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     return rounded(x.to(torch.promote_types(x.dtype, torch.float32)) * scale, dtype)
 
 
-def _input(form: Float8Form, given: Given, x: torch.Tensor, product: int) -> torch.Tensor:
-    return _factor(form, given, as_rows(x), "input", product, 0, form.comes_quantized)
+def _factor(form: Float8Form, given: Given, product: int, place: int, t: torch.Tensor | None = None) -> torch.Tensor:
+    """x, W or dy by rows as it is multiplied: what its 8 bits stand for, or as it is, where the product is kept.
 
-
-def _weight(form: Float8Form, given: Given, product: int) -> torch.Tensor:
-    t = given("weight_data" if form.weight_is_kept else "weight")
-    return _factor(form, given, t, "weight", product, 1, form.weight_is_kept)
-
-
-def _gradient(form: Float8Form, given: Given, dy: torch.Tensor, product: int) -> torch.Tensor:
-    return _factor(form, given, as_rows(dy), "output_gradient", product, 2, form.comes_quantized)
-
-
-def _factor(
-    form: Float8Form, given: Given, t: torch.Tensor, role: str, product: int, place: int, is_quantized: bool
-) -> torch.Tensor:
-    """A factor as it is multiplied: what its 8 bits stand for, or as it is, in y's dtype, where the product is kept."""
-    wide = torch.promote_types(form.dtype, torch.float32)
+    Args:
+        product: y, dx or dW.
+        place: of the factor in `_ROLES`; W is given by its name.
+    """
+    role, wide = _ROLES[place], torch.promote_types(form.dtype, torch.float32)
+    is_quantized = form.weight_is_kept if place == 1 else form.comes_quantized
+    t = given("weight_data" if is_quantized else "weight") if t is None else as_rows(t)
     if form.kept[product]:
         return t.to(form.dtype).to(wide)
     if form.scalings is not None and (place == 1 or not form.comes_quantized):

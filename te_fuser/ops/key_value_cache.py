@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, PackedHeads
-from te_fuser.ops.attention.of_heads import OfHeads
+from te_fuser.ops.attention.head_parallel import OfHeads
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, may_look
 

@@ -16,7 +16,25 @@ from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 
-class Quantize(RowOp):
+class _Quantizer(RowOp):
+    """Rounding to 8 bits of x, or of its gradient, by a named scale, a bound one, or one that follows from it."""
+
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: Scaling | None = None) -> None:
+        super().__init__()
+        check_float8(dtype)
+        self.dtype, self.scale, self.own = dtype, scale if scale is None else check_name(scale), own
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
+
+    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+        return None if self.own is None else (self.dtype, self.own)
+
+    def extra_repr(self) -> str:
+        return f"{self.dtype}, scale={self.scale!r}"
+
+
+class Quantize(_Quantizer):
     """Times one number for all, in 8 bits: y = x * scale rounded to nearest even within the range of `dtype`.
 
     Infinities become the largest number too, NaN stays NaN. Who reads y divides by the scale again, and gives the
@@ -48,10 +66,8 @@ class Quantize(RowOp):
         takes: torch.dtype | None = None,
         own: Scaling | None = None,
     ) -> None:
-        super().__init__()
-        self.own = own
-        check_float8(dtype)
-        self.dtype, self.scale, self.takes = dtype, scale if scale is None else check_name(scale), takes
+        super().__init__(dtype, scale=scale, own=own)
+        self.takes = takes
 
     def infer(self, x: Spec) -> Spec:
         if self.takes is not None and x.dtype != self.takes:
@@ -61,14 +77,8 @@ class Quantize(RowOp):
             )
         return super().infer(x)
 
-    def named_inputs(self) -> Mapping[str, NamedInput]:
-        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
-
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize(x, scale, self.dtype)
-
-    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
-        return None if self.own is None else (self.dtype, self.own)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         if self.own is not None and call.fresh:
@@ -77,6 +87,3 @@ class Quantize(RowOp):
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
-
-    def extra_repr(self) -> str:
-        return f"{self.dtype}, scale={self.scale!r}"

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.formula import Axes, quantize_gradient
-from te_fuser.formula.float8 import check_float8, once, rounded
+from te_fuser.formula import quantize_gradient
+from te_fuser.formula.float8 import once, rounded
 from te_fuser.ops import op_table
-from te_fuser.ops.base import NamedInput, OpCall
-from te_fuser.ops.checks import check_name
+from te_fuser.ops.base import OpCall
 from te_fuser.ops.own_scales import Scaling, put_scales
-from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.quantize import _Quantizer
 
 
 @op_table.hands_through.row(True)
 @op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
-class QuantizeGradient(RowOp):
+class QuantizeGradient(_Quantizer):
     """Hand x on, and its gradient in 8 bits: dx = dy * scale rounded to nearest even within the range of `dtype`.
 
     Who takes dx divides by the scale again. It is stored in 8 bits where the op before this one takes gradients so
@@ -41,28 +39,13 @@ class QuantizeGradient(RowOp):
     raised_in_backward: ClassVar[str] = "amax"
     measured_in_backward: ClassVar[str] = "own_amax"
 
-    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: Scaling | None = None) -> None:
-        super().__init__()
-        self.own = own
-        check_float8(dtype)
-        self.dtype, self.scale = dtype, scale if scale is None else check_name(scale)
-
-    def named_inputs(self) -> Mapping[str, NamedInput]:
-        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
-
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize_gradient(x, scale, self.dtype)
-
-    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
-        return None if self.own is None else (self.dtype, self.own)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         if self.own is None or not call.fresh:
             return super().reference(call, x)
         return _MeasureGradient.apply(x, call["scale"], call["inverse"], self.dtype, self.own)  # type: ignore[no-untyped-call]
-
-    def extra_repr(self) -> str:
-        return f"{self.dtype}, scale={self.scale!r}"
 
 
 class _MeasureGradient(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops import op_table
 from te_fuser.ops.attention.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
-from te_fuser.ops.attention.of_heads import OfPositions
+from te_fuser.ops.attention.head_parallel import OfPositions
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.rotary_embedding import STYLES

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from te_fuser.ops import op_table
+from te_fuser.ops.attention.head_parallel import OfPositions
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
-from te_fuser.ops.attention.of_heads import OfPositions
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import finite_number, whole_number
 from te_fuser.ops.context import Spans, blocks_of

@@ -9,7 +9,7 @@ import torch
 from te_fuser.distributed.group import Group
 from te_fuser.ops.context import Context
 from te_fuser.ops.words import no_tensor
-from te_fuser.presets.context_parallel import set_context
+from te_fuser.presets.attention_base import set_context
 
 
 def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = False) -> torch.Tensor:

@@ -11,10 +11,10 @@ from te_fuser.distributed.group import Group
 from te_fuser.ops import Bound
 from te_fuser.ops.glu import GatedUnit
 from te_fuser.parallel.styles import Parts, distribute, owners
-from te_fuser.presets.affine import Affine
 from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import DotProductAttention
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
+from te_fuser.presets.linear import Affine
 from te_fuser.presets.multihead_attention import MultiheadAttention
 from te_fuser.sharding.rule import rule_of
 

@@ -38,45 +38,15 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "symmetric_ar_type": (None,),
 }
 # Arguments that the ops of a list have, each for itself: attributes of presets, to be read alone.
-SETTLED = frozenset(
-    {
-        "activation",
-        "activation_params",
-        "apply_residual_connection_post_layernorm",
-        "attention_dropout",
-        "attention_type",
-        "attn_input_format",
-        "attn_mask_type",
-        "bottom_right_diagonal",
-        "delay_wgrad_compute",
-        "drop_path_rate",
-        "enc_dec_attn_mask_type",
-        "enc_dec_bottom_right_diagonal",
-        "enc_dec_window_size",
-        "eps",
-        "hidden_dropout",
-        "input_layernorm",
-        "layer_type",
-        "layernorm_epsilon",
-        "normalization",
-        "output_layernorm",
-        "parallel_attention_mlp",
-        "qk_norm_before_rope",
-        "qk_norm_eps",
-        "qk_norm_type",
-        "qkv_format",
-        "return_layernorm_output",
-        "return_layernorm_output_gathered",
-        "rotary_pos_interleaved",
-        "self_attn_mask_type",
-        "set_parallel_mode",
-        "softcap",
-        "softmax_scale",
-        "softmax_type",
-        "window_size",
-        "zero_centered_gamma",
-    }
-)
+_SETTLED = """
+    activation activation_params apply_residual_connection_post_layernorm attention_dropout attention_type
+    attn_input_format attn_mask_type bottom_right_diagonal delay_wgrad_compute drop_path_rate enc_dec_attn_mask_type
+    enc_dec_bottom_right_diagonal enc_dec_window_size eps hidden_dropout input_layernorm layer_type layernorm_epsilon
+    normalization output_layernorm parallel_attention_mlp qk_norm_before_rope qk_norm_eps qk_norm_type qkv_format
+    return_layernorm_output return_layernorm_output_gathered rotary_pos_interleaved self_attn_mask_type
+    set_parallel_mode softcap softmax_scale softmax_type window_size zero_centered_gamma
+"""
+SETTLED = frozenset(_SETTLED.split())
 
 
 @dataclass(frozen=True)
@@ -113,11 +83,7 @@ class PlacementArguments:
         whole_number("a preset", "sequence_dim", self.sequence_dim)
 
     def choose(self, name: str, choices: Iterable[str]) -> None:
-        """Take one of several words for an argument, in any case.
-
-        Raises:
-            ValueError: naming them all.
-        """
+        """Take one of several words for an argument, in any case. ValueError, naming them all."""
         object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
 
 
@@ -281,22 +247,14 @@ def default_device(device: torch.device | str | None) -> torch.device:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A yes or no; None is no.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """A yes or no; None is no. TypeError for anything else."""
     if not (value is None or isinstance(value, bool)):
         raise TypeError(f"{name} is True or False, got {described(value)}")
     return bool(value)
 
 
 def check_size(name: str, value: Any) -> int:
-    """A whole number from 1 on.
-
-    Raises:
-        TypeError, ValueError: naming the argument and what it got.
-    """
+    """A whole number from 1 on. TypeError or ValueError, naming the argument and what it got."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a whole number, got {value!r}")
     if value < 1:
@@ -305,22 +263,14 @@ def check_size(name: str, value: Any) -> int:
 
 
 def check_epsilon(name: str, value: Any) -> float:
-    """What is added to a variance.
-
-    Raises:
-        ValueError: for what is no finite number from 0 on.
-    """
+    """What is added to a variance. ValueError for what is no finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
     return value
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """One of several words, in any case.
-
-    Raises:
-        ValueError: naming them all.
-    """
+    """One of several words, in any case. ValueError, naming them all."""
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
         near = meant(value, list(choices)) if isinstance(value, str) else ""

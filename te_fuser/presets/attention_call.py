@@ -248,8 +248,9 @@ class Asking:
         if given.get("qkv_format") is not None:
             qkv_format = check_choice("qkv_format", given["qkv_format"], LAYOUTS)
             call = replace(call, qkv_format=qkv_format, padded_by="offsets" if qkv_format == "thd" else "mask")
-        if self.default.mask_type == "no_mask" and self.cross and given.get("attn_mask_type") is None:
-            call = self._by_mask(call, given.get("attention_mask"))
+        mask = given.get("attention_mask") if self.cross and call.qkv_format != "thd" else None
+        if self.default.mask_type == "no_mask" and mask is not None and given.get("attn_mask_type") is None:
+            call = call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")  # as it looks
         call = call.changed(*[given.get(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")])
         tensors: dict[str, torch.Tensor] = {}
         if caches:
@@ -259,12 +260,6 @@ class Asking:
             call, tensors = self._padding(call, given)
         call, added = self._bias(call, given)
         return call, {**tensors, **added}
-
-    def _by_mask(self, call: AttentionCall, mask: Any) -> AttentionCall:
-        """No type is said: a mask that is given has the one that it looks like."""
-        if mask is None or call.qkv_format == "thd":
-            return call
-        return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
 
     def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
         for name in _COUNTS:
@@ -419,11 +414,7 @@ class Asking:
 
 
 def sequence_dim_of(qkv_format: Any) -> int:
-    """The dimension of the sequence.
-
-    Raises:
-        ValueError: for a format that is unknown.
-    """
+    """The dimension of the sequence. ValueError for a format that is unknown."""
     return _SEQUENCE_DIMS[check_choice("qkv_format", qkv_format, LAYOUTS)]
 
 

@@ -62,7 +62,7 @@ class Asked(NamedTuple):
         x: the input of that.
         call: what else its call takes: named inputs, and `outputs`.
         held: what it runs in.
-        finished: makes of the list's result that of the call.
+        returns: the bias that the call returns behind the output, in its dtype, or None; empty: it returns none.
         again: whether backward keeps the input alone and computes the rest again.
         is_first_microbatch: what the call says of itself: see `recipe.region.microbatch`.
     """
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
     x: torch.Tensor
     call: dict[str, Any] = _NOTHING
     held: contextlib.AbstractContextManager[None] | None = None
-    finished: Callable[[Any], Any] | None = None
+    returns: tuple[torch.Tensor | None, ...] = ()
     again: bool = False
     is_first_microbatch: bool | None = None
 
@@ -85,7 +85,11 @@ class Asked(NamedTuple):
     def by(self, way: Callable[..., Any]) -> Any:
         """The call's result, where `way` gives that of the list: a method of `Sequential`."""
         made = self.of_list(way)
-        return made if self.finished is None else self.finished(made)
+        if not self.returns:
+            return made
+        out, *others = made if isinstance(made, tuple) else (made,)
+        bias = self.returns[0]
+        return (out, bias if bias is None or bias.dtype == out.dtype else bias.to(out.dtype), *others)
 
     def run(self) -> Any:
         """The call's result."""
@@ -110,8 +114,8 @@ class Preset(Together, Variants):
     """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
 
     A constructor makes parameters by `declare`, then `reset_parameters`, then fills the list by `relist`, whose ops
-    are those of `variant_ops()` without arguments. A forward that `understands` begins with `check_group`, and picks
-    a variant. `reference`, `plan`, `plans`, `explain` and `tune` take what calls take.
+    are those of `variant_ops()` without arguments. A forward that `understands` begins with `check_group`, and `answer`
+    picks a variant. `reference`, `plan`, `plans`, `explain` and `tune` take what calls take.
 
     Attributes:
         arguments: the class of what the constructor takes as keywords, beside options of lists.
@@ -187,11 +191,7 @@ class Preset(Together, Variants):
         self._declared[name] = Declared(fill, marks)
 
     def share(self, size: int, name: str = "size") -> int:
-        """A rank's share of a size that ranks cut.
-
-        Raises:
-            ValueError: when it cannot be cut so.
-        """
+        """A rank's share of a size that ranks cut. ValueError when it cannot be cut so."""
         if size % self.tp_size:
             raise ValueError(f"{name}={size} cannot be cut into {self.tp_size} equal parts (tp_size): change one")
         return size // self.tp_size
@@ -341,6 +341,22 @@ class Preset(Together, Variants):
         if not (x.is_meta or self._refusal):
             self._asked(x, **call).of_list(prepare)
 
+    def answer(
+        self,
+        how: dict[str, Any],
+        x: torch.Tensor,
+        call: dict[str, Any],
+        is_first_microbatch: bool | None = None,
+        bias: torch.Tensor | None = None,
+        held: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Asked:
+        """A call of the variant that `how` says, of the list itself if empty; with `return_bias` it returns `bias`."""
+        own = vars(self)
+        listed, again = self.variant(**how) if how else self, own.get("checkpoint", False)
+        returns, asked = (bias,) if own.get("return_bias") else (), self.asked()
+        call = {**call, "outputs": (*asked, *call.get("outputs", ()))} if asked else call
+        return Asked(listed, x, call, held, returns, again, is_first_microbatch)
+
     def writes_over(self, is_first_microbatch: bool | None) -> bool:
         """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
         return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
@@ -394,11 +410,6 @@ class Preset(Together, Variants):
         """The named outputs that each call returns."""
         return ()
 
-    def with_outputs(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a call, with these."""
-        asked = self.asked()
-        return {**call, "outputs": (*asked, *call.get("outputs", ()))} if asked else call
-
     def beside(self) -> tuple[str, ...]:
         """The arguments by which calls return more than one value."""
         return tuple(name for name in _BESIDE if getattr(self.common, name, False))
@@ -427,11 +438,7 @@ class Preset(Together, Variants):
         return None if self._group == ops.Group() else self._group.process_group()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Give this preset and those in it their group of ranks.
-
-        Raises:
-            TypeError: when it is none.
-        """
+        """Give this preset and those in it their group of ranks. TypeError when it is none."""
         group = _group(tp_group)
         for module in self.modules():
             if isinstance(module, Preset):
@@ -446,11 +453,7 @@ class Preset(Together, Variants):
                 module.revision += 1  # lists around look at the preset again
 
     def check_group(self) -> None:
-        """Raise where this preset has not the group of ranks that it was made for.
-
-        Raises:
-            RuntimeError: saying what to do.
-        """
+        """Raise where this preset has not the group of ranks that it was made for. RuntimeError, saying what to do."""
         if self._refusal:
             raise RuntimeError(f"{type(self).__name__}: {self._refusal}")
 
@@ -464,11 +467,7 @@ class Preset(Together, Variants):
 
 
 def _group(given: Any) -> ops.Group:
-    """The ranks of a group, of this process alone where none is given.
-
-    Raises:
-        TypeError: when it is none.
-    """
+    """The ranks of a group, of this process alone where none is given. TypeError when it is none."""
     try:
         return ops.Group() if given is None else ops.Group.of("tp_group", given)
     except TypeError as error:
@@ -482,17 +481,3 @@ _last_load: list[Any] = [None]
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
     """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}
-
-
-def first_or_later(part: torch.nn.Module, over: bool) -> torch.nn.Module:
-    """A preset, or the variant that writes gradients over main_grad.
-
-    Raises:
-        TypeError: where another module stands in its place, which has none.
-    """
-    if over and not isinstance(part, Variants):
-        raise TypeError(
-            f"{type(part).__name__} stands in place of a preset, and cannot be told is_first_microbatch=True: fill "
-            "main_grad with zeros before a step, and leave it out"
-        )
-    return part.within(over=True) if isinstance(part, Variants) and over else part

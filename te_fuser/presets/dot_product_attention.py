@@ -19,9 +19,9 @@ from te_fuser.presets.arguments import (
     check_size,
     default_device,
 )
+from te_fuser.presets.attention_base import ContextParallel, context_of
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall
 from te_fuser.presets.base import Asked, cut, understands
-from te_fuser.presets.context_parallel import ContextParallel, context_of
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -238,8 +238,8 @@ class DotProductAttention(ContextParallel):
         rows = 1 if how.qkv_format == "thd" else 2
         x, key, value = self._flat(rows, query_layer, key_layer, value_layer)
         usual = how == self.asking.default and self.common.packing == "apart"
-        listed = self if usual else self.variant(call=how, packing="apart")
-        return Asked(listed, x, {"outputs": outputs, "key_layer": key, "value_layer": value, **tensors})
+        variant = {} if usual else {"call": how, "packing": "apart"}
+        return self.answer(variant, x, {"outputs": outputs, "key_layer": key, "value_layer": value, **tensors})
 
     def _flat(self, rows: int, query: Any, key: Any, value: Any) -> list[torch.Tensor]:
         """Heads as features of a row."""
@@ -259,11 +259,7 @@ class DotProductAttention(ContextParallel):
 
 
 def groups_of(heads: int, groups: int | None) -> int:
-    """Heads of keys and values, for so many of queries.
-
-    Raises:
-        TypeError, ValueError: when they cannot be shared so.
-    """
+    """Heads of keys and values, for so many of queries. TypeError or ValueError when they cannot be shared so."""
     found = check_size("num_gqa_groups", heads if groups is None else groups)
     if heads % found:
         raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={heads}: give a divisor")

@@ -223,11 +223,7 @@ class InferenceParams:
 
 
 def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
-    """What `pre_step` was told, as plain numbers.
-
-    Raises:
-        TypeError, ValueError: naming the sequence, and what it takes.
-    """
+    """What `pre_step` was told, as plain numbers. TypeError or ValueError, naming the sequence, and what it takes."""
     if not isinstance(step_dict, Mapping):
         raise TypeError(f"pre_step takes a dict, sequence -> how many tokens, got {type(step_dict).__name__}")
     found = {}

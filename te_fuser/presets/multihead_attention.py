@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,20 +18,22 @@ from te_fuser.presets.arguments import (
     check_size,
     constructor_keywords,
 )
+from te_fuser.presets.attention_base import (
+    ContextParallel,
+    MultiheadAttentionArguments,
+    TorchAttention,
+    channels_of,
+    example,
+    example_masks,
+    first_or_later,
+    plans_ahead,
+)
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
-from te_fuser.presets.base import Asked, Preset, first_or_later, understands
-from te_fuser.presets.context_parallel import ContextParallel
+from te_fuser.presets.base import Asked, Preset, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
-from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of
 from te_fuser.presets.inference_params import CacheRequest, cached
-from te_fuser.presets.layer_norm import LayerNorm
-from te_fuser.presets.layer_norm_linear import LayerNormLinear
-from te_fuser.presets.linear import Linear
-from te_fuser.presets.linears import with_bias
-from te_fuser.presets.norm import Normed, share_norm
-from te_fuser.presets.plain_attention import TorchAttention
-from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
-from te_fuser.presets.rms_norm import RMSNorm
+from te_fuser.presets.linear import LayerNormLinear, Linear
+from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
@@ -251,11 +252,7 @@ class MultiheadAttention(ContextParallel):
         return (op for _, op in self.named_ops(**how))
 
     def named_ops(  # type: ignore[override]
-        self,
-        call: AttentionCall | None = None,
-        rotary: str = "one",
-        over: bool = False,
-        caches: bool = False,
+        self, call: AttentionCall | None = None, rotary: str = "one", over: bool = False, caches: bool = False
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """The list, with what a call of this kind has.
 
@@ -325,11 +322,7 @@ class MultiheadAttention(ContextParallel):
     def _head_norm(self, keys_alone: bool = False) -> ops.FusableOperation:
         said = self.common
         norm = ops.HeadNorm(
-            self.channels,
-            **self._heads(keys_alone),
-            norm=said.qk_norm_type,
-            eps=said.qk_norm_eps,
-            device="meta",
+            self.channels, **self._heads(keys_alone), norm=said.qk_norm_type, eps=said.qk_norm_eps, device="meta"
         )
         self._core.with_own_heads(norm)
         names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}
@@ -445,10 +438,7 @@ class MultiheadAttention(ContextParallel):
         if encoder_output is not None:
             tensors["encoder_output"] = encoder_output
         bias = self.proj.returned(self.proj._parameters.get("bias"), None) if self.return_bias else None
-        finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
-        listed = self.variant(**how) if how else self
-        call = {"outputs": outputs, **tensors}
-        return Asked(listed, hidden_states, call, None, finished, is_first_microbatch=is_first_microbatch)
+        return self.answer(how, hidden_states, {"outputs": outputs, **tensors}, is_first_microbatch, bias)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of the projections and attention with the same function, over copies of the parameters.
@@ -469,11 +459,7 @@ class MultiheadAttention(ContextParallel):
 
 
 def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
-    """Refuse what is no tensor, or not taken.
-
-    Raises:
-        TypeError, ValueError: saying what to give.
-    """
+    """Refuse what is no tensor, or not taken. TypeError or ValueError, saying what to give."""
     if isinstance(given, str):
         raise TypeError(
             f"{who}: {name} takes a tensor, got {given!r}: give the type of a mask by its keyword, attn_mask_type="

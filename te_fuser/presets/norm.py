@@ -1,4 +1,4 @@
-"""The norms of presets: a preset of its own, or the head of another one's list."""
+"""The norms of presets: presets of their own, or the head of another one's list."""
 
 from __future__ import annotations
 
@@ -58,16 +58,9 @@ class PresetNorm:
     """A norm in a preset's list, over parameters of the preset.
 
     Attributes:
-        features: those of a row.
-        eps: added to the variance or the mean square.
-        normalization: "LayerNorm" or "RMSNorm".
-        zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         output: the name by which calls can ask for what it gives; None: they cannot.
         fork: the name by which later ops of the lists around may read it; None: none does.
         gathered: whether calls get the rows of all ranks, where a product behind it gathers them.
-
-    Raises:
-        TypeError, ValueError: naming the argument, and what it takes.
     """
 
     features: int
@@ -139,12 +132,7 @@ class NormPreset(Preset):
     arguments = NormArguments
     normalization: ClassVar[str]
 
-    def __init__(
-        self,
-        normalized_shape: int | Iterable[int] | None = None,
-        eps: float = 1e-5,
-        **keywords: Any,
-    ) -> None:
+    def __init__(self, normalized_shape: int | Iterable[int] | None = None, eps: float = 1e-5, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.normalized_shape = _sizes(normalized_shape, self.common.hidden_size)
         self.zero_centered_gamma = bool(self.common.zero_centered_gamma)
@@ -204,3 +192,33 @@ def _sizes(normalized_shape: int | Iterable[int] | None, hidden_size: int | None
     if not sizes:
         raise ValueError(f"{name} has at least one size, got none")
     return tuple(check_size(name, size) for size in sizes)
+
+
+class LayerNorm(NormPreset):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, of each row.
+
+    Args:
+        normalized_shape, hidden_size: the size of the last dimension, or the sizes of the last ones, which are a row
+            together; one of the two names.
+        eps: added to the variance.
+        zero_centered_gamma: the factor is 1 + weight, which starts at 0.
+        **keywords: params_dtype, device, sequence_parallel, tp_group, tp_size, see
+            `te_fuser.presets.arguments.Common`, and options of lists.
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(NormPreset):
+    """y = x / sqrt(mean(x^2) + eps) * weight, of each row.
+
+    Args:
+        normalized_shape, hidden_size: the size of the last dimension, or the sizes of the last ones, which are a row
+            together; one of the two names.
+        eps: added to the mean square.
+        zero_centered_gamma: the factor is 1 + weight, which starts at 0.
+        **keywords: params_dtype, device, sequence_parallel, tp_group, tp_size, see
+            `te_fuser.presets.arguments.Common`, and options of lists.
+    """
+
+    normalization = "RMSNorm"

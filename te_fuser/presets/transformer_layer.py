@@ -18,17 +18,20 @@ from te_fuser.presets.arguments import (
     check_size,
     constructor_keywords,
 )
+from te_fuser.presets.attention_base import (
+    ContextParallel,
+    HeadsArguments,
+    TorchBranch,
+    example,
+    example_masks,
+    first_or_later,
+    plans_ahead,
+)
 from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
-from te_fuser.presets.base import Asked, first_or_later, understands
-from te_fuser.presets.context_parallel import ContextParallel
-from te_fuser.presets.heads import HeadsArguments
-from te_fuser.presets.layer_norm import LayerNorm
+from te_fuser.presets.base import Asked, understands
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
-from te_fuser.presets.norm import Normed, share_norm
-from te_fuser.presets.plain_attention import TorchBranch
-from te_fuser.presets.plan_ahead import example, example_masks, plans_ahead
-from te_fuser.presets.rms_norm import RMSNorm
+from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
 from te_fuser.sequential import Sequential
 
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -332,8 +335,7 @@ class TransformerLayer(ContextParallel):
             tensors |= {**others, "encoder_output": encoder_output}
         if self.writes_over(is_first_microbatch):
             how["over"] = True
-        listed, call = self.variant(**how) if how else self, {"outputs": outputs, **tensors}
-        return Asked(listed, hidden_states, call, is_first_microbatch=is_first_microbatch)
+        return self.answer(how, hidden_states, {"outputs": outputs, **tensors}, is_first_microbatch)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of two branches with the same function, over copies of the parameters.

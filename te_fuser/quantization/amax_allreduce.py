@@ -1,26 +1,39 @@
-"""Ranks that agree on amaxes: one vector over the products that all have, in the order of their construction."""
+"""Ranks that agree on amaxes: one vector over the products that all have, in the order of their construction.
+
+Where they do, what ranks gather is quantized first: they have one scale, so it is half the bytes or less, and the same
+numbers. That is what a product takes where ranks cut its rows (`sequence_parallel`), and the gradient of what another
+one gives.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from te_fuser.distributed import consistency
-from te_fuser.distributed.group import Group, groups_given
+from te_fuser.distributed.group import Group, groups_given, has_ranks
+from te_fuser.fuser.graph.listed import ListedOp, with_attributes
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter
 from te_fuser.ops.construction import latest
+from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.amax_slots import ROLES, Block
-from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.products import device_of, products
-from te_fuser.quantization.state import State, blocks, state_of
+from te_fuser.params.given import GivenBinding
+from te_fuser.quantization.amax_slots import ROLES, Block, blocks
+from te_fuser.quantization.products import device_of, products, recipe_for, weight_in
+from te_fuser.quantization.state import State, known_state_of, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
-from te_fuser.recipe.region import Region, settings, settings_changed
+from te_fuser.recipe.region import Region, entered, settings, settings_changed
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
@@ -44,39 +57,45 @@ def agreement_in(region: Region | None) -> Agreement | None:
     return found
 
 
-class _Told:
-    """Numbers on their way to the host, which nobody waits for until they are read, a fold later."""
+def _on_host(numbers: torch.Tensor) -> Callable[[], list[int]]:
+    """f() -> numbers, which are on their way to the host, where nobody waits for them until then."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    there, event = torch.empty_like(numbers, device="cpu", pin_memory=True), torch.cuda.Event()
+    there.copy_(numbers, non_blocking=True)
+    event.record()
 
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers, self._event = numbers, None
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    def read() -> list[int]:
+        event.synchronize()
+        return there.tolist()
 
-    def read(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers.tolist()
+    return read
+
+
+@functools.lru_cache(64)
+def _counts(count: int, brings: bool, device: torch.device) -> torch.Tensor:
+    """Numbers whose largest of all ranks are the most products and, turned round, the fewest; read alone.
+
+    A new one for each step would be copied to the GPU, which waits for all that this has to do.
+    """
+    return torch.tensor([count, -count, -int(brings)], dtype=torch.int32, device=device)
 
 
 class Agreement:
     """The products whose amaxes the ranks of a group agree on.
 
-    They are those that there are when the group's first region is entered. With each fold the ranks tell each other how
-    many others there are by then, and from the next one on agree on these, too; what these recorded waits for that.
+    They are those that there are when the group's first region is entered. With each update the ranks tell each other
+    how many others there are by then, and from the next one on agree on these, too; what these recorded waits for that.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
-        self._weights: list[Binding] = []
-        self._states: list[Callable[[], State | None]] = []
+        self._products: list[tuple[Binding, Callable[[], State | None]]] = []
         self._coming: list[Binding] = []  # those that were told of, and when these were all
         self._looked: tuple[int, ...] = ()
-        self._told: _Told | None = None
+        self._told: Callable[[], list[int]] | None = None
         self._brings = False
-        self._answer: _Told | None = None  # of all ranks, since this one announced what it brings
+        self._answer: Callable[[], list[int]] | None = None  # of all ranks, since this one announced what it brings
         self._begun = self.differs = False
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
 
@@ -87,24 +106,19 @@ class Agreement:
 
     def reduced(self) -> dict[State, int]:
         """The products whose amaxes updates reduce now, and where they are in the vector."""
-        found = [(state, place) for place, ref in enumerate(self._states) if (state := ref()) is not None]
+        found = [(state, place) for place, (_, ref) in enumerate(self._products) if (state := ref()) is not None]
         return {state: place for state, place in found if _is_agreed_on(state)}
 
     def waiting(self) -> list[State]:
         """Products that all ranks may have made, which the next update reduces: until then their scales stay."""
-        if self.differs:
-            return []
-        found = [state for weight in self._coming if (state := _state_at(weight)()) is not None]
+        found = [] if self.differs else [state for weight in self._coming if (state := _ref(weight)()) is not None]
         return [s for s in found if s.block is not None and _is_agreed_on(s)]
 
     def enter(self, region: Region) -> None:
-        """Ask whether all enter a region that this rank has not entered before; amaxes would wait for who does not.
+        """Compare with the others a region that this rank has not entered before: amaxes would wait for who does not.
 
         They ask where they compare calls, too, in all groups of none but them, small ones first: one that goes on to
         a call is heard.
-
-        Raises:
-            RankMismatchError: on all ranks, where one enters another region or none.
         """
         key = region.recipe, region.calibrating
         if key in self._entered:
@@ -128,8 +142,8 @@ class Agreement:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
         self._coming = new = self._new(recipe)
-        self._answer = _Told(self._largest(self._counts(len(new), self._device(new))))
-        most, least, _ = self._answer.read()
+        self._answer = _on_host(self._largest(_counts(len(new), self._brings, self._device(new)).clone()))
+        most, least, _ = self._answer()
         if most != -least:
             raise RuntimeError(
                 f"ranks that agree on amaxes have different numbers of products: this one {len(new)}, all {-least} to "
@@ -137,7 +151,7 @@ class Agreement:
                 'out what is one rank\'s alone: te_fuser.precision(model, {"*": None})'
             )
         self._begun, self._told = True, None
-        self._add(new)
+        self._products += [(weight, _ref(weight)) for weight in new]
 
     def reduce(self, recipe: Recipe) -> None:
         """Raise slots to the largest amaxes of all ranks: one all-reduce of bits, so that NaN stays.
@@ -145,25 +159,25 @@ class Agreement:
         Products that ran on other ranks alone get tensors here, too.
         """
         self._grow()
-        for weight, ref in zip(self._weights, self._states, strict=True):
+        for weight, ref in self._products:
             state = ref()
             if state is not None and state.block is None and (device := device_of(weight)) is not None:
                 state.recipe = recipe_for(weight, recipe)
                 if isinstance(state.recipe, DelayedScaling):
                     state.make(state.recipe.amax_history_len, device)
-        device, reduced = self._device(self._weights), self.reduced()
-        amaxes = torch.zeros(len(self._states), len(ROLES), dtype=torch.float32, device=device)
+        device, reduced = self._device([weight for weight, _ in self._products]), self.reduced()
+        amaxes = torch.zeros(len(self._products), len(ROLES), dtype=torch.float32, device=device)
         places: list[tuple[Block, torch.Tensor, torch.Tensor]] = []
         for block in blocks():
             if found := [state for state in block.states() if state in reduced]:
                 there = block.index(tuple([reduced[state] for state in found])).to(device)
-                places.append((block, there, block.index(tuple([state.row for state in found]))))
-        for block, there, rows in places:
-            amaxes[there] = block.amaxes[rows].to(device)
+                rows = block.index(tuple([state.row for state in found]))
+                amaxes[there] = block.amaxes[rows].to(device)
+                places.append((block, there, rows))
         self._coming = self._new(recipe)
-        bits = torch.cat([amaxes.view(torch.int32).flatten(), self._counts(len(self._coming), device)])
+        bits = torch.cat([amaxes.view(torch.int32).flatten(), _counts(len(self._coming), self._brings, device)])
         self._largest(bits)
-        self._told = self._answer = _Told(bits[-3:])
+        self._told = self._answer = _on_host(bits[-3:])
         amaxes = bits[:-3].view(torch.float32).view_as(amaxes)
         for block, there, rows in places:
             block.amaxes[rows] = amaxes[there].to(block.device)
@@ -174,11 +188,7 @@ class Agreement:
 
     def all_bring(self) -> bool:
         """True where all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
-        return self._answer is not None and self._answer.read()[-1] == -1
-
-    def _counts(self, count: int, device: torch.device) -> torch.Tensor:
-        """Numbers whose largest of all ranks are the most products and, turned round, the fewest."""
-        return torch.tensor([count, -count, -int(self._brings)], dtype=torch.int32, device=device)
+        return self._answer is not None and self._answer()[-1] == -1
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
         group = self._group()
@@ -196,9 +206,9 @@ class Agreement:
         """Add the products that all ranks told of."""
         if self._told is None:
             return
-        most, least, _ = self._told.read()
+        (most, least, _), self._told = self._told(), None
         if most == -least == len(self._coming):
-            self._add(self._coming)
+            self._products += [(weight, _ref(weight)) for weight in self._coming]
         elif not self.differs:
             self.differs = True
             settings_changed()
@@ -207,19 +217,14 @@ class Agreement:
                 "first region: the amaxes of these are each rank's own",
                 stacklevel=2,
             )
-        self._told = None
-
-    def _add(self, weights: Sequence[Binding]) -> None:
-        self._weights += weights
-        self._states += [_state_at(weight) for weight in weights]
 
     def _new(self, recipe: Recipe) -> list[Binding]:
         """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
-        now = latest(), settings(), len(self._states)
+        now = latest(), settings(), len(self._products)
         if self._looked == now:
             return self._coming
         self._looked = now
-        known = {id(state) for ref in self._states if (state := ref()) is not None}
+        known = {id(state) for _, ref in self._products if (state := ref()) is not None}
         return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
     def _device(self, weights: Sequence[Binding]) -> torch.device:
@@ -229,7 +234,7 @@ class Agreement:
         return next(filter(None, map(device_of, weights)), torch.device("cpu"))
 
 
-def _state_at(weight: Binding) -> Callable[[], State | None]:
+def _ref(weight: Binding) -> Callable[[], State | None]:
     """A weak reference to a product's state; of one that is gone it leads nowhere, but keeps its place."""
     try:
         return weakref.ref(state_of(weight))
@@ -253,3 +258,49 @@ def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
             parted = parted or state.alike != (by if before is None else before) or state.alike == alone != before
     if parted and _kept:
         settings_changed()
+
+
+def _agreeing_ranks() -> frozenset[int]:
+    """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
+    outermost = next(filter(None, entered()), None)
+    agreement = agreement_in(outermost) if has_ranks() else None
+    return frozenset() if agreement is None or agreement.differs else agreement.ranks
+
+
+# ------------------------------------------------------------------------------------------ what is gathered in 8 bits
+
+Kinds = tuple[type[FusableOperation], type[FusableOperation]]
+
+
+def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp]:
+    """The list with what quantizes before what gathers, forward and backward, where ranks have one scale.
+
+    Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
+    come with calls.
+    """
+    found, ranks = list(listed), _agreeing_ranks()
+
+    def exchange(at: int, kinds: Kinds, carried: Carried) -> None:
+        """Exchange two neighbours of these kinds, of which others read nothing by name, nor do they of others."""
+        pair = found[max(at, 0) : at + 2]
+        if [None if i.names_in or i.names_out else i.lowered.op.kind for i in pair] != [*kinds]:
+            return
+        item = pair[1] if kinds[1] is ReduceScatter else pair[0]
+        op: Any = item.lowered.op
+        if op.group.size > 1 and ranks.issuperset(dist.get_process_group_ranks(op.group.process_group())):
+            op = with_attributes(op, {**op.__dict__, "carried": carried})
+            moved = replace(item, lowered=replace(item.lowered, op=op))
+            found[at : at + 2] = [moved, pair[0]] if item is pair[1] else [pair[1], moved]
+
+    for at, item in enumerate(listed if ranks else ()):
+        product = item.lowered.op
+        if not isinstance(product, Float8MatMul) or isinstance(weight := weight_in(item), GivenBinding):
+            continue
+        state, recipe = known_state_of(weight), recipe_for(weight, around)
+        if recipe is None or not recipe.reduce_amax:
+            continue
+        if state is None or state.alike is None or state.alike.issuperset(ranks):
+            x, _, dy = product.form.formats
+            exchange(at - 2, (AllGather, Quantize), Carried(x, product.form.dtype))
+            exchange(at + 1, (QuantizeGradient, ReduceScatter), Carried(product.form.dtype, dy))
+    return found

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from te_fuser.kernels.fold_amaxes import APART
+from te_fuser.fuser.run.loading import obstacle
+from te_fuser.kernels.reductions import APART
 from te_fuser.recipe import region
 
 if TYPE_CHECKING:
@@ -20,14 +22,16 @@ _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _changes = [0]
+_blocks: list[Block] = []
 
 
 def changed(dead: object = None) -> None:
+    """Note that a product is new, gone, or runs by another recipe."""
     _changes[0] += 1
 
 
 def changes() -> int:
-    """A number that is another one once a product is new, gone, or runs by another recipe."""
+    """Number of times that it was called."""
     return _changes[0]
 
 
@@ -43,18 +47,9 @@ def not_in_capture(what: str) -> None:
         )
 
 
-def check_place() -> None:
-    """Refuse to update scales where that would be captured, transformed or faked.
-
-    Raises:
-        RuntimeError: so.
-    """
-    not_in_capture("amaxes are folded")
-    if is_transformed():
-        raise RuntimeError(
-            "what earlier calls recorded is folded where a region is entered, and not inside of torch.func transforms "
-            "or FakeTensorMode: enter the region around these"
-        )
+def has_kernel(device: torch.device) -> bool:
+    """True where kernels update scales and quantize weights on a device."""
+    return device.type == "cuda" and obstacle(device, torch.float32) is None
 
 
 def is_transformed() -> bool:
@@ -66,8 +61,8 @@ class Block:
     """Slots for the amaxes of many products on one device.
 
     Attributes:
-        amaxes: float32 [products, 3], the largest magnitudes since the last fold, 0 where there was nothing.
-        not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
+        amaxes: float32 [products, 3], the largest magnitudes since the last update, 0 where there was nothing.
+        not_finite: int64 [products, 3], how many updates found one that was infinite or NaN.
         live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
             memory: for CUDA graphs; None before the first capture.
     """
@@ -81,9 +76,9 @@ class Block:
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
-    def is_full(self) -> bool:
-        """True where every slot was given away."""
-        return len(self._states) == _PRODUCTS
+    def rows(self) -> int:
+        """Number of slots that were given away."""
+        return len(self._states)
 
     def states(self) -> list[State]:
         """The products that are there."""
@@ -98,17 +93,8 @@ class Block:
             found = self._indices[rows] = torch.tensor(rows, device=self.device)
         return found
 
-    @property
-    def rows(self) -> int:
-        """Number of slots that were given away."""
-        return len(self._states)
-
     def made_live(self) -> torch.Tensor:
-        """`live`, from now on.
-
-        Raises:
-            RuntimeError: while a stream is captured, where there is none yet.
-        """
+        """`live`, from now on; refused while a stream is captured, where there is none yet."""
         if self.live is None:
             not_in_capture("scales are read by a first graph")
             self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
@@ -140,16 +126,31 @@ class Block:
         return mine
 
 
+def blocks() -> list[Block]:
+    """Blocks of all devices, in the order in which they were made."""
+    return list(_blocks)
+
+
+def block_with_room(device: torch.device) -> Block:
+    """A block of a device that has a free slot."""
+    free = next((b for b in _blocks if b.device == device and b.rows < _PRODUCTS), None)
+    if free is None:
+        _blocks[:] = [b for b in _blocks if b.states()]
+        with _disable_current_modes():  # of an export, which would make tensors without values
+            free = Block(device)
+        _blocks.append(free)
+    return free
+
+
 def apart(numbers: torch.Tensor) -> torch.Tensor:
     """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
     return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
 
 
-def show(found: Sequence[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
+def show(found: Iterable[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
     """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
     there = iter(numbers)
-    for scales, inverses in found:
-        for role in ROLES:
-            scales[role] = next(there)
-        for role in ROLES:
-            inverses[role] = next(there)
+    for both in found:
+        for kept in both:
+            for role in ROLES:
+                kept[role] = next(there)

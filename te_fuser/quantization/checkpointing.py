@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.amax_slots import ROLES
-from te_fuser.quantization.precision import any_since, is_another_since, now
-from te_fuser.quantization.scaling import scalings_of
-from te_fuser.quantization.state import Numbers, Snapshot, State, known_state_of, lock, of_capture, snapshot, state_of
+from te_fuser.quantization.amax_slots import ROLES, Numbers, blocks
+from te_fuser.quantization.products import any_since, is_another_since, now, scalings_of
+from te_fuser.quantization.state import State, known_state_of, lock, state_of
 from te_fuser.quantization.weight_cache import reading
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 
-_REMEDY = "what computes it again takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+_LOST = (
+    "a forward runs inside of a backward, {}: what computes it again takes "
+    "context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+)
 
 
 def checkpoint_contexts() -> tuple[Any, Any]:
@@ -31,8 +35,8 @@ def checkpoint_contexts() -> tuple[Any, Any]:
     Returns:
         A context for forward, and one for what runs again, which may be entered for each backward.
     """
-    kept = _Kept()
-    return kept.forward(), Anew(kept.again)
+    forward = _Forward()
+    return forward.first(), Anew(forward.again)
 
 
 class Anew(contextlib.AbstractContextManager[None]):
@@ -55,7 +59,7 @@ class Anew(contextlib.AbstractContextManager[None]):
         return self._entered.pop().__exit__(*raised)
 
 
-class _Kept:
+class _Forward:
     """The regions and scales of a forward; of one inside of another that runs again they are that one's."""
 
     def __init__(self) -> None:
@@ -68,63 +72,118 @@ class _Kept:
         self.entries: set[int] = {region.entries()} if self._around is None else self._around.entries
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def first(self) -> Iterator[None]:
         with region.noting_used() as self._used:
             yield
         if self._around is None:
-            self.scales = snapshot()  # of now: a region that was entered in here has folded
+            self.scales = snapshot()  # of now: a region that was entered in here has updated
             self.entries.add(region.entries())
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         if any_since(self.precision):
             region.settings_changed()  # so that calls are looked at again, each with its products
-        micro_batch, token = region.microbatch(self._is_first), _running_again.set(self)
+        micro_batch, runs_again = region.microbatch(self._is_first), region.being(_running_again, self)
+        with runs_again, region.recomputed(self._regions), self._by_its_scales(), micro_batch, reading(self._used):
+            yield
+
+    @contextlib.contextmanager
+    def _by_its_scales(self) -> Iterator[None]:
+        """In here products that were called in its regions have the scales of then, and no update gives them others.
+
+        Those of other threads are left alone. What forward records goes nowhere, as it was folded.
+        """
+        with lock:
+            region.hold(self.entries)
+            scales = Snapshot() if self.scales is None else self.scales  # without any: they are as they were
+            kept = [k for k in scales.scales or () if scales.is_captured or not self.entries.isdisjoint(k.entries)]
+            before = [Kept.of(state) for k in kept if (state := k.state()) is not None]
+            for k in kept:
+                k.put_back(records=False)
         try:
-            with region.recomputed(self._regions), _by(self.scales, self.entries), micro_batch, reading(self._used):
+            with of_capture(scales) if scales.is_captured else contextlib.nullcontext():
                 yield
         finally:
-            _running_again.reset(token)
+            with lock:
+                region.hold(self.entries, -1)
+                for k in before:
+                    k.put_back()
 
 
-_running_again: ContextVar[_Kept | None] = ContextVar("te_fuser_running_again", default=None)
+_running_again: ContextVar[_Forward | None] = ContextVar("te_fuser_running_again", default=None)
+
+# ------------------------------------------------------------------------------------------- scales between updates
 
 
-@contextlib.contextmanager
-def _by(scales: Snapshot | None, entries: set[int]) -> Iterator[None]:
-    """In here products that were called in regions of these numbers have these scales, and no fold gives them others.
+class Kept(NamedTuple):
+    """The scales and slots of a product between two updates, and the numbers of the regions that it was called in."""
 
-    Those of other threads are left alone. What forward records goes nowhere, as it was folded.
+    state: weakref.ref[State]
+    scales: Numbers
+    inverses: Numbers
+    amaxes: Numbers
+    entries: frozenset[int]
+
+    @classmethod
+    def of(cls, state: State) -> Kept:
+        """Scales and slots of a product now."""
+        entries = frozenset((state.entry, state.ran_in))
+        return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, {**state.amaxes}, entries)
+
+    def put_back(self, records: bool = True) -> None:
+        """Have the product find them; where it is to record nothing of x and W, slots that nobody reads."""
+        state, amaxes = self.state(), self.amaxes
+        if not records:
+            nowhere = torch.zeros(2, dtype=torch.float32, device=self.scales["input"].device)
+            amaxes = dict(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
+        if state is not None:
+            state.scales.update(self.scales)
+            state.inverses.update(self.inverses)
+            state.amaxes.update(amaxes)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The scales between two updates, for what computes a forward again.
+
+    Attributes:
+        scales: of each product; None while they are what it has.
+        is_captured: whether they are copies that a CUDA graph makes.
     """
+
+    scales: list[Kept] | None = None
+    is_captured: bool = False
+
+
+_snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
+_captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
+read_in_capture = _captured.get  # the copies of scales that calls here read, which a CUDA graph makes at each replay
+
+
+def of_capture(scales: Snapshot) -> contextlib.AbstractContextManager[None]:
+    """In here they are these."""
+    return region.being(_captured, scales)
+
+
+def snapshot() -> Snapshot:
+    """The scales of now."""
     with lock:
-        region.hold(entries)
-        before = _put_back(scales, entries)
-    is_captured = scales is not None and scales.is_captured
-    try:
-        with of_capture(scales) if is_captured else contextlib.nullcontext():
-            yield
-    finally:
-        with lock:
-            region.let_go(entries)
-            for state, kept, inverses, slots in before:
-                state.scales.update(kept)
-                state.inverses.update(inverses)
-                state.amaxes.update(slots)
+        found: Snapshot | None = _captured.get() or _snapshot[0]()
+        if found is None:
+            found = Snapshot()
+            _snapshot[0] = weakref.ref(found)
+        return found
 
 
-def _put_back(scales: Snapshot | None, entries: set[int]) -> list[tuple[State, Numbers, Numbers, Numbers]]:
-    """Have products find these scales, and slots that nobody reads; each with what it finds else."""
-    if scales is None or scales.scales is None:  # as it is now: the same amaxes once more change nothing
-        return []
-    kept = [k for k in scales.scales if scales.is_captured or not entries.isdisjoint(k.entries)]
-    found = [(state, k) for k in kept if (state := k.state()) is not None]
-    before = [(state, {**state.scales}, {**state.inverses}, {**state.amaxes}) for state, _ in found]
-    for state, then in found:
-        nowhere = torch.zeros(2, dtype=torch.float32, device=then.scales["input"].device)
-        state.scales.update(then.scales)
-        state.inverses.update(then.inverses)
-        state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
-    return before
+def keep_snapshot() -> None:
+    """Leave the scales, which are about to change, to who asked for those of now."""
+    kept: Snapshot | None = _snapshot[0]()
+    if kept is not None:
+        kept.scales = [Kept.of(state) for block in blocks() for state in block.states()]
+    _snapshot[0] = lambda: None
+
+
+# ---------------------------------------------------------------------------------------- where products run, and ran
 
 
 def ran_within(weight: Binding, recipe: Recipe) -> None:
@@ -139,21 +198,22 @@ def refuse_another(state: State, recipe: Recipe) -> None:
     """Refuse what computes a forward again in another region than it ran in.
 
     By recipes that keep scales it is another one where it was entered anew, by others where the recipe is another one.
-
-    Raises:
-        RuntimeError: so.
     """
     is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
-        raise RuntimeError(f"a forward runs inside of a backward, in another region than it ran in before: {_REMEDY}")
+        raise RuntimeError(_LOST.format("in another region than it ran in before"))
+
+
+def ran_outside(weights: Iterable[Binding]) -> None:
+    """Note that products run outside of all regions now; refused where what runs again has lost its own."""
+    for state in filter(None, map(known_state_of, weights)):
+        if state.ran_by is not None and region.runs_again():
+            raise RuntimeError(_LOST.format("without the region that it ran in before"))
+        state.ran_by = None
 
 
 def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None:
-    """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now.
-
-    Raises:
-        RuntimeError: naming the product's path.
-    """
+    """Refuse to compute a forward again in which a product ran by another recipe than is chosen for it now."""
     kept = _running_again.get()
     if kept is None or isinstance(weight, GivenBinding) or not is_another_since(weight, kept.precision, recipe):
         return
@@ -161,17 +221,3 @@ def refuse_another_precision(weight: Binding, path: str, recipe: Recipe) -> None
         f"{path or 'MatMul'}: te_fuser.precision was called between a forward and its backward, which computes that "
         "forward again, in which this product ran otherwise: call it before the forward, or behind the backward"
     )
-
-
-def ran_outside(weights: Iterable[Binding]) -> None:
-    """Note that products run outside of all regions now.
-
-    Raises:
-        RuntimeError: inside of a backward, where they ran in a region before: what runs again has lost its own.
-    """
-    for state in filter(None, map(known_state_of, weights)):
-        if state.ran_by is not None and region.runs_again():
-            raise RuntimeError(
-                f"a forward runs inside of a backward, without the region that it ran in before: {_REMEDY}"
-            )
-        state.ran_by = None

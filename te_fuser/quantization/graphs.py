@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.amax_slots import show
-from te_fuser.quantization.checkpointing import refuse_another
-from te_fuser.quantization.products import products_of
-from te_fuser.quantization.scaling import scalings_of
-from te_fuser.quantization.state import (
-    Kept,
-    ReadyCheck,
-    Snapshot,
-    State,
-    blocks,
-    history_length,
-    lock,
-    of_capture,
-    read_in_capture,
-)
+from te_fuser.quantization.amax_slots import blocks, show
+from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
+from te_fuser.quantization.products import products_of, scalings_of
+from te_fuser.quantization.state import ReadyCheck, State, history_length, lock
 from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
+
+_THERE = "capture again there, or call the model itself"
+# Part of the key of a region in which that of a capture differs, and what it is there -> words.
+_DIFFER: dict[str, dict[Any, str]] = {
+    "recipe": {None: "this graph was captured in a region by {then}, and is called in one by {now}"},
+    "calibrating": {None: "this graph was captured with calibrating={then}, and is called with {now}"},
+    "says_microbatch": {
+        True: "this graph was captured in quantization.microbatch(True), and is called without saying which "
+        "micro-batch it is: replay it in quantization.microbatch(True or False)",
+        False: "this graph was captured outside of quantization.microbatch(True), and quantizes weights in each "
+        "replay, but is called in one: replay it without, or capture in quantization.microbatch(True)",
+    },
+    "agrees": {None: "this graph was captured where other ranks agree on amaxes than here"},
+    "settings": {None: "te_fuser.precision was called since the capture, and the graph goes by what was before"},
+}
 
 
 class GraphedRegion:
@@ -89,26 +93,28 @@ class GraphedRegion:
                 amaxes.copy_(then)
 
     def _check(self) -> None:
-        now = region.current_key()
-        if now == self._key or not (self._products or self._has_products and self._keeps_nothing()):
+        """Refuse another region than that of the capture, where products ran in it, or may have.
+
+        No state tells what ran there outside of regions, and by recipes that have none.
+        """
+        then, now = self._key, region.current_key()
+        has_no_states = then is None or scalings_of(then.recipe) is not None
+        if now == then or not (self._products or (self._has_products and has_no_states)):
             return
-        there = "capture again there, or call the model itself"
         if now is None:
             raise ValueError(
                 "this graph was captured in a region of FP8, and is called outside of all: replay it in one by the "
-                f"same recipe, whose entry makes scales; for the model's own precision {there}"
+                f"same recipe, whose entry makes scales; for the model's own precision {_THERE}"
             )
-        if self._key is None:
+        if then is None:
             raise ValueError(
-                f"this graph was captured outside of regions of FP8, and is called in one: {there}; for replays in the "
-                "model's own precision leave the region, or enter autocast(enabled=False)"
+                f"this graph was captured outside of regions of FP8, and is called in one: {_THERE}; for replays in "
+                "the model's own precision leave the region, or enter autocast(enabled=False)"
             )
-        raise ValueError(_differ(self._key, now) + f": {there}")
-
-    def _keeps_nothing(self) -> bool:
-        """True where no state tells what ran in the capture: outside of regions, and by recipes that have none."""
-        recipe = None if self._key is None else self._key.recipe
-        return recipe is None or scalings_of(recipe) is not None
+        name = next(name for name in _DIFFER if getattr(then, name) != getattr(now, name))
+        of = {"then": getattr(then, name), "now": getattr(now, name)}
+        words = _DIFFER[name].get(None) or _DIFFER[name][of["then"]]
+        raise ValueError(f"{words.format(**of)}: {_THERE}")
 
     def _renew(self) -> None:
         """Have scales where buffers are others, and recipes that were others since."""
@@ -128,66 +134,38 @@ class GraphedRegion:
         for state, (there, _) in self._kept.items():
             if self._copied.get(state) is not state.kept["weight_data"]:
                 with torch.no_grad():
-                    torch._foreach_copy_(_bytes_of(there), _bytes_of(state.kept))
+                    to, of = ([t.view(t.shape or 1).view(torch.uint8) for t in k.values()] for k in (there, state.kept))
+                    torch._foreach_copy_(to, of)
                 self._copied[state] = state.kept["weight_data"]
-
-
-def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [t.view(1).view(torch.uint8) if t.dim() == 0 else t.view(torch.uint8) for t in kept.values()]
-
-
-def _differ(then: region.Key, now: region.Key) -> str:
-    """Words on how regions differ, by their keys."""
-    if then.recipe != now.recipe:
-        return f"this graph was captured in a region by {then.recipe}, and is called in one by {now.recipe}"
-    if then.calibrating != now.calibrating:
-        return f"this graph was captured with calibrating={then.calibrating}, and is called with {now.calibrating}"
-    if (parts := then.says_microbatch) != now.says_microbatch:
-        if parts:
-            return (
-                "this graph was captured in quantization.microbatch(True), and is called without saying which "
-                "micro-batch it is: replay it in quantization.microbatch(True or False)"
-            )
-        return (
-            "this graph was captured outside of quantization.microbatch(True), and quantizes weights in each replay, "
-            "but is called in one: replay it without, or capture in quantization.microbatch(True)"
-        )
-    if then.agrees != now.agrees:
-        return "this graph was captured where other ranks agree on amaxes than here"
-    return "te_fuser.precision was called since the capture, and the graph goes by what was before"
 
 
 @contextlib.contextmanager
 def _copied(device: torch.device) -> Iterator[None]:
     """In here calls read copies of the scales of a device, made here."""
-    before, snapshot = [], Snapshot()
-    snapshot.is_captured = True
+    before: list[Kept] = []
+    snapshot = Snapshot([], is_captured=True)
     with lock, torch.no_grad():
         for block in [block for block in blocks() if block.device == device]:
             states = block.states()
             for state in states if not region.is_capturing() else ():
-                state.take_up()
+                if state.has_buffers and state.scale.device == device:  # somebody may have put others in place
+                    state.make(None, device)
             found = block.made_live().clone()[: block.rows, :, 0].flatten().unbind()
-            before += [(state, {**state.scales}, {**state.inverses}) for state in states]
+            before += map(Kept.of, states)
             for state in states:
                 show([(state.scales, state.inverses)], found[6 * state.row : 6 * state.row + 6])
-        snapshot.scales = [Kept.of(state) for state, _, _ in before]
+            snapshot.scales += map(Kept.of, states)  # type: ignore[operator]
     try:
         with of_capture(snapshot):
             yield
     finally:
         with lock:
-            for state, scales, inverses in before:
-                state.scales.update(scales)
-                state.inverses.update(inverses)
+            for kept in before:
+                kept.put_back()
 
 
 def refuse_by_hand() -> None:
-    """Refuse calls that a CUDA graph would capture with the scales of now.
-
-    Raises:
-        NotImplementedError: while a stream is captured, but for `te_fuser.cuda_graph`.
-    """
+    """Refuse calls that a CUDA graph would capture with the scales of now, but for `te_fuser.cuda_graph`."""
     if region.is_capturing() and read_in_capture() is None:
         raise NotImplementedError(
             "a model runs in a region of FP8 while a CUDA graph is captured by hand: replays would go on by the scales "

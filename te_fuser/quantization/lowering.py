@@ -16,8 +16,8 @@ from te_fuser.facts import Facts
 from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph.call_context import CallContext, ReadyList, register
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.fuser.run.tracers import REFERENCE
-from te_fuser.kernels.quantized_matmul import check_machine, emulated_on
+from te_fuser.fuser.run.call import REFERENCE
+from te_fuser.kernels.cublaslt.products import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.collectives import Collective
 from te_fuser.ops.float8_matmul import Float8MatMul
@@ -26,17 +26,22 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
+from te_fuser.quantization.amax_allreduce import quantized_first
 from te_fuser.quantization.amax_slots import ROLES
-from te_fuser.quantization.bindings import ScaleBinding, StateBinding
-from te_fuser.quantization.checkpointing import ran_outside, ran_within, refuse_another_precision
-from te_fuser.quantization.fp8_allgather import agreeing, quantized_first
+from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
-from te_fuser.quantization.precision import recipe_for
-from te_fuser.quantization.product_scaling import form_of, in_place, is_kept, product_scaling, quantizing
-from te_fuser.quantization.products import device_of, parameter_of, weight_in
-from te_fuser.quantization.scaling import how, scalings_of
-from te_fuser.quantization.state import ReadyCheck, State, ensure, read_in_capture, state_of
+from te_fuser.quantization.product_scaling import (
+    form_of,
+    in_place,
+    is_kept,
+    keeps_scales,
+    product_scaling,
+    quantizing,
+    state_in,
+)
+from te_fuser.quantization.products import device_of, how, parameter_of, recipe_for, scalings_of, weight_in
+from te_fuser.quantization.state import ReadyCheck, State, ensure, state_of
 from te_fuser.quantization.weight_cache import KEPT, OWN, keep, leave_blank
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Format, Recipe
@@ -62,50 +67,74 @@ class Regions(CallContext):
             listed = _bound(listed, key, looks, reads)
         if looks:  # plans say what a device would refuse
             return ReadyList(listed, lasts=False)
-        _prepare_products([item for item in listed if why_not(item, key.recipe) is None], key, reads)
+        _prepare_products(_in_8_bits(listed, key.recipe), key, reads)
         keep([(state_in(item), weight_in(item)) for item in listed if is_kept(item)], _records() and not reads)
         return ReadyList(listed, not reads, functools.partial(_facts, listed))
 
     def rewrite(self, listed: Sequence[ListedOp], call: CallSpecs, key: region.Key) -> Sequence[ListedOp]:
         call.notes.extend(_notes(listed, key, call.x.device, call.capability))
         made = [new for item in listed for new in _lowered(item, call, key)]
-        if not any(isinstance(item.lowered.op, Collective) for item in listed):
-            return made
-        return quantized_first(made, agreeing(), lambda item: _recipe_of(item, key.recipe).reduce_amax)
+        is_cut = any(isinstance(item.lowered.op, Collective) for item in listed)
+        return quantized_first(made, key.recipe) if is_cut else made
+
+
+def _is_product(item: ListedOp) -> bool:
+    return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
+
+
+def _recipe_of(item: ListedOp, around: Recipe) -> Recipe | str:
+    """The recipe by which a product runs in 8 bits in a region; else why it does not, "" of what is no product."""
+    if not _is_product(item):
+        return ""
+    product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), around)
+    if chosen is None:
+        return "te.precision says so"
+    for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
+        if size % chosen.step:
+            return f"its {name}, {size}, are no multiple of {chosen.step}"
+    return chosen
+
+
+def _in_8_bits(listed: Sequence[ListedOp], around: Recipe) -> list[tuple[ListedOp, Recipe]]:
+    """The products that run so, and by which recipes."""
+    found = ((item, _recipe_of(item, around)) for item in listed)
+    return [(item, recipe) for item, recipe in found if not isinstance(recipe, str)]
 
 
 def _prepare_outside(products: Sequence[ListedOp]) -> None:
     """Refuse products that cannot run outside of regions, and note that the others do."""
     now = region.current()
     for item in products:
-        if now is not None and why_not(item, now.recipe) is None:  # calls in float64 are surrounded by nothing
+        if now is not None and not isinstance(_recipe_of(item, now.recipe), str):  # nothing surrounds calls in float64
             _refuse_dtype(item.path, "x", torch.float64)
         refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
     if not is_looking():
         ran_outside([weight_in(item) for item in products])
 
 
-def _prepare_products(products: Sequence[ListedOp], key: region.Key, reads: bool) -> None:
+def _prepare_products(products: Sequence[tuple[ListedOp, Recipe]], key: region.Key, reads: bool) -> None:
     """Have products of 8 bits find what they read, and note by which recipes they run."""
-    found = [(w, _recipe_of(item, key.recipe), _device_in(w)) for item in products for w in [weight_in(item)]]
-    if any(scalings_of(recipe) is None for _, recipe, _ in found):
+    found = [(item, weight_in(item), recipe, _device_in(weight_in(item))) for item, recipe in products]
+    keeping = [weight for _, weight, recipe, _ in found if scalings_of(recipe) is None]
+    if keeping:
         refuse_by_hand()
-        if key.calibrating and not (_records() or reads or any(is_only_narrow(w) for w, _, _ in found)):
+        if key.calibrating and not (_records() or reads or any(is_only_narrow(weight) for _, weight, _, _ in found)):
             _say_once()
-    for device, kind in {(device, recipe.scales) for _, recipe, device in found} if not key.calibrating else ():
-        check_machine(device, kind)
-    for weight, recipe, device in [] if reads else found:
-        ran_within(weight, recipe)
-        if scalings_of(recipe) is None:
+    if not key.calibrating:
+        for device, scales in {(device, recipe.scales) for _, _, recipe, device in found}:
+            check_machine(device, scales)
+    for item, weight, recipe, device in found:
+        if not reads:
+            ran_within(weight, recipe)
+        if not reads and scalings_of(recipe) is None:
             ensure(weight, recipe, device) if _records() else state_of(weight).read(device)
-    for item, (_, _, device) in zip(products, found, strict=True):
         if KEPT[0] in item.lowered.aside:
             leave_blank(state_in(item), cast(MatMul, item.lowered.op).own_features, device)
 
 
 def _facts(listed: Sequence[ListedOp]) -> Facts:
     """Conditions under which a list stays ready."""
-    states = [state_in(item) for item in listed if _keeps_scales(item)]
+    states = [state_in(item) for item in listed if keeps_scales(item)]
     kept = [state_in(item) for item in listed if is_kept(item)]
     narrow = [place for item in listed if _is_product(item) for place in narrow_places(weight_in(item))]
     items = [(vars(state), "recipe", state.recipe) for state in states] + [(vars(s), "is_kept", True) for s in kept]
@@ -125,38 +154,6 @@ def _records() -> bool:
     return torch.is_grad_enabled() or read_in_capture() is not None
 
 
-def why_not(item: ListedOp, recipe: Recipe) -> str | None:
-    """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
-    if not _is_product(item):
-        return ""
-    product, chosen = cast(MatMul, item.lowered.op), recipe_for(weight_in(item), recipe)
-    if chosen is None:
-        return "te.precision says so"
-    for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
-        if size % chosen.step:
-            return f"its {name}, {size}, are no multiple of {chosen.step}"
-    return None
-
-
-def _recipe_of(item: ListedOp, around: Recipe) -> Recipe:
-    """The recipe that a product of 8 bits runs by."""
-    return cast(Recipe, recipe_for(weight_in(item), around))
-
-
-def state_in(item: ListedOp) -> State:
-    """The state of which a product in a list has its numbers."""
-    return next(b.state for b in item.lowered.aside.values() if isinstance(b, StateBinding))
-
-
-def _keeps_scales(item: ListedOp) -> bool:
-    """True where a product reads scales that are kept from call to call."""
-    return isinstance(item.lowered.aside.get("input_scale"), ScaleBinding)
-
-
-def _is_product(item: ListedOp) -> bool:
-    return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
-
-
 def _is_meta(weight: Binding) -> bool:
     """True where it is on the meta device, so that a call can only be planned."""
     found = parameter_of(weight)
@@ -174,8 +171,8 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
     if reads:
         own = state_of(weight)
         own.read(_device_in(weight))
-        for mine, its in zip(state.held(), own.held(), strict=True):
-            mine.update(its)
+        for held in ("scales", "inverses", "amaxes", "blanks", "kept"):
+            vars(state)[held].update(vars(own)[held])
         state.is_kept, state.kept_of = own.is_kept, own.kept_of
         return state
     device = torch.device("meta") if _is_meta(weight) else _device_in(weight)
@@ -194,12 +191,12 @@ def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool
     times, states = Counter[Hashable](), dict[Hashable, State]()  # by weight
     found: list[ListedOp] = []
     for item in listed:
-        if why_not(item, key.recipe) is None:
-            weight, scaling = weight_in(item), product_scaling(_recipe_of(item, key.recipe))
+        if not isinstance(recipe := _recipe_of(item, key.recipe), str):
+            weight = weight_in(item)
             if weight.key not in states:
                 product, apart = cast(MatMul, item.lowered.op), looks or reads
                 states[weight.key] = _apart(weight, product, not looks) if apart else state_of(weight)
-            aside = scaling.numbers(weight, states[weight.key], key, times[weight.key])
+            aside = product_scaling(recipe).numbers(weight, states[weight.key], key, times[weight.key])
             item = replace(item, lowered=replace(item.lowered, aside=aside))
             times[weight.key] += 1
         found.append(item)
@@ -208,17 +205,14 @@ def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool
 
 def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
     """The ops that stand in an op's place."""
-    why, weight = why_not(item, key.recipe), item.lowered.bindings.get("weight")
-    if why is not None or weight is None:
-        if why:
-            refuse_narrow(item, f"is no product of 8 bits here: {why}")
-        return (item,)
     recipe = _recipe_of(item, key.recipe)
-    scaling = product_scaling(recipe)
+    if isinstance(recipe, str):
+        if recipe:
+            refuse_narrow(item, f"is no product of 8 bits here: {recipe}")
+        return (item,)
+    weight, scaling = weight_in(item), product_scaling(recipe)
     if is_only_narrow(weight):
-        if not scaling.keeps:
-            refuse_narrow(item, "takes a recipe that keeps scales, DelayedScaling() say")
-        return _of_narrow(item, call, key)
+        return _of_narrow(item, call, key, recipe)
     if key.calibrating and not scaling.keeps:
         return (item,)
     own = call.parameters[weight.key].spec.dtype
@@ -232,15 +226,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
 
 
 def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
-    """Refuse a product of another dtype than those that products of 8 bits give.
-
-    Args:
-        path: the product's.
-        what: is in that dtype.
-
-    Raises:
-        TypeError: naming the product, and what to do.
-    """
+    """Refuse a product of which this is in another dtype than those that products of 8 bits give."""
     raise TypeError(
         f"{path or 'MatMul'}: {what} is in {text_of(dtype)}, but products in FP8 give float32, bfloat16 or float16: "
         'convert model and x, leave the region, or exempt it by te.precision(model, {"path": None}); '
@@ -248,64 +234,57 @@ def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
     )
 
 
-def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[ListedOp]:
+def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Recipe) -> Iterable[ListedOp]:
     """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
-    recipe = _recipe_of(item, key.recipe)
-    if key.calibrating or recipe.override_linear_precision[0]:
-        refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
-    if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
-        refuse_narrow(item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own")
-    exact = torch.float64 if not rounds() else None
-    dtype = item.casts.get("weight", call.x.dtype)
-    if (exact or dtype) not in (*OUT_DTYPES, exact):
-        refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
-    form = form_of(recipe, torch.float32 if exact else dtype, torch.float32 if exact else dtype)
+    dtype = item.casts.get("weight", call.x.dtype) if rounds() else torch.float32
+    trains = call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values()))
+    is_wide = key.calibrating or recipe.override_linear_precision[0]
+    refused = {
+        "takes a recipe that keeps scales, DelayedScaling() say": not product_scaling(recipe).keeps,
+        "is to run in another precision: leave out calibrating and override_linear_precision": is_wide,
+        "is for inference: call it under torch.no_grad(), or train a model with weights of its own": trains,
+        f"gives float32, bfloat16 or float16, not {dtype}: convert x": dtype not in OUT_DTYPES,
+    }
+    if why := next((why for why, holds in refused.items() if holds), None):
+        refuse_narrow(item, why)
+    form = form_of(recipe, dtype, dtype)
     op = Float8MatMul(cast(MatMul, item.lowered.op), weight_is_kept=True, **form)
-    yield quantizing(item, form["dtype"], False)
     numbers = [name for name in READ_KEPT if name in item.lowered.aside]
-    yield in_place(item, op, numbers, {"weight_data": weight_in(item)})
+    return quantizing(item, dtype), in_place(item, op, numbers, {"weight_data": weight_in(item)})
 
 
 def _notes(
     listed: Sequence[ListedOp], key: region.Key, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """Lines of plans on each product's precision; the capability is that of a GPU that is only named."""
-    around, calibrating = key.recipe, key.calibrating
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for item in listed:
-        if why_not(item, around) is None:
-            recipe = _recipe_of(item, around)
-            alike.setdefault((*_precision(recipe), recipe.scales), []).append(item.path)
-    for (said, but, scales), paths in alike.items():
-        if not calibrating:
-            yield f"products in 8 bits ({said}){emulated_on(device, capability, scales)}: {_names(paths)}{but}"
-        elif has := [path for item in listed if (path := item.path) in paths and _keeps_scales(item)]:
+    alike: dict[tuple[str, str], list[ListedOp]] = {}
+    for item, recipe in _in_8_bits(listed, key.recipe):
+        formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+        said = "; ".join(filter(None, (formats, how(recipe))))
+        kept = [name for name, k in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if k]
+        but = f"; but {', '.join(kept)} in its own precision, as override_linear_precision says" if kept else ""
+        alike.setdefault((f"({said}){emulated_on(device, capability, recipe.scales)}", but), []).append(item)
+    for (said, but), items in alike.items():
+        if not key.calibrating:
+            yield f"products in 8 bits {said}: {_names(items)}{but}"
+        elif has := [*filter(keeps_scales, items)]:
             yield f"calibrating: the largest magnitudes of {_names(has)} are recorded, and nothing is quantized"
         else:
-            yield f"calibrating: scales of {_names(paths)} need no earlier calls, and nothing is quantized"
-    if once := [item.path for item in listed if is_kept(item)]:
+            yield f"calibrating: scales of {_names(items)} need no earlier calls, and nothing is quantized"
+    if once := [*filter(is_kept, listed)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
-    if given := [item.path for item in listed if _keeps_scales(item) and isinstance(weight_in(item), GivenBinding)]:
+    if given := [item for item in listed if keeps_scales(item) and isinstance(weight_in(item), GivenBinding)]:
         yield f"weights come with the call, so their scales are among no states() and in no state_dict: {_names(given)}"
-    products = filter(_is_product, listed)
-    if narrow := [item.path for item in products if is_only_narrow(weight_in(item))]:
+    if narrow := [item for item in listed if _is_product(item) and is_only_narrow(weight_in(item))]:
         yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
-        if why := why_not(item, around):
+        if (why := _recipe_of(item, key.recipe)) and isinstance(why, str):
             yield f"{item.path} stays in its own precision: {why}"
 
 
-def _precision(recipe: Recipe) -> tuple[str, str]:
-    """Formats and scales of a recipe, in words, and which products have none of it."""
-    formats = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
-    kept = zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True)
-    own = [product for product, keeps in kept if keeps]
-    but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
-    return "; ".join(filter(None, (formats, how(recipe)))), but
-
-
-def _names(paths: Sequence[str]) -> str:
-    return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
+def _names(items: Sequence[ListedOp]) -> str:
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join([item.path for item in items[:_NAMED]]) + more
 
 
 register(Regions())

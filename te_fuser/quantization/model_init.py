@@ -17,6 +17,7 @@ from te_fuser.params.narrow import NARROW, is_narrow, narrow, not_scaled, prefix
 from te_fuser.params.scales import HoldsScales
 from te_fuser.quantization.products import weight_in, weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.region import being
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp
@@ -52,30 +53,22 @@ def quantized_model_init(
             raise TypeError(f"quantized_model_init: {name} is True or False, got {flag!r}")
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise TypeError(f"quantized_model_init takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
-    if enabled and recipe is not None and (why := why_not_by(recipe)) is not None:
-        raise ValueError(f"quantized_model_init: weights in 8 bits alone take {why}, got {recipe}")
+    if enabled and recipe is not None:
+        takes = None if isinstance(recipe, DelayedScaling) else "a recipe that keeps scales, DelayedScaling() say"
+        if takes is None and recipe.override_linear_precision[0]:
+            takes = "a recipe without override_linear_precision, which has y in the model's own precision"
+        if takes is not None:
+            raise ValueError(f"quantized_model_init: weights in 8 bits alone take {takes}, got {recipe}")
     if enabled and preserve_high_precision_init_val:
         raise NotImplementedError(
             "quantized_model_init: preserve_high_precision_init_val=True is for training, and weights in 8 bits alone "
             "are for inference: make the model outside and train it in a region of FP8"
         )
     waiting: list[FusableOperation] = []
-    token = _waiting.set(waiting if enabled else None)
-    try:
+    with being(_waiting, waiting if enabled else None):
         yield
-    finally:
-        _waiting.reset(token)
     for op in waiting:
         _narrow(op)
-
-
-def why_not_by(recipe: Recipe) -> str | None:
-    """Words on what weights in 8 bits alone take in place of a recipe by which they cannot run; None: they can."""
-    if not isinstance(recipe, DelayedScaling):
-        return "a recipe that keeps scales, DelayedScaling() say"
-    if recipe.override_linear_precision[0]:
-        return "a recipe without override_linear_precision, which has y in the model's own precision"
-    return None
 
 
 def _narrow(op: FusableOperation, waiting: list[FusableOperation] | None = None) -> None:
@@ -125,21 +118,13 @@ def narrow_places(weight: Binding) -> list[Place]:
 
 
 def refuse_narrow(item: ListedOp, why: str) -> None:
-    """Refuse a product whose weight is in 8 bits alone.
-
-    Raises:
-        RuntimeError: naming it, with why in words.
-    """
+    """Refuse a product whose weight is in 8 bits alone, with why in words."""
     if is_only_narrow(weight_in(item)):
         raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
 
 
 def refuse_narrow_weights(products: Iterable[ListedOp]) -> None:
-    """Refuse weights in 8 bits alone whose scale is not theirs.
-
-    Raises:
-        RuntimeError: where several modules have one, each with a scale, and where somebody has written to it.
-    """
+    """Refuse weights in 8 bits alone that several modules have, each with a scale, or that somebody has written to."""
     there: dict[int, Hashable] = {}
     for item in products:
         weight = weight_in(item)

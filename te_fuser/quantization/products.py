@@ -1,8 +1,15 @@
-"""The products that there are: in the order of their construction, and those of a model by path."""
+"""The products that there are, in the order of their construction, and the recipe that each runs by: `precision`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+import fnmatch
+import functools
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,12 +17,18 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import prefix_of
+from te_fuser.params.scales import Aside
+from te_fuser.recipe.recipes import DelayedScaling, OwnScales, QParams, Recipe
+from te_fuser.recipe.region import settings_changed
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp
+
+# --------------------------------------------------------------------------------------------------- which there are
 
 
 def products() -> list[Binding]:
@@ -28,23 +41,17 @@ def products() -> list[Binding]:
     return list(found.values())
 
 
-def _fits(product: MatMul) -> bool:
-    """True where a rank's product is one that 8 bits take."""
-    try:
-        return not any(size % STEP for size in product.own_features)
-    except ValueError:  # which ranks cannot cut so: calls say it
-        return False
-
-
 def weight_of(op: FusableOperation) -> Binding | None:
     """The weight of a product; None of other ops, and where that is gone or another module reads it otherwise."""
     product = op.op if isinstance(op, Bound) else op
-    if not (isinstance(product, MatMul) and product.kind is MatMul and _fits(product)):
+    if not (isinstance(product, MatMul) and product.kind is MatMul):
         return None
     try:
+        if any(size % STEP for size in product.own_features):
+            return None
         return next((low.bindings["weight"] for low in op.lower() if "weight" in low.bindings), None)
-    except (AttributeError, ReferenceError, TypeError):  # an owner that is gone, a hook: such an op runs nowhere
-        return None
+    except (AttributeError, ReferenceError, TypeError, ValueError):
+        return None  # an owner that is gone, a hook, features that ranks cannot cut so: calls say it, if there are any
 
 
 def weight_in(item: ListedOp) -> Binding:
@@ -77,3 +84,167 @@ def device_of(weight: Binding) -> torch.device | None:
     """The device of a weight; None of one that is gone, comes with each call, or has no values."""
     found = parameter_of(weight)
     return None if found is None or found.is_meta else found.device
+
+
+# ------------------------------------------------------------------------------------------------ by which recipes
+
+_KEY = "_fp8_precision"  # of a module's attributes
+_UNSAID = object()
+_REMEMBERED = 16
+_TENSORS = 6  # of two products, on which the functions of a recipe are tried
+_count, _latest = itertools.count(1), [0]
+# Module -> weight's name -> when the recipe was changed, the last times, and what was said before.
+_changed: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, deque[tuple[int, object]]]] = weakref.WeakKeyDictionary()
+
+
+class Chosen(dict[str, Recipe | None], Aside):  # type: ignore[misc]
+    """Weight's name -> the recipe that was chosen for it, or None."""
+
+
+def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
+    """Have products of a model run by recipes of their own: `precision(model, {"*.fc2": recipe, "lm_head": None})`.
+
+    Where a region is on, that is. It holds until it is said again, for copies of the model, too, and is in no
+    `state_dict`.
+
+    Args:
+        recipes: pattern, as in file names -> the recipe of the products whose path, or that of a module around them,
+            it matches; None: their own precision. The last pattern that matches counts.
+
+    Raises:
+        TypeError: for what is no module, no pattern, no recipe.
+        ValueError: for a pattern that matches nothing, naming the nearest paths; for functions that give no scales.
+    """
+    for weight, recipe in _matched(model, recipes):
+        chosen = weight.owner.__dict__.setdefault(_KEY, Chosen())
+        before = chosen.get(weight.name, _UNSAID)
+        if before != recipe:
+            changed = _changed.setdefault(weight.owner, {}).setdefault(weight.name, deque(maxlen=_REMEMBERED))
+            _latest[0] = now()
+            changed.append((_latest[0], before))
+        chosen[weight.name] = recipe
+    settings_changed()
+
+
+def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
+    takes = "precision takes a module and a mapping"
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{takes}, got {type(model).__name__} as the module: give a model")
+    if not isinstance(recipes, Mapping):
+        got = f"got {type(recipes).__name__} as the mapping"
+        raise TypeError(f'{takes}, pattern -> recipe or None, {got}: {{"*": recipe}} is for all products')
+    named, found = products_of(model), []
+    for pattern, recipe in recipes.items():
+        if not isinstance(pattern, str) or not (recipe is None or isinstance(recipe, Recipe)):
+            raise TypeError(
+                f"precision takes a pattern and a recipe or None, got {pattern!r}: {recipe!r}; make a recipe of "
+                "te_fuser.recipe, DelayedScaling() say"
+            )
+        if recipe is not None:
+            try_recipe(recipe)
+        paths = [path for path in named if _matches(path, pattern)]
+        if not paths:
+            near = ", ".join(map(repr, difflib.get_close_matches(pattern, named, n=3, cutoff=0.0)))
+            near = f"near it: {near}" if near else "this model has none whose sizes are multiples of 16"
+            raise ValueError(f"precision: {pattern!r} matches no product; {near}")
+        found += [(named[path], recipe) for path in paths]
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """True where a pattern matches a path or the beginning of it, up to a dot."""
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+
+
+def now() -> int:
+    """A number for `any_since` and `is_another_since`."""
+    return next(_count)
+
+
+def any_since(then: int) -> bool:
+    """True where a recipe of any product was changed since then."""
+    return _latest[0] > then
+
+
+def is_another_since(weight: Binding, then: int, recipe: Recipe) -> bool:
+    """True where a product runs by another recipe than it would have then, in a region of this one."""
+    since = [before for when, before in _changed.get(weight.owner, {}).get(weight.name, ()) if when > then]
+    return bool(since) and (recipe if since[0] is _UNSAID else since[0]) != recipe_for(weight, recipe)
+
+
+def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:
+    """The recipe that a product runs by in a region of this one; None: in its own precision."""
+    chosen: Mapping[str, Recipe | None] = weight.owner.__dict__.get(_KEY, {})
+    return chosen.get(weight.name, recipe)
+
+
+# ---------------------------------------------------------------------------------------------- what these are
+
+
+def scalings_of(recipe: Recipe | None) -> tuple[Scaling, Scaling, Scaling] | None:
+    """Rules by which x, W and dy get scales from themselves; None of one whose scales are kept."""
+    if recipe is None or recipe.own_scales is None:
+        return None
+    x, weight, dy = [Scaling(o.block, o.by.power_2_scale, o.by.amax_epsilon) for o in recipe.own_scales]
+    return x, weight, dy
+
+
+def how(recipe: Recipe) -> str:
+    """Words on the scales of a recipe that keeps none; "" of one that does."""
+    if recipe.own_scales is None:
+        return ""
+    x, weight, _ = [own.block and " x ".join(map(str, own.block)) for own in recipe.own_scales]
+    if x is None:
+        return "scales of now"
+    return f"a scale for each {x} numbers" + (f", {weight} of a weight" if weight != x else "")
+
+
+@functools.lru_cache(maxsize=64)
+def try_recipe(recipe: Recipe) -> None:
+    """Look at the scales that a recipe keeps none for, and try its functions on a history of zeros, two products'.
+
+    Raises:
+        TypeError: for `own_scales` that are none.
+        ValueError: where functions raise, give another shape, or no floating point.
+    """
+    own: Any = recipe.own_scales
+    if own is not None and not (isinstance(own, tuple) and len(own) == 3 and all(map(_is_own, own))):
+        raise TypeError(
+            f"{type(recipe).__name__}: own_scales are three OwnScales(QParams(..), (rows, columns) or None), of x, W "
+            f"and dy, or None where scales are kept, got {own!r}"
+        )
+    if not isinstance(recipe, DelayedScaling):
+        return
+    zeros, ones = torch.zeros(recipe.amax_history_len, _TENSORS), torch.ones(_TENSORS)
+    amax, factor = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    if callable(amax):
+        _try("amax_compute_algo(history)", zeros, amax, zeros)
+    if factor is not None:
+        call = "scaling_factor_compute_algo(amax, scale, fp8_max, recipe)"
+        _try(call, zeros, factor, zeros[0], ones, 448.0 * ones, recipe)
+
+
+def _is_own(found: Any) -> bool:
+    """True where this says how a tensor gets its scales."""
+    if not (isinstance(found, OwnScales) and isinstance(found.by, QParams)):
+        return False
+    block = found.block
+    is_pair = isinstance(block, tuple) and len(block) == 2
+    return block is None or (is_pair and all(type(size) is int and size > 0 for size in block))
+
+
+def _try(call: str, history: torch.Tensor, function: Callable[..., Any], *given: Any) -> None:
+    try:
+        with torch.no_grad():
+            made = function(*given)
+    except Exception as error:
+        words = f"raised {type(error).__name__}: {error}; it was tried on zeros, history {list(history.shape)}"
+        raise ValueError(f"DelayedScaling: {call} {words}") from error
+    if isinstance(made, torch.Tensor) and made.shape == history.shape[1:] and made.is_floating_point():
+        return
+    got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
+    raise ValueError(
+        f"DelayedScaling: {call} gives one number for each tensor, float32 {list(history.shape[1:])} of a history "
+        f"{list(history.shape)}, newest first; it gave {got}"
+    )

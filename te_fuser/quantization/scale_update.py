@@ -8,23 +8,49 @@ on amaxes update together, in `states` and `not_finite` too; who saves or evalua
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from te_fuser.distributed.group import has_ranks
+from te_fuser.facts import Facts, holders, still_hold, tensor_place
+from te_fuser.kernels.reductions import AmaxFolder, Folded
+from te_fuser.look import is_looking
+from te_fuser.params.narrow import HISTORY, LARGEST, SCALE
+from te_fuser.params.scales import STATES, States, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
-from te_fuser.quantization.amax_slots import Block, check_place
-from te_fuser.quantization.brought import take_brought
-from te_fuser.quantization.scale_kernel import folded_in, kernel_of, note_thread
-from te_fuser.quantization.scaling import scales_of, try_recipe
-from te_fuser.quantization.state import State, blocks, busy_states, has_recorded, keep_snapshot, lock, note_recording
-from te_fuser.recipe.recipes import DelayedScaling
+from te_fuser.quantization.amax_slots import (
+    ROLES,
+    Block,
+    blocks,
+    changes,
+    has_kernel,
+    is_transformed,
+    not_in_capture,
+    show,
+)
+from te_fuser.quantization.checkpointing import keep_snapshot
+from te_fuser.quantization.products import device_of, products, recipe_for, try_recipe
+from te_fuser.quantization.state import (
+    State,
+    busy_states,
+    history_length,
+    lock,
+    recorded_since,
+    state_of,
+    written_by_updates,
+)
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import Region, is_capturing, on_entry
 
 Moved = tuple[Sequence[State], torch.Tensor, torch.Tensor]  # of one recipe: history [length, states, 3], scales
+_threads: set[int] = set()  # those that have entered regions
 
 
 @dataclass
@@ -44,23 +70,32 @@ def update() -> None:
     Raises:
         RuntimeError: where what runs is captured, transformed or faked.
     """
-    check_place()
-    with lock, torch.inference_mode(False), torch.no_grad():
+    _check_place()
+    with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
         keep_snapshot()
         recorded.is_new = False
         if agreement is not None and last is not None:
             agreement.reduce(last.recipe)
         left_out = set(busy_states() if agreement is None else agreement.waiting())
-        note_recording(bool(left_out))  # other threads may from here on
+        recorded_since[0] = bool(left_out)  # other threads may from here on
         for block in blocks():
             _update_block(block, left_out)
         if has_ranks():
             note_alike(agreement, left_out)
 
 
+def _check_place() -> None:
+    not_in_capture("amaxes are folded")
+    if is_transformed():
+        raise RuntimeError(
+            "what earlier calls recorded is folded where a region is entered, and not inside of torch.func transforms "
+            "or FakeTensorMode: enter the region around these"
+        )
+
+
 def _update_block(block: Block, left_out: set[State]) -> None:
-    kernel, others = (None, folded_in(block)) if left_out else kernel_of(block)
+    kernel, others = (None, folded_in(block)) if left_out else _kernel_of(block)
     seen = block.amaxes if kernel is not None and not others else block.amaxes.clone()
     if kernel is not None:
         kernel.fold(block)
@@ -75,31 +110,164 @@ def _update_block(block: Block, left_out: set[State]) -> None:
         block.show(states, scales)
 
 
+def folded_in(block: Block, among: Sequence[State] | None = None) -> list[State]:
+    """The products of a block, or those among some, that keep amaxes, and have somewhere to keep them."""
+    there = block.states() if among is None else [state for state in among if state.block is block]
+    found = [state for state in there if isinstance(state.recipe, DelayedScaling) and not state.is_meta]
+    for state in found:
+        state.make(cast(DelayedScaling, state.recipe).amax_history_len, block.device)
+    return found
+
+
 def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
     """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
         by_recipe.setdefault(id(state.recipe), []).append(state)
     for alike in by_recipe.values():
-        recipe: DelayedScaling = alike[0].recipe  # type: ignore[assignment]
         amaxes = seen[block.index(tuple([state.row for state in alike]))]
         old, scales = torch.stack([s.history for s in alike], 1), torch.stack([s.scale for s in alike])
         moves = amaxes.isfinite() & (amaxes > 0)
         new = torch.where(moves, torch.cat([amaxes[None], old[:-1]]), old)
-        made = scales_of(recipe, new.flatten(1), scales.flatten()).view_as(scales)
+        made = scales_of(cast(DelayedScaling, alike[0].recipe), new.flatten(1), scales.flatten()).view_as(scales)
         yield alike, new, torch.where(moves, made, scales)
+
+
+def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """New scales by a recipe, float32 [tensors]: of a history [length, tensors] newest first, and the scales of before.
+
+    The tensors are those of products one behind the other, each as `ROLES`. Where the amax is not finite and above 0,
+    or a function gives NaN or no number above 0, the scale stays. What functions give in another dtype is converted.
+    """
+    most = _most(recipe.fp8_format, history.shape[1] // len(ROLES), history.device)
+    algo, made = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    amax = algo(history) if callable(algo) else history[0] if algo == "most_recent" else history.amax(0)
+    amax = amax.float()
+    found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
+    return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found.float(), scale).clamp(max=LARGEST)
+
+
+@functools.lru_cache(maxsize=64)
+def _most(form: Format, products: int, device: torch.device) -> torch.Tensor:
+    """The largest numbers of the formats of so many products' tensors."""
+    forward, backward = form.value
+    return torch.tensor([forward, forward, backward], dtype=torch.float32, device=device).repeat(products)
 
 
 def evaluate() -> None:
     """Have an evaluation go by the scales that the next update would make."""
-    check_place()
-    with lock, torch.inference_mode(False), torch.no_grad():
+    _check_place()
+    with written_by_updates():
         keep_snapshot()
         stays = {*busy_states()}
         for block in blocks():
             own = folded_in(block, [state for state in block.states() if state not in stays])
             for states, _, scales in moved(block, own, block.amaxes):
                 block.show(states, scales)
+
+
+# ------------------------------------------------------------------------------- on a GPU: one launch for a block
+
+
+class BlockKernel:
+    """Update of products of a block in one launch, where these and their buffers stay what they are.
+
+    It keeps their buffers alive, but none of their modules.
+
+    Attributes:
+        alone: the number of `changes` up to which the block is known to have no other products; -1 where it has some.
+        facts: that nobody has put other buffers in place.
+    """
+
+    def __init__(self, block: Block, states: Sequence[State]) -> None:
+        self.alone = -1
+        self._of = [(weakref.ref(state), state.recipe) for state in states]
+        self._shown = [(state.scales, state.inverses) for state in states]
+        self._rows = tuple([state.row for state in states])
+        products = {}
+        for state in states:
+            recipe = cast(DelayedScaling, state.recipe)
+            newest = recipe.amax_compute_algo == "most_recent"
+            products[state.row] = Folded(state.history, state.scale, newest, recipe.margin, *recipe.fp8_format.value)
+        self._folder = AmaxFolder(products, len(block.amaxes), block.device)
+        self._written = [t for product in products.values() for t in product[:2]]
+        at = [(state._buffers, state.prefix + name) for state in states for name in (HISTORY, SCALE)]
+        placed = [(*where, t, tensor_place(t)) for where, t in zip(at, self._written, strict=True)]
+        self.facts = Facts(placed=tuple(placed))
+        self._numbers: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._held: bytes | None = None  # how often these were when nobody else held them
+
+    def is_of(self, states: Sequence[State]) -> bool:
+        """True where these are the products, by the same recipes."""
+        return [(ref(), recipe) for ref, recipe in self._of] == [(state, state.recipe) for state in states]
+
+    def fold(self, block: Block) -> None:
+        """Fold what the block has recorded, and clear its slots.
+
+        Numbers that calls found since the last update, and that nobody holds any more, are written in place; but where
+        several threads enter regions, none that another one looks up.
+        """
+        free = len(_threads) == 1 and self._held is not None and holders(self._views) == self._held
+        over = self._numbers if free else None
+        numbers = self._folder.by_kernel(block.amaxes, block.not_finite, block.rows, over)
+        torch.autograd.graph.increment_version(self._written)
+        if over is None:
+            self._numbers, self._views = numbers, numbers.select(2, 0).flatten().unbind()
+            show(self._shown, self._views)
+            self._held = holders(self._views)
+        if block.live is not None:
+            block.show_graphs(self._rows, numbers[:, :, 0])
+
+
+_kernels: weakref.WeakKeyDictionary[Block, BlockKernel] = weakref.WeakKeyDictionary()
+
+
+def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
+    """The kernel of a block, and its products that PyTorch folds: all, or those with functions of somebody's own."""
+    kept = _kernels.get(block)
+    if kept is not None and kept.alone == changes() and still_hold(kept.facts):
+        return kept, []
+    now, found = changes(), folded_in(block)
+    plain = [state for state in found if _is_plain(cast(DelayedScaling, state.recipe))]
+    if not plain or not has_kernel(block.device):
+        return None, found
+    if kept is None or not (kept.is_of(plain) and still_hold(kept.facts)):
+        kept = _kernels[block] = BlockKernel(block, plain)
+    kept.alone = now if len(plain) == len(found) else -1
+    return kept, [state for state in found if state not in plain]
+
+
+def _is_plain(recipe: DelayedScaling) -> bool:
+    """True where scales follow from the formula, without a function of somebody's own."""
+    return isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
+
+
+# ----------------------------------------------------------------------------------------- the entry of a region
+
+
+def _take_brought(recipe: Recipe) -> bool:
+    """Put amaxes that checkpoints and copies brought where calls record; whether there were any.
+
+    Args:
+        recipe: of the region, by which those products run that have run by none.
+    """
+    if not some_wait[0] or is_looking():
+        return False
+    some_wait[0], some = False, False
+    for weight in products():
+        states: States | None = weight.owner.__dict__.get(STATES)
+        if states is None or not states.waiting:
+            continue
+        state, own, device = state_of(weight), recipe_for(weight, recipe), device_of(weight)
+        if isinstance(own, DelayedScaling) and device is not None and state.prefix in states.waiting:
+            if state.recipe is None:
+                state.runs_by(own)
+            state.make(history_length(state.recipe or own), device)
+            state.record(states.waiting.pop(state.prefix))
+            some = True
+        some_wait[0] = some_wait[0] or bool(states.waiting)
+    return some
 
 
 def _at_entry(region: Region) -> None:
@@ -117,20 +285,22 @@ def _begin(region: Region) -> None:
             "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
             "te_fuser.cuda_graph(model, x), and around each replay"
         )
-    note_thread()
+    if threading.get_ident() not in _threads:
+        with lock:
+            _threads.add(threading.get_ident())
     try_recipe(region.recipe)
     last, agreement = recorded.region, agreement_in(region)
     if not torch.is_grad_enabled():
-        if agreement is None and agreement_in(last) is None and (take_brought(region.recipe) or recorded.is_new):
+        if agreement is None and agreement_in(last) is None and (_take_brought(region.recipe) or recorded.is_new):
             evaluate()
             recorded.region, recorded.is_new = last or region, False
         return
-    brought = take_brought(region.recipe)
+    brought = _take_brought(region.recipe)
     if agreement is not None:
         agreement.enter(region)
         agreement.announce(brought)
     keeps = any(isinstance(r.recipe, DelayedScaling) for r in (last, region) if r is not None)
-    if last is not None and (keeps or has_recorded()):
+    if last is not None and (keeps or recorded_since[0]):
         update()
     if agreement is not None:
         agreement.begin(region.recipe)

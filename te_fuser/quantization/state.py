@@ -11,35 +11,40 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_fuser.ops.base import FusableOperation
 from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import HISTORY, SCALE, not_scaled, prefix_of, version_of
 from te_fuser.params.scales import STATES, States, states_of
-from te_fuser.quantization.amax_slots import ROLES, Block, Numbers, apart, changed, not_in_capture, show
-from te_fuser.quantization.scaling import try_recipe
+from te_fuser.quantization.amax_slots import (
+    ROLES,
+    Block,
+    Numbers,
+    apart,
+    block_with_room,
+    blocks,
+    changed,
+    not_in_capture,
+    show,
+)
+from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 lock = threading.RLock()
+recorded_since = [False]  # whether any call recorded amaxes since the last update
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
-_blocks: list[Block] = []
-_records_since = [False]
+Kept = tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]  # `kept`, `is_kept`, `kept_of` of a state
 
 
-def note_recording(since: bool = True) -> None:
-    """Note that a call records amaxes, or that none did since the last fold."""
-    _records_since[0] = since
-
-
-def has_recorded() -> bool:
-    """True where any did."""
-    return _records_since[0]
+@contextlib.contextmanager
+def written_by_updates() -> Iterator[None]:
+    """In here tensors of states are made and written, whatever modes a call runs in; by one thread at a time."""
+    with lock, torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class State:
@@ -57,7 +62,7 @@ class State:
         ran_by, ran_in: the recipe of its last call of all, whatever that recorded, None: outside of regions; and the
             number of the outermost region.
         block, row: where its slots are; None before it has tensors.
-        alike: the ranks whose amaxes went into each of its folds, which have the same scales; None before the first.
+        alike: the ranks whose amaxes went into each of its updates, which have the same scales; None before the first.
     """
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
@@ -66,15 +71,13 @@ class State:
         self.inverses: Numbers = {}
         self.amaxes: Numbers = {}
         self.blanks: Numbers = {}
-        self.kept: dict[str, torch.Tensor] = {}
+        self.kept: Numbers = {}
         self.is_kept = False
         self.kept_of: tuple[Source, ...] = ()
         self.recipe: Recipe | None = None
         self.ran_by: Recipe | None = None
-        self.ran_in = -1
-        self.entry = -1
+        self.ran_in = self.entry = self.row = -1
         self.block: Block | None = None
-        self.row = -1
         self.alike: frozenset[int] | None = None
         self._buffers = owner._buffers
         self._owner = weakref.ref(owner)
@@ -90,21 +93,26 @@ class State:
         """The buffer of amaxes, [length, 3]."""
         return self._buffers[self.prefix + HISTORY]  # type: ignore[return-value]
 
+    def _found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
+
     @property
     def has_buffers(self) -> bool:
         """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
-        return (
-            self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
-        )
+        return all(t is not None for t in self._found())
 
     @property
     def is_meta(self) -> bool:
         """True where its module was taken to the meta device: what was recorded has nowhere to go."""
         return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
 
-    def held(self) -> tuple[dict[str, torch.Tensor], ...]:
-        """All that calls look up."""
-        return self.scales, self.inverses, self.amaxes, self.blanks, self.kept
+    def is_as_put(self) -> bool:
+        """True where nobody has put other tensors in place of the buffers since."""
+        return self._put is not None and all(t is put for t, put in zip(self._found(), self._put, strict=True))
+
+    def is_given(self) -> bool:
+        """True where somebody gave scales, or amaxes, where there are no buffers for them."""
+        return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
@@ -115,47 +123,23 @@ class State:
         if self.block is not None and self.block.live is not None:
             self.block.live[self.row, :, 0] = numbers
 
-    def keeps_another(self) -> bool:
-        """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
-        for there, name, parameter, version in self.kept_of:
-            then = parameter()
-            if then is None or version_of(then) != version or there.get(name) is not then:
-                return True
-        return False
-
-    def forget_recorded(self) -> None:
-        """Drop the amaxes since the last fold: they are not of the scales that come in place of its own."""
-        if self.block is not None:
-            with lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-                self.block.amaxes[self.row] = 0.0
-
-    def recorded(self) -> list[float]:
-        """The amaxes since the last fold, by role."""
-        return [] if self.block is None else self.block.amaxes[self.row].tolist()
-
-    def record(self, amaxes: list[float]) -> None:
-        """Raise those to these."""
-        assert self.block is not None
-        with lock, torch.inference_mode(False), torch.no_grad():
-            slots = self.block.amaxes[self.row]
-            slots.copy_(torch.maximum(slots, torch.tensor(amaxes, dtype=torch.float32, device=slots.device)))
-            note_recording()
-
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
 
         Args:
             length: of the history; None: as long as it is.
         """
-        if self._is_made(length, device):
+        is_there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
+        if is_there and length in (None, len(self.history)):
             return
         self._check()
         not_in_capture("scales are made or moved")
-        with lock, torch.inference_mode(False), torch.no_grad():
+        with written_by_updates():
             if self.block is None or self.block.device != device:
-                self._take_slots(device)
-            scale, history = self._kept(device)
-            scale, history = (_writable(t.to(device=device, dtype=torch.float32)) for t in (scale, history))
+                block = block_with_room(device)
+                self.block, self.row = block, block.add(self, self.block, self.row)
+                self.amaxes.update(zip(ROLES, block.amaxes[self.row].unbind(), strict=True))
+            scale, history = self._numbers(device)
             self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
 
     def read(self, device: torch.device) -> None:
@@ -173,27 +157,17 @@ class State:
                     self.amaxes.update(zip(ROLES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
             self._put = None, None
 
-    def _is_made(self, length: int | None, device: torch.device) -> bool:
-        there = self.block is not None and self.block.device == device and self.has_buffers and self.is_as_put()
-        return there and length in (None, len(self.history))
-
-    def take_up(self) -> None:
-        """Have calls find what somebody put in place of the buffers, where that lies beside the slots."""
-        if self.has_buffers and self.block is not None and self.scale.device == self.block.device:
-            self.make(None, self.block.device)
-
-    def is_as_put(self) -> bool:
-        """True where nobody has put other tensors in place of the buffers since."""
-        found = self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
-        return self._put is not None and found[0] is self._put[0] and found[1] is self._put[1]
-
-    def _kept(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and history as they are now; what .half() and the like rounded, as it was before."""
+    def _numbers(self, device: torch.device) -> list[torch.Tensor]:
+        """Scales and history as updates can write them; what .half() and the like rounded, as it was before."""
         if not self.has_buffers:
-            return torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)
-        now, before = (self.scale, self.history), self._put or (None, None)
-        kept = [b if b is not None and _is_rounded(n, b) else n for n, b in zip(now, before, strict=True)]
-        return kept[0], kept[1]
+            return [torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)]
+        found = []
+        for t, before in zip((self.scale, self.history), self._put or (None, None), strict=True):
+            if before is not None and t.dtype != before.dtype and t.shape == before.shape and not t.is_meta:
+                t = before if torch.equal(t, before.to(t)) else t
+            t = t.to(device=device, dtype=torch.float32)
+            found.append(t.clone(memory_format=torch.contiguous_format) if t.is_inference() else t.contiguous())
+        return found
 
     def _check(self) -> None:
         """Refuse what somebody put where calls look for scales, and they cannot go by.
@@ -201,33 +175,46 @@ class State:
         Raises:
             ValueError: for buffers of another shape; for tensors that were put where there are no buffers.
         """
+        scale, columns = f"{self.prefix}{SCALE}", len(ROLES)
         if self.has_buffers:
             shapes = list(self.scale.shape), list(self.history.shape)
-            if shapes[0] != [len(ROLES)] or shapes[1][1:] != [len(ROLES)] or 0 in shapes[1]:
+            if shapes[0] != [columns] or shapes[1][1:] != [columns] or 0 in shapes[1]:
                 raise ValueError(
-                    f"{self.prefix}{SCALE} is {shapes[0]} and {self.prefix}{HISTORY} {shapes[1]}: scales are "
-                    f"[{len(ROLES)}], and the amaxes that they are made of [calls, {len(ROLES)}]"
+                    f"{scale} is {shapes[0]} and {self.prefix}{HISTORY} {shapes[1]}: scales are [{columns}], and the "
+                    f"amaxes that they are made of [calls, {columns}]"
                 )
         elif self.is_given():
             raise ValueError(
-                f"{self.prefix}{SCALE} was given to a {type(self._owner()).__name__} that has no such buffer yet, as "
+                f"{scale} was given to a {type(self._owner()).__name__} that has no such buffer yet, as "
                 "torch.func.functional_call does: give scales to a model that has run in a region with gradients, or "
                 "has loaded a checkpoint with scales"
             )
 
-    def is_given(self) -> bool:
-        """True where somebody gave scales, or amaxes, where there are no buffers for them."""
-        return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
+    def keeps_another(self) -> bool:
+        """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
+        for there, name, parameter, version in self.kept_of:
+            then = parameter()
+            if then is None or version_of(then) != version or there.get(name) is not then:
+                return True
+        return False
 
-    def _take_slots(self, device: torch.device) -> None:
-        free = next((b for b in _blocks if b.device == device and not b.is_full), None)
-        if free is None:
-            _blocks[:] = [b for b in _blocks if b.states()]
-            with _disable_current_modes():  # as in `read`
-                free = Block(device)
-            _blocks.append(free)
-        self.block, self.row = free, free.add(self, self.block, self.row)
-        self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
+    def recorded(self) -> list[float]:
+        """The amaxes since the last update, by role."""
+        return [] if self.block is None else self.block.amaxes[self.row].tolist()
+
+    def record(self, amaxes: list[float]) -> None:
+        """Raise those to these."""
+        assert self.block is not None
+        with written_by_updates():
+            slots = self.block.amaxes[self.row]
+            slots.copy_(torch.maximum(slots, torch.tensor(amaxes, dtype=torch.float32, device=slots.device)))
+            recorded_since[0] = True
+
+    def forget_recorded(self) -> None:
+        """Drop those: they are not of the scales that come in place of its own."""
+        if self.block is not None:
+            with written_by_updates(), _disable_current_modes():
+                self.block.amaxes[self.row] = 0.0
 
     def now(self) -> tuple[Any, ...]:
         """All that calls record and note, for `put_back`."""
@@ -253,11 +240,10 @@ class State:
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
-        note_recording()
+        recorded_since[0] = True
         if region.recomputing():  # which was noted when it ran first
             return True
-        is_another = self.recipe is not None and self.recipe != recipe
-        if is_another and self.entry == region.entries():
+        if self.recipe not in (None, recipe) and self.entry == region.entries():
             return False
         self.entry = region.entries()
         self._runs_now_by(recipe)
@@ -294,7 +280,7 @@ class ReadyCheck:
     def __call__(self) -> bool:  # in each call: one loop, which calls nothing
         entry, runs_again = None if region.recomputing() else region.entries(), None
         if self._records and self._states:
-            _records_since[0] = True
+            recorded_since[0] = True
         for state, buffers, scale, history in self._states:
             if state._put is None or buffers.get(scale) is not state._put[0]:
                 return False
@@ -317,36 +303,24 @@ class ReadyCheck:
         return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow)
 
 
-_NO_STATES = States()
+def known_state_of(weight: Binding) -> State | None:
+    """The state of a product, where it was asked for before."""
+    states: States | None = weight.owner.__dict__.get(STATES)
+    return None if states is None else states.get(weight.name)
 
 
-def state_of(weight: FusableOperation | Binding) -> State:
-    """The state of a product, by the binding of its weight, or the op that owns that; it need not have tensors yet."""
+def state_of(weight: Binding) -> State:
+    """The state of a product by the binding of its weight; it need not have tensors yet."""
     found = known_state_of(weight)
     if found is not None:
         return found
-    owner, name = _named(weight)
     with lock:
-        made: State = states_of(owner).setdefault(name, State(owner, name))
+        made: State = states_of(weight.owner).setdefault(weight.name, State(weight.owner, weight.name))
     return made
 
 
-def known_state_of(weight: FusableOperation | Binding) -> State | None:
-    """The state of a product, where it was asked for before."""
-    owner, name = _named(weight)
-    states: States = owner.__dict__.get(STATES, _NO_STATES)
-    return states.get(name)
-
-
-def _named(weight: FusableOperation | Binding) -> tuple[torch.nn.Module, str]:
-    return (weight.owner, weight.name) if isinstance(weight, Binding) else (weight, "weight")
-
-
-def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.device | None = None) -> State:
-    """The state of a product, which runs now by a recipe, with its tensors.
-
-    Args:
-        device: where they are to be; by default the weight's.
+def ensure(weight: Binding, recipe: Recipe, device: torch.device) -> State:
+    """The state of a product, which runs now by a recipe, with its tensors on a device.
 
     Raises:
         ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
@@ -355,9 +329,10 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
     if recipe != state.recipe:
         try_recipe(recipe)
     if not state.runs_by(recipe):
-        raise ValueError(_two_recipes(weight, state.recipe, recipe))
-    if device is None:
-        device = weight.get().device if isinstance(weight, Binding) else weight.weight.device  # type: ignore[union-attr]
+        raise ValueError(
+            f"{type(weight.owner).__name__}.{weight.name} runs by a second recipe in one region, {recipe}, after "
+            f"{state.recipe}: its scales go by one recipe; leave the region between the two, or give both the same"
+        )
     state.make(None if region.recomputing() and state.block is not None else history_length(recipe), device)
     return state
 
@@ -367,102 +342,14 @@ def history_length(recipe: Recipe) -> int:
     return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
 
 
-def _is_rounded(t: torch.Tensor, before: torch.Tensor) -> bool:
-    """True where a tensor is what a conversion has made of another one, and not somebody's own."""
-    is_other = t.dtype != before.dtype and t.shape == before.shape and not t.is_meta
-    return is_other and torch.equal(t, before.to(t))
-
-
-def _writable(t: torch.Tensor) -> torch.Tensor:
-    """t, or a copy that folds can write: side by side, and outside of inference mode."""
-    return t.clone(memory_format=torch.contiguous_format) if t.is_inference() else t.contiguous()
-
-
 def newest(history: torch.Tensor, length: int) -> torch.Tensor:
     """The newest amaxes of a history, [length, 3], with zeros behind where it is shorter."""
     made = history.new_zeros(length, history.shape[1])
-    kept = min(length, len(history))
-    made[:kept] = history[:kept]
+    made[: len(history)] = history[:length]
     return made
-
-
-def blocks() -> list[Block]:
-    """Blocks of all devices, in the order in which they were made."""
-    return list(_blocks)
 
 
 def busy_states() -> list[State]:
     """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
     entries = region.open_elsewhere()
     return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
-
-
-def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:
-    who, name = _named(weight)
-    return (
-        f"{type(who).__name__}.{name} runs by a second recipe in one region, {other}, after {one}: its scales go by "
-        "one recipe; leave the region between the two, or give both the same"
-    )
-
-
-class Kept(NamedTuple):
-    """The scales of a product between two updates, and the numbers of the regions that it was called in last."""
-
-    state: weakref.ref[State]
-    scales: Numbers
-    inverses: Numbers
-    entries: frozenset[int]
-
-    @classmethod
-    def of(cls, state: State) -> Kept:
-        """The scales of a product now."""
-        return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, frozenset((state.entry, state.ran_in)))
-
-
-class Snapshot:
-    """The scales between two updates, for what computes a forward again.
-
-    Attributes:
-        scales: of each product; None while they are what it has.
-        is_captured: whether they are copies that a CUDA graph makes.
-    """
-
-    scales: list[Kept] | None = None
-    is_captured = False
-
-
-_snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
-_captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
-
-
-def read_in_capture() -> Snapshot | None:
-    """The copies of scales that calls here read, which a CUDA graph makes at each replay; None where none does."""
-    return _captured.get()
-
-
-@contextlib.contextmanager
-def of_capture(scales: Snapshot | None) -> Iterator[None]:
-    """In here they are these."""
-    token = _captured.set(scales)
-    try:
-        yield
-    finally:
-        _captured.reset(token)
-
-
-def snapshot() -> Snapshot:
-    """The scales of now."""
-    with lock:
-        found: Snapshot | None = _captured.get() or _snapshot[0]()
-        if found is None:
-            found = Snapshot()
-            _snapshot[0] = weakref.ref(found)
-        return found
-
-
-def keep_snapshot() -> None:
-    """Leave the scales, which are about to change, to who asked for those of now."""
-    kept: Snapshot | None = _snapshot[0]()
-    if kept is not None:
-        kept.scales = [Kept.of(state) for block in blocks() for state in block.states()]
-    _snapshot[0] = lambda: None

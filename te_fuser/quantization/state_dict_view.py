@@ -10,12 +10,11 @@ import torch
 
 from te_fuser.params.narrow import HISTORY, SCALE
 from te_fuser.params.scales import saved_numbers
-from te_fuser.quantization.amax_allreduce import Agreement, agreement_in
-from te_fuser.quantization.amax_slots import ROLES, is_transformed, not_in_capture
+from te_fuser.quantization.amax_allreduce import agreement_in
+from te_fuser.quantization.amax_slots import ROLES, blocks, is_transformed, not_in_capture
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.scale_kernel import folded_in
-from te_fuser.quantization.scale_update import moved, recorded, update
-from te_fuser.quantization.state import State, blocks, busy_states, lock, state_of
+from te_fuser.quantization.scale_update import folded_in, moved, recorded, update
+from te_fuser.quantization.state import State, busy_states, state_of, written_by_updates
 from te_fuser.recipe.region import entered, in_backward
 
 
@@ -44,20 +43,13 @@ def states(model: torch.nn.Module) -> dict[str, TensorState]:
     Raises:
         TypeError: for what is no module.
     """
-    _check(model, "states")
-    if _agreement_now() is not None and not (any(entered()) or in_backward()):
-        update()
-    found = _states_of(model)
+    found = _states_of(model, "states", updates=not (any(entered()) or in_backward()))
     numbers = numbers_now([*found.values()])
     return {
-        _name(path, role): TensorState(numbers[state][0][k].clone(), numbers[state][1][:, k].clone())
+        f"{path}{role}": TensorState(numbers[state][0][k].clone(), numbers[state][1][:, k].clone())
         for path, state in found.items()
         for k, role in enumerate(ROLES)
     }
-
-
-def _agreement_now() -> Agreement | None:
-    return agreement_in(recorded.region)
 
 
 def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torch.Tensor]]:
@@ -68,9 +60,9 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
     not_in_capture("amaxes are folded")
     found = {state: (state.scale, state.history) for state in states}
     inside = recorded.is_new and (any(entered()) or in_backward())
-    if inside or is_transformed() or _agreement_now() is not None:
+    if inside or is_transformed() or agreement_in(recorded.region) is not None:
         return found
-    with lock, torch.inference_mode(False), torch.no_grad():
+    with written_by_updates():
         theirs = busy_states()
         for block in {state.block for state in states if state.block is not None}:
             own = folded_in(block, [state for state in states if state not in theirs])
@@ -81,8 +73,13 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
 
 def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
     """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
-    if _agreement_now() is not None and saves and recorded.is_new:
-        _say_that_ranks_differ()
+    if agreement_in(recorded.region) is not None and saves and recorded.is_new:
+        warnings.warn(
+            "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
+            "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
+            "te_fuser.quantization.states(model) on all ranks before",
+            stacklevel=2,
+        )
     if not state.has_buffers or state.block is None or is_transformed() or not any(state.recorded()):
         return {}
     now = numbers_now([state])[state]
@@ -96,46 +93,34 @@ def not_finite(model: torch.nn.Module) -> dict[str, int]:
         TypeError: for what is no module.
         RuntimeError: inside of a region, whose amaxes are counted when it was left.
     """
-    _check(model, "not_finite")
     if any(entered()):
         raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
-    if _agreement_now() is not None:
-        update()
+    states = _states_of(model, "not_finite", updates=True)
     found = {block: (block.not_finite + ~block.amaxes.isfinite()).tolist() for block in blocks()}  # a GPU is waited for
     counts = {
-        _name(path, role): found[state.block][state.row][k]
-        for path, state in _states_of(model).items()
+        f"{path}{role}": found[state.block][state.row][k]
+        for path, state in states.items()
         for k, role in enumerate(ROLES)
         if state.block is not None
     }
     return {name: count for name, count in counts.items() if count}
 
 
-def _check(model: object, function: str) -> None:
+def _states_of(model: torch.nn.Module, function: str, updates: bool) -> dict[str, State]:
+    """The states of a model's products that have numbers, by path with a dot behind; "" of one that is the model.
+
+    Args:
+        updates: whether ranks that agree on amaxes do so first.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"te_fuser.quantization.{function} takes the model whose products it tells of, a torch.nn.Module, got "
             f"{type(model).__name__}: give what runs in the region"
         )
-
-
-def _name(path: str, role: str) -> str:
-    return f"{path}.{role}" if path else role
-
-
-def _states_of(model: torch.nn.Module) -> dict[str, State]:
-    found = {path: state_of(weight) for path, weight in products_of(model).items()}
+    if updates and agreement_in(recorded.region) is not None:
+        update()
+    found = {f"{path}." if path else "": state_of(weight) for path, weight in products_of(model).items()}
     return {path: state for path, state in found.items() if state.has_buffers}
-
-
-def _say_that_ranks_differ() -> None:
-    """Warn who saves before ranks have agreed on the last step: what is saved is one rank's."""
-    warnings.warn(
-        "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
-        "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
-        "te_fuser.quantization.states(model) on all ranks before",
-        stacklevel=2,
-    )
 
 
 saved_numbers.append(_saved)

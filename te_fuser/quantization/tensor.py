@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.formula.float8 import check_float8, rounded
-from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.words import no_tensor
 
 
@@ -63,7 +63,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
     wide = x.float()
     data = rounded(wide * by, dtype)
     largest = wide.abs().amax() if x.numel() else wide.new_zeros(())
-    return QuantizedTensor(data, by_torch(data), by.reciprocal(), largest, x.dtype)
+    return QuantizedTensor(data, transpose_by_torch(data), by.reciprocal(), largest, x.dtype)
 
 
 def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:

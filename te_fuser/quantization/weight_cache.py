@@ -16,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.fuser.run.targets import obstacle
-from te_fuser.kernels.quantize_weights import DTYPE, KINDS, Quantized, quantize_weights
+from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.amax_slots import not_in_capture
-from te_fuser.quantization.state import Source, State, lock
+from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
+from te_fuser.quantization.state import Source, State, written_by_updates
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -52,28 +51,21 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
         not_in_capture("weights are quantized to be kept")
     if not (first or all(s.is_kept for s in missing)):
         _say_once()
-    amaxes = [state.amaxes["weight"] for state in missing] if records else None
-    with lock, torch.inference_mode(False), torch.no_grad():
-        taken = [w if w.dtype in KINDS else w.float() for w in (own_part(states[s].taken()).detach() for s in missing)]
-        for state, both in zip(missing, _quantized(taken, missing, amaxes), strict=True):
-            state.kept.update(zip(KEPT, (*both, state.inverses["weight"]), strict=True))
-            state.is_kept, state.kept_of = True, _sources(states[state])
+    with written_by_updates():
+        taken = [own_part(states[s].taken()).detach() for s in missing]
+        by_device: dict[torch.device, list[tuple[State, torch.Tensor]]] = {}
+        for state, w in zip(missing, taken, strict=True):
+            by_device.setdefault(w.device, []).append((state, w if w.dtype in KINDS else w.float()))
+        for device, pairs in by_device.items():
+            wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
+            by_torch = functools.partial(weights_by_torch, wanted)
+            quantize = quantizer_on(device, wanted) if has_kernel(device) else by_torch
+            given = [(w, state.scales["weight"], state.amaxes["weight"])[: 2 + records] for state, w in pairs]
+            made = iter(quantize(*[t for each in given for t in each]))
+            for state, _ in pairs:
+                state.kept.update(zip(KEPT, (next(made), next(made), state.inverses["weight"]), strict=True))
+                state.is_kept, state.kept_of = True, _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
-
-
-def _quantized(
-    weights: Sequence[torch.Tensor], states: Sequence[State], amaxes: Sequence[torch.Tensor] | None
-) -> list[Quantized]:
-    by_device: dict[torch.device, list[int]] = {}
-    for number, w in enumerate(weights):
-        by_device.setdefault(w.device, []).append(number)
-    found: dict[int, Quantized] = {}
-    for device, numbers in by_device.items():
-        given = [weights[k] for k in numbers], [states[k].scales["weight"] for k in numbers]
-        slots = None if amaxes is None else [amaxes[k] for k in numbers]
-        has_kernel = device.type == "cuda" and obstacle(device, torch.float32) is None
-        found.update(zip(numbers, quantize_weights(*given, slots, by_kernel=has_kernel), strict=True))
-    return [found[k] for k in range(len(weights))]
 
 
 def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
@@ -110,12 +102,11 @@ def _sources(weight: Binding) -> tuple[Source, ...]:
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """In here calls read what was kept when it was noted."""
-    found = [(state, then) for state, then, _ in used]
-    before = [(state, dict(state.kept), state.is_kept, state.kept_of) for state, _ in found]
-    for state, then in found:
+    found = [(state, then, (dict(state.kept), state.is_kept, state.kept_of)) for state, then, _ in used]
+    for state, then, _ in found:
         state.put_kept(then, True, ())
     try:
         yield
     finally:
-        for state, kept, is_kept, kept_of in before:
-            state.put_kept(kept, is_kept, kept_of)
+        for state, _, before in found:
+            state.put_kept(*before)

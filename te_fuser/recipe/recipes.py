@@ -28,14 +28,6 @@ def _check_whole(given: Any, name: str, least: int, most: int | None = None) -> 
         raise ValueError(f"{_said(given, name)}: it is {least} {'or more' if most is None else f'to {most}'}")
 
 
-def _check_format(given: Recipe) -> None:
-    if not isinstance(given.fp8_format, Format):
-        raise TypeError(f"{_said(given, 'fp8_format')}: it is one of te_fuser.recipe.Format")
-    if given.fp8_format not in given.formats:
-        names = " or ".join(f"Format.{f.name}" for f in given.formats)
-        raise ValueError(f"{type(given).__name__}(fp8_format=Format.{given.fp8_format.name}): it takes {names}")
-
-
 class Largest(NamedTuple):
     """The largest number of the format used in forward, and of that used in backward."""
 
@@ -137,7 +129,11 @@ class Recipe(ABC):
         for name in _QUANTIZED:
             if not isinstance(getattr(self, name, QParams()), QParams):
                 raise TypeError(f"{_said(self, name)}: it is a QParams(power_2_scale, amax_epsilon)")
-        _check_format(self)
+        if not isinstance(self.fp8_format, Format):
+            raise TypeError(f"{_said(self, 'fp8_format')}: it is one of te_fuser.recipe.Format")
+        if self.fp8_format not in self.formats:
+            takes = " or ".join(map(str, self.formats))
+            raise ValueError(f"{type(self).__name__}(fp8_format={self.fp8_format}): it takes {takes}")
         for name in ("fp8_dpa", "fp8_mha"):
             _check_flag(self, name)
             if getattr(self, name):

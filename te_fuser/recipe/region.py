@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -58,6 +58,7 @@ class Key(NamedTuple):
     agrees: str | None
 
 
+Value = TypeVar("Value")
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", default=None)
@@ -105,6 +106,16 @@ def current_key() -> Key | None:
 
 
 @contextlib.contextmanager
+def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """In here a variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
     """In here calls are of the first micro-batch of a step or of another one; None: as around.
 
@@ -118,24 +129,19 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
     if is_first is None:
         yield
         return
-    token = _is_first.set(is_first)
-    try:
+    with being(_is_first, is_first):
         yield
-    finally:
-        _is_first.reset(token)
 
 
 @contextlib.contextmanager
 def noting_used() -> Iterator[list[Any]]:
     """In here calls that read kept weights note what they read."""
     noted: list[Any] = []
-    around, token = _used.get(), _used.set(noted)
     try:
-        yield noted
+        with being(_used, noted):
+            yield noted
     finally:
-        _used.reset(token)
-        if around is not None:
-            around.extend(noted)
+        note_used(noted)
 
 
 def note_used(items: Iterable[Any]) -> None:
@@ -158,17 +164,11 @@ def open_elsewhere() -> set[int]:
     return set(_open) - {_entry.get()} | set(_held)
 
 
-def hold(entries: Iterable[int]) -> None:
-    """Have these among `open_elsewhere` until they are let go; as what that goes by, under the lock of folds."""
-    _held.update(entries)
-
-
-def let_go(entries: Iterable[int]) -> None:
-    """The end of `hold`."""
-    for number in entries:
-        _held[number] -= 1
-        if not _held[number]:
-            del _held[number]
+def hold(entries: Iterable[int], times: int = 1) -> None:
+    """Have these among `open_elsewhere` until they are let go, -1 times; under the lock of updates."""
+    _held.update(dict.fromkeys(entries, times))
+    for number in [number for number, count in _held.items() if not count]:
+        del _held[number]
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
@@ -205,16 +205,13 @@ def is_capturing() -> bool:
 @contextlib.contextmanager
 def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
     """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
-    before, was, entry = _stack.get(), _recomputing.get(), _entry.get()
+    before = _stack.get()
     _be_within(stack)
-    _recomputing.set(True)
-    _entry.set(next(_count))
     try:
-        yield
+        with being(_recomputing, True), counted_alone():
+            yield
     finally:
         _be_within(before)
-        _recomputing.set(was)
-        _entry.set(entry)
 
 
 def _be_within(stack: tuple[Region | None, ...]) -> None:
@@ -245,10 +242,21 @@ class Entered(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         stack = _stack.get()
         outer = next(filter(None, reversed(stack)), None)
-        if self.region is not None:
-            _check_group(self.region, outer)
-            if outer is None and not _recomputing.get():
-                _enter_from_outside(self.region)
+        if self.region is not None and outer is not None and self.region.group not in (None, outer.group):
+            raise ValueError(
+                "a region inside of another one has another group of ranks: what both record is agreed on once, so "
+                "give the outer one's, or none"
+            )
+        if self.region is not None and outer is None and not _recomputing.get():
+            if in_backward():
+                raise RuntimeError(
+                    "a region is entered inside of a backward, which has no scales of its forward: what computes that "
+                    "again takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+                )
+            for callback in _callbacks:
+                callback(self.region)
+            _entry.set(next(_count))
+            _open[_entry.get()] = threading.current_thread()
         _be_within((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
@@ -264,39 +272,14 @@ class Entered(contextlib.ContextDecorator):
             TypeError: for what is no function, a class, and functions whose calls run nothing yet: generators and
                 coroutines.
         """
-        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if isinstance(func, type) or any(runs_later(func) for runs_later in later):
-            raise TypeError(
-                f"a region decorates a function that runs when it is called, got {func!r}, which would run outside of "
-                "it: write `with autocast(..):` inside"
-            )
+        runs_later = inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func)
+        if isinstance(func, type) or runs_later or inspect.isasyncgenfunction(func):
+            why = "which would run outside of it: write `with autocast(..):` inside"
+            raise TypeError(f"a region decorates a function that runs when it is called, got {func!r}, {why}")
         if not callable(func):
-            raise TypeError(
-                f"a region decorates a function, got {func!r}: write @autocast(recipe=..) above one, or "
-                "`with autocast(recipe=..):`"
-            )
+            how = "write @autocast(recipe=..) above one, or `with autocast(recipe=..):`"
+            raise TypeError(f"a region decorates a function, got {func!r}: {how}")
         return super().__call__(func)
-
-
-def _enter_from_outside(region: Region) -> None:
-    if in_backward():
-        raise RuntimeError(
-            "a region is entered inside of a backward, which has no scales of its forward: what computes that again "
-            "takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
-        )
-    for callback in _callbacks:
-        callback(region)
-    number = next(_count)
-    _entry.set(number)
-    _open[number] = threading.current_thread()
-
-
-def _check_group(region: Region, outer: Region | None) -> None:
-    if outer is not None and region.group not in (None, outer.group):
-        raise ValueError(
-            "a region inside of another one has another group of ranks: what both record is agreed on once, so give "
-            "the outer one's, or none"
-        )
 
 
 def fp8_autocast(
@@ -343,12 +326,14 @@ def _entered(name: str, enabled: Any, calibrating: Any, recipe: Any, group: Any)
     for argument, value in (("enabled", enabled), ("calibrating", calibrating)):
         if not (value is None or isinstance(value, bool)):
             raise TypeError(f"{name}: {argument} is True or False, got {value!r}")
+    as_recipe, as_group = ("recipe", "amax_reduction_group") if name == "autocast" else ("fp8_recipe", "fp8_group")
     if not (recipe is None or isinstance(recipe, Recipe)):
-        said = "recipe" if name == "autocast" else "fp8_recipe"
-        raise TypeError(f"{name} takes a recipe of te_fuser.recipe as {said}, DelayedScaling() say, got {recipe!r}")
+        raise TypeError(
+            f"{name} takes a recipe of te_fuser.recipe as {as_recipe}, DelayedScaling() say, got {recipe!r}"
+        )
     if not (group is None or isinstance(group, ProcessGroup)):
-        said = "amax_reduction_group" if name == "autocast" else "fp8_group"
-        raise TypeError(f"{name} takes a group of torch.distributed's as {said}, got {group!r}: use new_group(ranks)")
+        words = f"{name} takes a group of torch.distributed's as {as_group}, got {group!r}"
+        raise TypeError(f"{words}: use new_group(ranks)")
     if not (enabled or calibrating):
         return Entered(None)
     return Entered(Region(DelayedScaling() if recipe is None else recipe, group, not enabled))

@@ -16,10 +16,9 @@ from typing import Any
 
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Partial, Placement, Shard
-from te_fuser.ops.attention.context import SharedAttention
 from te_fuser.ops.attention.head_norm import HeadNorm
+from te_fuser.ops.attention.head_parallel import OfHeads, OfPositions, SharedAttention
 from te_fuser.ops.attention.heads import LAYOUTS, ApartHeads
-from te_fuser.ops.attention.of_heads import OfHeads, OfPositions
 from te_fuser.ops.attention.queries_apart import QueriesApart
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.collectives import AllToAll

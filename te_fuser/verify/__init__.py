@@ -12,7 +12,7 @@ from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
 from te_fuser.fuser.run.delayed import at_once
-from te_fuser.fuser.run.shared_plans import groups_of
+from te_fuser.fuser.run.plan_cache import groups_of
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.words import no_tensor

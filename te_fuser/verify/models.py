@@ -181,7 +181,9 @@ class _Run:
         (group,) = model._prepared()
         names = model._wanted(self.call.outputs)
         assert isinstance(group, FusedRegion)
-        return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
+        return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names)[
+            0
+        ].plan
 
     def rows(self) -> list[Row]:
         try:

@@ -12,10 +12,10 @@ import torch
 
 from te_fuser.compare import same_bits
 from te_fuser.fuser.graph.refs import PARAMETER
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load
-from te_fuser.fuser.run.watched import misshapen
+from te_fuser.fuser.run.program import misshapen
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 
 
@@ -69,7 +69,7 @@ def run_watched(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...], said: list[str]
 ) -> Any:
     """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
-    known, call = fuser.prepare_call(x, inputs, outputs)
+    known, call = fuser.prepare(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
 
     def wrap(step: Step, runner: Runner, slots: SlotMap) -> Runner:

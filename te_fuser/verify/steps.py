@@ -26,8 +26,8 @@ from te_fuser.fuser.graph.refs import (
     Ref,
     gradient_ref,
 )
+from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
@@ -49,7 +49,7 @@ def run_verified(
     """
     # What one step alone does not show: bytes of blocks, of a kernel and a product, and parts of sums, likewise.
     with registry.disabled(registry.BY_BLOCKS, registry.PEER_SUMS):
-        known, call = fuser.prepare_call(x, inputs, outputs)
+        known, call = fuser.prepare(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
@@ -118,7 +118,7 @@ class _WatchedCall:
     def value(self, index: int) -> torch.Tensor:
         """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""
         if index not in self.values:
-            producer = self.graph.producer(index)
+            producer = self.graph.makers[index]
             assert producer is not None
             self.record([self.graph.nodes[producer]], {})
         return self.values[index]
@@ -137,7 +137,7 @@ class _WatchedCall:
         with torch.no_grad():
             exact = self.run(nodes, doubled(self.data(nodes)), True)
         for value, t in exact.items():
-            kept = stored.get(self.graph.ref(value), self.values.get(self.graph.root(value)))
+            kept = stored.get(self.graph.ref(value), self.values.get(self.graph.roots[value]))
             self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())
 
 
@@ -244,7 +244,7 @@ class _CheckedRunner:
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
         """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
-        whole = ref._replace(index=self.watch.graph.root(ref.index), term=0) if ref.kind is GRADIENT else ref
+        whole = ref._replace(index=self.watch.graph.roots[ref.index], term=0) if ref.kind is GRADIENT else ref
         name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 

@@ -18,7 +18,7 @@ from te_fuser.codegen.description import KernelDescription, Maximum, Target, des
 from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
-from te_fuser.kernels.scale_of_amax import in_kernels
+from te_fuser.kernels.quantizers import in_kernels
 from te_fuser.ops.activations import GELU_FORMS
 from te_fuser.ops.own_scales import Scaling, scale_by
 from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, reference

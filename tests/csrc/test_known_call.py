@@ -11,7 +11,7 @@ from torch.nn import Parameter
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.facts import Facts
-from te_fuser.fuser.run.known import Known
+from te_fuser.fuser.run.call import GuardedCall
 
 T = torch.zeros(2, 3)
 
@@ -62,7 +62,7 @@ def test_calls_that_are_like_the_known_one_get_its_parameters() -> None:
     owner = {"weight": weight}
     key = _native.tensor_key([T, T, weight])
     assert key is not None
-    known = Known(Facts(), ("other",), ((owner, "weight"),), key, None, ("out",))  # type: ignore[arg-type]
+    known = GuardedCall(Facts(), ("other",), ((owner, "weight"),), key, None, ("out",))  # type: ignore[arg-type]
 
     def like(x: Any, inputs: dict[str, Any], outputs: tuple[str, ...] = ("out",)) -> Any:
         return _native.like(known, x, inputs, outputs)
@@ -90,7 +90,7 @@ def test_the_function_of_a_known_call_runs_on_its_tensors_and_refuses_to_be_diff
     key = _native.tensor_key([x, weight])
     assert key is not None
     owner = {"weight": weight}
-    known = Known(Facts(), (), ((owner, "weight"),), key, None, (), torch.mul)  # type: ignore[arg-type]
+    known = GuardedCall(Facts(), (), ((owner, "weight"),), key, None, (), torch.mul)  # type: ignore[arg-type]
     y = _native.run_if_like(known, x, {}, ())
     assert y is not None and torch.equal(y, x * weight)
     with pytest.raises(RuntimeError, match="does not differentiate its backward"):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from te_fuser.fuser.plan import planner
-from te_fuser.fuser.run import fuser as fuser_module
+from te_fuser.fuser import pipeline
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """Counts how often a plan is made."""
-    made = []
+    made, make_plan = [], pipeline.make_plan
 
     def counted(*arguments):
         made.append(arguments)
-        return planner.make_plan(*arguments)
+        return make_plan(*arguments)
 
-    monkeypatch.setattr(fuser_module, "make_plan", counted)
+    monkeypatch.setattr(pipeline, "make_plan", counted)
     return made

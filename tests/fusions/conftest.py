@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from te_fuser.fusions.match import Match
-from te_fuser.kernels import one_query
+from te_fuser.kernels import decode_attention
 from tests.fake_cuda import Emulation, FakeDriver
 
 
@@ -15,6 +15,6 @@ from tests.fake_cuda import Emulation, FakeDriver
 def played(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, emulation: Emulation) -> Iterator[FakeDriver]:
     """Plans take such kernels, and an emulated driver runs them."""
     monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
-    monkeypatch.setattr(one_query, "_room", lambda device, heads: 12)
+    monkeypatch.setattr(decode_attention, "_room", lambda device, heads: 12)
     with emulation.in_plans():
         yield driver

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import device_named
-from te_fuser.fuser.run import fuser
-from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products
 from tests import fake_cublaslt
 from tests.fake_cuda import Emulation, FakeDriver
@@ -17,13 +16,13 @@ from tests.fake_cuda import Emulation, FakeDriver
 @pytest.fixture
 def on_an_emulated_gpu(emulation: Emulation, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans are those of an H200."""
-    monkeypatch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
-    monkeypatch.setattr(quantized_matmul, "refusal", lambda *_: None)
+    monkeypatch.setattr(products, "obstacle_on", lambda *_: None)
+    monkeypatch.setattr(products, "refusal_of", lambda *_: None)
     monkeypatch.setattr("te_fuser.fusions.partly_float8_mat_mul.why_no_product", lambda *_: None)
-    monkeypatch.setattr(fuser, "device_of", lambda device: device_named("h200"))
-    for configured in (quantized_matmul.configured, products.configured):
+    monkeypatch.setattr(pipeline, "device_of", lambda device: device_named("h200"))
+    for configured in (products.product_of, products.configured):
         configured.cache_clear()
     with fake_cublaslt.in_place(fake_cublaslt.compile_library()), emulation.in_plans():
         yield
-    for configured in (quantized_matmul.configured, products.configured):
+    for configured in (products.product_of, products.configured):
         configured.cache_clear()

@@ -13,7 +13,7 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import cublaslt
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_float8, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.ops.base import FusableOperation
 from te_fuser.quantization import microbatch, product_scaling
 from te_fuser.recipe import DelayedScaling, Recipe
@@ -35,14 +35,14 @@ def installed(*modules: Any, version: str | None = "") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             found = versions.get(module, fake_quack.VERSION) if version == "" else version
-            patch.setattr(getattr(module, "PACKAGE", quack_matmul.PACKAGE), "version", lambda v=found: v)
-            for asked in ("unusable", "unusable_by_gates"):
+            patch.setattr(getattr(module, "PACKAGE", quack.PACKAGE), "version", lambda v=found: v)
+            for asked in ("unusable", "unusable_by_gates", "unusable_8"):
                 if module is not cudnn_frontend and hasattr(module, asked):
                     patch.setattr(module, asked, lambda: None)
         yield
 
 
-QUACK, QUACK8 = (quack_matmul,), (quack_matmul, quack_float8)
+QUACK = QUACK8 = (quack,)
 FLASH_4, FRONT_END = (flash_attn_4,), (cudnn_frontend,)
 
 

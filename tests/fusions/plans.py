@@ -13,8 +13,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser.pipeline import make_plan
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import ON
 from te_fuser.fuser.steps.step import Step

@@ -84,6 +84,8 @@ def library_on_the_cpu() -> Iterator[FakeCublasLt]:
     driver, library = fake_cuda.compile_driver(), fake_cublaslt.compile_library()
     # Products outlive a test, and with them problems of the library before.
     products.configured.cache_clear()
+    products.product_of.cache_clear()
     with fake_cuda.in_place(driver), fake_cublaslt.in_place(library) as fake:
         yield fake
     products.configured.cache_clear()
+    products.product_of.cache_clear()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fusions import cublaslt, cublaslt_masks, cublaslt_sums
+from te_fuser.fusions import cublaslt
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import configured
 from tests.fake_cublaslt import FakeCublasLt
@@ -21,7 +21,7 @@ from tests.fusions.models import relu_mlp
 from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons
 from tests.twins import assert_as_meant, sequential, tensor
 
-ROWS = [row for module in (cublaslt, cublaslt_masks, cublaslt_sums) for row in module._ROWS]
+ROWS = cublaslt._ROWS
 BF16 = torch.bfloat16
 
 

@@ -17,17 +17,18 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import Cost, Fusion, FusionCall, cublaslt_float8, cublaslt_own_scales
-from te_fuser.fusions.cublaslt_quantized import ProductRow8
+from te_fuser.fusions.cublaslt_float8 import ProductRow8
 from te_fuser.fusions.pattern import Optional
-from te_fuser.kernels import own_scales, quantized_matmul
-from te_fuser.kernels.packages import quack_matmul
-from te_fuser.kernels.quantize_weights import QuantizeWeights
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import quack
+from te_fuser.kernels.quantizers import QuantizeWeights
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.ops.own_scales import dequantized
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
-from te_fuser.quantization.scaling import scalings_of
+from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -82,19 +83,19 @@ def kernels() -> Iterator[Any]:
     for recipe, (dtype, own) in itertools.product(BLOCKS.values(), DTYPES):
         for role, scaling in enumerate(scalings_of(recipe) or ()):
             for wanted in ("rows", "turned", "both"):
-                yield own_scales.kernel_of(own if role == 1 else dtype, E4M3, scaling, wanted)
+                yield quantizers.kernel_of(own if role == 1 else dtype, E4M3, scaling, wanted)
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCublasLt]:
     """Kernels and products that are computed on the CPU."""
-    quantized_matmul.configured.cache_clear()
+    products.product_of.cache_clear()
     with (
         running(set(kernels()), tmp_path_factory.mktemp("float8")),
         fake_cublaslt.in_place(fake_cublaslt.compile_library()) as fake,
     ):
         yield fake
-    quantized_matmul.configured.cache_clear()
+    products.product_of.cache_clear()
 
 
 @pytest.fixture
@@ -109,12 +110,12 @@ def cublaslt(everything: FakeCublasLt) -> FakeCublasLt:
 
 def _one_scale() -> Fusion:
     pattern = Float8MatMul, Optional(QuantizeGradient), ops.Bias, ops.Dropout
-    return cublaslt_float8._declare(ProductRow8("new", "", pattern, kind="bias", adds=("-2.bias",)))
+    return cublaslt_float8.declare(ProductRow8("new", "", pattern, kind="bias", adds=("-2.bias",)))
 
 
 def _blocks() -> Fusion:
     pattern = OwnScalesMatMul, ops.Bias, ops.Dropout
-    return cublaslt_own_scales._declare(ProductRow8("new", "", pattern, kind="bias", adds=("1.bias",)), keeps=True)
+    return cublaslt_own_scales._declare(ProductRow8("new", "", pattern, kind="bias", adds=("1.bias",)))
 
 
 @pytest.mark.parametrize("drops", [0.0, 0.1])
@@ -151,14 +152,14 @@ def test_sums_of_products_are_as_the_recipe_says(how: dict[str, bool], wanted: t
     steps = (taken(p, BIASED), taken(p, BACK, produces="input"), taken(p, BACK, produces="0.weight"))
     factors = (E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)
     for kind, s, fast, two in zip(("bias", "plain", "plain"), steps, wanted, factors, strict=True):
-        form = quantized_matmul.form_of(kind, *two, BF16, fast)
-        assert s.task.body.function.__self__ is quantized_matmul.configured(form)  # type: ignore[union-attr]
+        form = products.form_of_8(kind, *two, BF16, fast)
+        assert s.task.body.function.__self__ is products.product_of(form)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "current"])
 def test_products_without_any_fusion_are_emulated(recipe: Recipe) -> None:
     """Which is what tests on a GPU hold them against."""
-    with installed(quack_matmul), fusions.disabled(*OURS):
+    with installed(quack), fusions.disabled(*OURS):
         for device in ("h200", "b200"):
             p = float8(device=device, recipe=recipe)()
             assert not {s.name for s in (*p.forward, *p.backward)} & {*fusions.names()}

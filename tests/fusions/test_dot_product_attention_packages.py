@@ -12,8 +12,8 @@ from te_fuser import fusions, ops
 from te_fuser.fusions import Fusion
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels.attention import AttentionProblem, Speed
-from te_fuser.kernels.attention.providers.cudnn_frontend import CudaCudnnFrontend
-from te_fuser.kernels.attention.providers.flash_attn_4 import CudaFlashAttn4
+from te_fuser.kernels.attention.cudnn import CudaCudnnFrontend
+from te_fuser.kernels.attention.flash_attn_4 import CudaFlashAttn4
 from tests.fusions.models import FRONT_END, attention, where, without
 from tests.kernels.packages import fake_cudnn, fake_flash_attn
 from tests.kernels.played import Played

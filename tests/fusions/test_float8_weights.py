@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.distributed.dtensor import is_dtensor, own_part
-from te_fuser.fuser.plan import planner
+from te_fuser.fuser import pipeline
 from te_fuser.fusions import float8_weights
 from te_fuser.quantization import product_scaling, states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
@@ -131,7 +131,7 @@ def test_what_a_kernel_stores_it_also_measures(recipe: Recipe, driver: FakeDrive
 
     found, launches = gradients()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(planner.PASSES, "raise amaxes", lambda plan, prices: plan)
+        patch.setitem(pipeline.PLAN_PASSES, "raise amaxes", lambda plan, prices: plan)
         wanted, more = gradients()
     assert more - launches == 2  # the gradients that two blocks get from those behind them
     near(found, wanted, 0.0)

@@ -16,7 +16,7 @@ from te_fuser.fusions import Fusion
 from te_fuser.fusions.cublaslt import why_no_backward
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.packages import quack_matmul
+from te_fuser.kernels.packages import quack
 from te_fuser.ops.base import Spec
 from tests.fusions.models import QUACK, Parts, gated_mlp, installed, mlp, where, without
 from tests.fusions.products import free, plan, reasons
@@ -172,7 +172,7 @@ def test_gelu_under_autocast_casts_parameters_and_gradients_back(
 def test_product_of_the_weight_that_cublaslt_has_not_is_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        f"te_fuser.fusions.{name}.why_no_product", lambda m, kind, at: asked.append((kind, at)) or "no algorithm"
+        "te_fuser.fusions.quack.why_no_product", lambda m, kind, at: asked.append((kind, at)) or "no algorithm"
     )
     make, at = OF_BACKWARD[name][3], 2 if name == BACKWARD else 1
     for accumulates, kind in ((False, "wgrad"), (True, "wgrad_onto")):
@@ -185,13 +185,13 @@ def test_package_that_does_not_load_is_the_reason_where_there_is_a_gpu(monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for asked, make, names in (("unusable", mlp, (AUX, BACKWARD)), ("unusable_by_gates", gated_mlp, (GATED,))):
         with installed(*QUACK):
-            monkeypatch.setattr(quack_matmul, asked, lambda: "it does not load")
+            monkeypatch.setattr(quack, asked, lambda: "it does not load")
             p = plan(*make())
         assert all(reasons(p, name) == {"it does not load"} for name in names)
 
 
 def test_fusions_that_a_failure_names_are_all_that_call_it() -> None:
-    named = ast.literal_eval(quack_matmul._FUSIONS)
+    named = ast.literal_eval(quack._FUSIONS)
     for grad, make in itertools.product((True, False), (mlp, gated_mlp)):
         assert not quacks(where(QUACK, without, named, plan, *make(), grad=grad))
     # Other gates are not its pattern.

@@ -29,7 +29,7 @@ OTHERS = ("stretch", "float8_matmul_bias", "float8_matmul_backward")
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_quack_float8.Package]:
     """A package that computes, where a CPU stands for the GPU."""
-    monkeypatch.setattr("te_fuser.fusions.float8_matmul_bias_quack.why_not_here", lambda *_: None)
+    monkeypatch.setattr("te_fuser.fusions.quack.why_not_here", lambda *_: None)
     yield fake_quack_float8.in_place(monkeypatch)
     fake_quack_float8.forget()
 

@@ -12,9 +12,10 @@ from unittest import mock
 
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import finish
 from te_fuser.fuser.plan.device import DEVICES, Device
-from te_fuser.fuser.run import fuser, loading
+from te_fuser.fuser.run import loading
 from te_fuser.fusions import Cost, Fusion, Match
 from te_fuser.ops import FusableOperation
 
@@ -36,7 +37,7 @@ def as_if_generated(seed: int) -> Iterator[None]:
         return "cpp"
 
     with (
-        mock.patch.object(fuser, "target_for", target),
+        mock.patch.object(pipeline, "target_for", target),
         mock.patch.object(loading, "load_kernels", load),
     ):
         yield
@@ -67,7 +68,7 @@ def random_cover(seed: int) -> Iterator[None]:
 
     # A stretch may be cut where a matched fusion begins or ends; this one is never worth its price.
     cut = Fusion("cut", "forward", (FusableOperation,), _never_run, None, may_cut, lambda m: Cost(seconds=1.0))
-    with mock.patch.object(fuser, "device_of", lambda device_at_hand: device), fusions.only(*fusions.names(), cut):
+    with mock.patch.object(pipeline, "device_of", lambda device_at_hand: device), fusions.only(*fusions.names(), cut):
         yield
 
 

@@ -43,7 +43,7 @@ def ran_forward(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The output, and the tensors that backward may read."""
     with torch.no_grad():
-        y, saved = provider.forward(op.settings(), x)
+        y, saved = provider.forward(op.settings(), {"input": x})
     return y, {"input": x, "output": y, **saved}
 
 
@@ -61,7 +61,7 @@ def check_refused_in_a_capture(provider: Provider, dim: int) -> None:
     """A backward of a size that did not run before."""
     tensors, op, dy = one_backward(provider, dim, 152)
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        provider.backward(op.settings(), tensors, dy)
+        provider.backward(op.settings(), tensors, dy)["input"]
 
 
 def in_a_thread_of_its_own(
@@ -69,7 +69,7 @@ def in_a_thread_of_its_own(
 ) -> torch.Tensor:
     """The gradient that a backward in a new thread makes."""
     found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(provider.backward(op.settings(), tensors, dy)))
+    thread = threading.Thread(target=lambda: found.append(provider.backward(op.settings(), tensors, dy)["input"]))
     thread.start()
     thread.join()
     return found[0]
@@ -78,7 +78,7 @@ def in_a_thread_of_its_own(
 def check_a_thread_of_its_own(provider: Provider, dim: int) -> None:
     """A backward that ran here runs in a new thread too."""
     tensors, op, dy = one_backward(provider, dim, 168)
-    want = provider.backward(op.settings(), tensors, dy)
+    want = provider.backward(op.settings(), tensors, dy)["input"]
     assert close(in_a_thread_of_its_own(provider, op, tensors, dy), want)
 
 

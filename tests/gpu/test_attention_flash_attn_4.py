@@ -103,12 +103,12 @@ def test_later_calls_compute_what_the_package_does(kv_heads: int) -> None:
 
 def test_later_calls_are_the_packages_launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, op, dy = one_backward(PROVIDER, 128, 216)
-    want = PROVIDER.backward(op.settings(), tensors, dy)
+    want = PROVIDER.backward(op.settings(), tensors, dy)["input"]
     for name in flash_attn_4._TAKEN:
         monkeypatch.setattr(flash_attn_4._module(), name, lambda **named: pytest.fail("the package was called"))
-    assert close(PROVIDER.backward(op.settings(), tensors, dy), want)
+    assert close(PROVIDER.backward(op.settings(), tensors, dy)["input"], want)
     with torch.no_grad():
-        assert torch.equal(PROVIDER.forward(op.settings(), tensors["input"])[0], tensors["output"])
+        assert torch.equal(PROVIDER.forward(op.settings(), {"input": tensors["input"]})[0], tensors["output"])
 
 
 def test_one_position() -> None:
@@ -141,14 +141,14 @@ def test_a_capture_of_a_form_that_did_not_run_is_refused() -> None:
 def test_another_stream() -> None:
     """Its kernels wait for what is on PyTorch's current stream."""
     tensors, op, dy = one_backward(PROVIDER, 128, 2048)
-    want = PROVIDER.backward(op.settings(), tensors, dy)
+    want = PROVIDER.backward(op.settings(), tensors, dy)["input"]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         late = torch.zeros_like(dy)
         late.copy_(dy)
-        found = PROVIDER.backward(op.settings(), tensors, late)
+        found = PROVIDER.backward(op.settings(), tensors, late)["input"]
     side.synchronize()
     assert close(found, want)
 
@@ -162,7 +162,7 @@ def test_the_first_run_in_a_thread_of_its_own() -> None:
     tensors, op, dy = one_backward(PROVIDER, 128, 184)
     flash_attn_4.runs.forget()
     found = in_a_thread_of_its_own(PROVIDER, op, tensors, dy)
-    assert close(found, PROVIDER.backward(op.settings(), tensors, dy))
+    assert close(found, PROVIDER.backward(op.settings(), tensors, dy)["input"])
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -174,7 +174,7 @@ def test_nothing_is_copied_or_packed(layout: str, packing: str, tmp_path: Path) 
     x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 1024))
     _, tensors = ran_forward(PROVIDER, op, x)
     with torch.no_grad():
-        PROVIDER.backward(op.settings(), tensors, dy)
-        forward = launched(lambda: PROVIDER.forward(op.settings(), x), tmp_path)
-        backward = launched(lambda: PROVIDER.backward(op.settings(), tensors, dy), tmp_path)
+        PROVIDER.backward(op.settings(), tensors, dy)["input"]
+        forward = launched(lambda: PROVIDER.forward(op.settings(), {"input": x}), tmp_path)
+        backward = launched(lambda: PROVIDER.backward(op.settings(), tensors, dy)["input"], tmp_path)
     assert len(forward) == 1 and len(backward) == 3, (forward, backward)

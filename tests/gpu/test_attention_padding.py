@@ -8,9 +8,9 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.codegen.cuda_loader import load
-from te_fuser.kernels.attention import PROVIDERS, Speed, blank_rows, moved_rows
-from te_fuser.kernels.attention.blank_rows import Blanks, Side
-from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch
+from te_fuser.kernels.attention import PROVIDERS, Speed, lengths, padding
+from te_fuser.kernels.attention.lengths import Blanks, Side
+from te_fuser.kernels.attention.padding import CompactByKernel, CompactByTorch
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.attention.mask import AttentionMask
 from tests.gpu.packing_providers import installed_version
@@ -92,7 +92,7 @@ def test_a_capture_takes_other_masks(provider: str) -> None:
 @pytest.fixture
 def kernels() -> None:
     """Those that plans compile, loaded."""
-    made = [blank_rows.BlankRows(DTYPE), moved_rows.FindTokens(), moved_rows.MoveRows(DTYPE)]
+    made = [lengths.BlankRows(DTYPE), padding.FindTokens(), padding.MoveRows(DTYPE)]
     load([], torch.device("cuda:0"), written=made)
 
 
@@ -109,7 +109,7 @@ def test_rows_that_are_blanked(name: str, kernels: None) -> None:
     for features in (24, 4096):
         x = blanked.rows_for(b, DTYPE, features)
         ours = x.cuda()
-        blank_rows.by_kernel(ours, Blanks(own, moved(b.other), b.longest, b.sequence_first))
+        lengths.blank_by_kernel(ours, Blanks(own, moved(b.other), b.longest, b.sequence_first))
         torch.testing.assert_close(ours.cpu(), blanked.blanked(x, b), rtol=0, atol=0, equal_nan=True)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import capturing
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling
 

@@ -11,9 +11,11 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import not_finite, scale_kernel, scale_update, state, states
+from te_fuser.quantization import not_finite, scale_update, states
+from te_fuser.quantization.amax_slots import ROLES, blocks
 from te_fuser.recipe import DelayedScaling
 from tests.kernels.fold_cases import folded_wrongly
+from tests.quantization.folded import ensure, state_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,21 +27,20 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_values(apart: bool) -> None:
-    assert not folded_wrongly(3, apart, "cuda:0")
+def test_values() -> None:
+    assert not folded_wrongly(3, "cuda:0")
 
 
 def recorded(model: Any, recipe: DelayedScaling, seed: int) -> None:
     """What a step does that sees some amaxes, one of them infinite."""
     with te.autocast(recipe=recipe):
         for op in model:
-            state.ensure(op, recipe)
+            ensure(op, recipe)
     rng = torch.Generator(GPU).manual_seed(seed)
     for k, op in enumerate(model):
-        for role in state.ROLES:
+        for role in ROLES:
             amax = torch.rand((), device=GPU, generator=rng) * 10.0**k
-            state.state_of(op).amaxes[role].copy_(amax if (k, seed) != (1, 2) else torch.inf)
+            state_of(op).amaxes[role].copy_(amax if (k, seed) != (1, 2) else torch.inf)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -51,7 +52,7 @@ def test_as_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         recorded(model, RECIPES[name], seed)
         scale_update.update()
     found = states(model), not_finite(model)
-    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: False)
+    monkeypatch.setattr(scale_update, "has_kernel", lambda device: False)
     for seed in range(4):
         recorded(twin, RECIPES[name], seed)
         scale_update.update()
@@ -72,6 +73,6 @@ def test_a_fold_is_one_kernel() -> None:
         scale_update.update()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    used = [block for block in state.blocks() if block.device == GPU and block.states()]
+    used = [block for block in blocks() if block.device == GPU and block.states()]
     graphs = sum(block.live is not None for block in used)
     assert names.count("fold_amaxes") == len(used) and len(names) == len(used) + graphs, names

@@ -11,8 +11,8 @@ from torch import nn
 
 import te_fuser
 from te_fuser import Sequential, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser as running
 from te_fuser.fuser.show.explain import Explanation
 
 pytestmark = pytest.mark.gpu
@@ -42,13 +42,13 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
 def test_the_plans_shown_are_those_that_run(amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = model_and_input()
     ran: list[Plan] = []
-    execute = running.execute
+    execute = pipeline.execute
 
     def watched(prepared: Any, *call: Any) -> Any:
         ran.append(prepared.plan)
         return execute(prepared, *call)
 
-    monkeypatch.setattr(running, "execute", watched)
+    monkeypatch.setattr(pipeline, "execute", watched)
     before = state_of(model)
     with torch.autocast("cuda", torch.bfloat16, enabled=amp):
         model_and_input()[0].plans(x)  # the first look in a process makes PyTorch take some memory of its own

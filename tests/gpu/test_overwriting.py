@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import Residual, Sequential, ops
-from te_fuser.fuser.plan import overwriting, planner
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.plan import overwriting
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from tests.twins import randomize
 
@@ -98,7 +99,7 @@ def test_the_same_bits_and_right_ones(
     got = run(model, model)
     assert same(got, run(model, model))
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
+        patch.setattr(pipeline, "PLAN_PASSES", {n: p for n, p in pipeline.PLAN_PASSES.items() if n != "overwrite"})
         plain = copied(model, *MODELS[name](), memory=memory)
         assert pairs(plain) == 0
         assert same(run(plain, plain), got)
@@ -131,7 +132,7 @@ def test_less_memory_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     less = peak()
-    monkeypatch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
+    monkeypatch.setattr(pipeline, "PLAN_PASSES", {n: p for n, p in pipeline.PLAN_PASSES.items() if n != "overwrite"})
     assert less <= peak() - 1.5 * size
 
 

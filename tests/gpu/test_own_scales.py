@@ -9,12 +9,12 @@ import torch
 
 import te_fuser as te
 from te_fuser import fusions
-from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.own_scales import QuantizeBlocks
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.quantizers import QuantizeBlocks
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.float8 import E4M3, OURS
 from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, compare, data, made, step
-from tests.kernels.test_own_scales import check_blocks, matrix
+from tests.kernels.test_quantizers_by_blocks import check_blocks, matrix
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ every = pytest.mark.parametrize("name", RECIPES)
 
 def recipe_of(name: str) -> Recipe:
     """A recipe that this machine runs."""
-    why = quantized_matmul.obstacle_on(GPU, scales=RECIPES[name].scales)
+    why = products.obstacle_on(GPU, scales=RECIPES[name].scales)
     if why is not None:
         pytest.skip(why)
     return RECIPES[name]

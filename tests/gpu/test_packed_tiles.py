@@ -7,7 +7,7 @@ import torch
 
 from te_fuser.kernels.packed_heads import Packing
 from te_fuser.kernels.packed_tiles import TilePacking
-from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
 from tests.float8 import codes
 from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E5M2, Case
@@ -28,7 +28,7 @@ def test_the_bytes_of_what_packs_rows_alone(case: Case) -> None:
         rows, turned, sums = packing(parts, scaled, sums=case.sums)
         wanted, totals = rows_alone(parts, sums=case.sums, scaled=other)
         assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
-        assert torch.equal(codes(turned), codes(by_torch(wanted)))
+        assert torch.equal(codes(turned), codes(transpose_by_torch(wanted)))
         if sums is not None and totals is not None:
             eps = torch.finfo(sums.dtype).eps
             torch.testing.assert_close(sums.float(), totals.float(), rtol=2 * eps, atol=1e-3)

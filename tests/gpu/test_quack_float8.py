@@ -13,8 +13,8 @@ import torch
 import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost
-from te_fuser.kernels.packages import quack_float8 as products
-from te_fuser.kernels.packages.quack_matmul import PACKAGE, runs
+from te_fuser.kernels.packages import quack as products
+from te_fuser.kernels.packages.quack import PACKAGE, runs
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.float8 import OURS
@@ -68,9 +68,9 @@ def assert_right(h: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
 def test_with_bias(rows: tuple[int, ...], inner: int, outer: int) -> None:
     given = tensors(rows, inner, outer)
-    h = products.linear_bias(*given)
+    h = products.linear_bias_8(*given)
     assert_right(h, exact_of(*given))
-    assert torch.equal(h, products.linear_bias(*given))
+    assert torch.equal(h, products.linear_bias_8(*given))
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
@@ -81,9 +81,9 @@ def test_with_bias_and_addend(rows: tuple[int, ...], inner: int, outer: int) -> 
         wide = 10 * torch.randn(*rows, outer + room, generator=torch.Generator().manual_seed(4)).to(GPU, BF16)
         addend = wide[..., room:]
         before = addend.clone()
-        y = products.linear_bias_add(*given, addend)
+        y = products.linear_bias_add_8(*given, addend)
         assert_right(y, exact_of(*given) + addend.double())
-        assert torch.equal(y, products.linear_bias_add(*given, addend)) and torch.equal(addend, before)
+        assert torch.equal(y, products.linear_bias_add_8(*given, addend)) and torch.equal(addend, before)
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=3), Float8CurrentScaling()])
@@ -115,11 +115,11 @@ def test_sums_in_a_model(tokens: int, p: float | None, recipe: Any) -> None:
 def test_gelu_in_8_bits(rows: tuple[int, ...], inner: int, outer: int) -> None:
     """8 bits are those of the h that is kept, next to ties apart; their amax has nothing from beyond the matrix."""
     given, scale, amax = tensors(rows, inner, outer), number(30.0), number(0.0)
-    y, h = products.linear_bias_gelu_aux(*given, scale, amax)
+    y, h = products.linear_bias_gelu_aux_8(*given, scale, amax)
     assert_right(h, exact_of(*given))
-    assert torch.equal(h, products.linear_bias(*given)) and y.shape == h.shape and y.dtype == E4M3
-    alone = products.linear_bias_gelu(*given, scale)
-    again = products.linear_bias_gelu_aux(*given, scale, number(0.0))[0]
+    assert torch.equal(h, products.linear_bias_8(*given)) and y.shape == h.shape and y.dtype == E4M3
+    alone = products.linear_bias_gelu_8(*given, scale)
+    again = products.linear_bias_gelu_aux_8(*given, scale, number(0.0))[0]
     assert all(torch.equal(y.view(torch.uint8), t.view(torch.uint8)) for t in (alone, again))
     if not y.numel():
         assert amax == 0
@@ -129,7 +129,7 @@ def test_gelu_in_8_bits(rows: tuple[int, ...], inner: int, outer: int) -> None:
     codes = (wanted * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
     apart = (y.view(torch.uint8).int() - codes.int()).abs()
     assert apart.max() <= 1 and apart.float().mean() < 1e-3
-    products.linear_bias_gelu_aux(*given, scale, higher := number(1e4))
+    products.linear_bias_gelu_aux_8(*given, scale, higher := number(1e4))
     assert higher == 1e4
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_finite(odd: float) -> None:
     """Infinities become the largest number, NaN stays, and the amax tells."""
     *given, bias = tensors((130,), 64, 272)
     bias[7], amax = odd, number(0.0)
-    y, h = products.linear_bias_gelu_aux(*given, bias, number(1.0), amax)
+    y, h = products.linear_bias_gelu_aux_8(*given, bias, number(1.0), amax)
     assert torch.equal(h[:, 7].isnan(), torch.full((130,), odd != odd, device=GPU))
     if odd == torch.inf:
         assert (y[:, 7].float() == 448).all() and amax == torch.inf
@@ -151,12 +151,12 @@ def test_captures() -> None:
     scale, amax = number(30.0), number(0.0)
     runs.forget()
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        products.linear_bias(*given, bias)
-    want = *products.linear_bias_gelu_aux(*given, bias, scale, amax), products.linear_bias(*given, bias)
+        products.linear_bias_8(*given, bias)
+    want = *products.linear_bias_gelu_aux_8(*given, bias, scale, amax), products.linear_bias_8(*given, bias)
     most = amax.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = *products.linear_bias_gelu_aux(*given, bias, scale, amax), products.linear_bias(*given, bias)
+        made = *products.linear_bias_gelu_aux_8(*given, bias, scale, amax), products.linear_bias_8(*given, bias)
     amax.zero_()
     for t in made:
         t.view(torch.uint8).zero_()

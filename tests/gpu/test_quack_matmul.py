@@ -14,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fusions import Cost
-from te_fuser.kernels.packages import quack_matmul as products
+from te_fuser.kernels.packages import quack as products
 from tests.gpu.packing_providers import installed_version
 from tests.twins import randomize
 

@@ -7,7 +7,8 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels import quantized_matmul, transposed8
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.quantized_matmul import product
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests.float8 import E4M3, E5M2
@@ -55,8 +56,8 @@ def multiply(
     fast: bool = False,
 ) -> torch.Tensor:
     """(a scale_a) (b scale_b)^T + bias, as plans run it."""
-    form = quantized_matmul.form_of("bias" if bias else "plain", a.dtype, b.dtype, out, fast)
-    return quantized_matmul.configured(form).make(a, b, scale_a, scale_b, *bias)  # type: ignore[return-value]
+    form = products.form_of_8("bias" if bias else "plain", a.dtype, b.dtype, out, fast)
+    return products.product_of(form).make(a, b, scale_a, scale_b, *bias)  # type: ignore[return-value]
 
 
 def add_onto(
@@ -68,8 +69,8 @@ def add_onto(
     fast: bool = False,
 ) -> None:
     """The same onto what is there."""
-    form = quantized_matmul.form_of("onto", a.dtype, b.dtype, onto.dtype, fast)
-    quantized_matmul.configured(form)((a, b, scale_a, scale_b, onto))
+    form = products.form_of_8("onto", a.dtype, b.dtype, onto.dtype, fast)
+    products.product_of(form)((a, b, scale_a, scale_b, onto))
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, fast: bool, k: int = 0) -> None:
@@ -87,10 +88,10 @@ def close(found: torch.Tensor, exact: torch.Tensor, fast: bool, k: int = 0) -> N
 @pytest.mark.parametrize("out_dtype", [BF16, F16, F32])
 @pairs
 def test_plain(pair: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, fast: bool) -> None:
-    form = quantized_matmul.form_of("plain", *pair, out_dtype, fast)
+    form = products.form_of_8("plain", *pair, out_dtype, fast)
     for m, n, k in SIZES:
         a, b = numbers(m, k, pair[0], seed=m), numbers(n, k, pair[1], seed=n)
-        assert quantized_matmul.refusal(form, (m, n, k), GPU) is None, (m, n, k)
+        assert products.refusal_of(form, (m, n, k), GPU) is None, (m, n, k)
         found = multiply(*given(a, b), out_dtype, fast=fast)
         assert found.dtype == out_dtype
         close(found, wide(a) @ wide(b).mT, fast, k)
@@ -137,7 +138,7 @@ def test_nothing(sizes: tuple[int, int, int], out_dtype: torch.dtype) -> None:
 
 def test_rows_of_no_multiple_of_16() -> None:
     for pair in PAIRS:
-        why = quantized_matmul.refusal(quantized_matmul.form_of("plain", *pair, BF16), (16, 16, 40), GPU)
+        why = products.refusal_of(products.form_of_8("plain", *pair, BF16), (16, 16, 40), GPU)
         assert why is not None and "multiples of 16" in why
 
 
@@ -148,7 +149,7 @@ def test_the_three_products_of_a_layer(tokens: int, format: torch.dtype, fast: b
     """Of any number of tokens: what is turned has zeros up to the next 16."""
     features, out = 512, 768
     x, w, dy = numbers(tokens, features, E4M3, 0), numbers(out, features, E4M3, 1), numbers(tokens, out, format, 2)
-    turned = {name: transposed8.by_kernel(t.data) for name, t in (("x", x), ("w", w), ("dy", dy))}
+    turned = {name: quantizers.transpose_by_kernel(t.data) for name, t in (("x", x), ("w", w), ("dy", dy))}
     for name, t in (("x", x), ("w", w), ("dy", dy)):
         assert not turned_wrongly(t.data, turned[name])
         assert not turned_wrongly(t.data, t.transposed)

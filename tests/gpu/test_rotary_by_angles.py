@@ -172,7 +172,7 @@ def test_plans_take_it_and_calls_compile_nothing(monkeypatch: pytest.MonkeyPatch
         op.to("cuda", BF16)
     fuser, x = Fuser(listed), torch.randn(40, 2, 64, device="cuda", dtype=BF16, requires_grad=True)
     given = {"rotary_pos_emb": torch.rand(40, 1, 1, 24, device="cuda")}
-    prepared = fuser.prepare(x, given)
+    prepared, _ = fuser.prepare(x, given)
     assert "turned_heads_forward" in {s.name for s in prepared.plan.forward}
     assert "turned_heads_bias_norm_backward" in {s.name for s in prepared.plan.backward}
     monkeypatch.setattr(nvrtc, "compile_source", lambda *a, **k: pytest.fail("a call compiles"))

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import fusions
-from te_fuser.fuser.plan import transposing
+from te_fuser.fuser.plan import layouts
 from tests.float8 import OURS
 from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, compare, data, made, narrow_products, step
 
@@ -37,7 +37,7 @@ def test_kernels_and_steps_that_turn_give_the_same(name: str, memory: str) -> No
     x = data(3, 67, 3, F)
     for seed in range(2):
         found = step(model, x, RECIPE, seed)
-        with mock.patch.object(transposing, "tile_refusal", lambda *given: "not now"):
+        with mock.patch.object(layouts, "tile_refusal", lambda *given: "not now"):
             wanted = step(twin, x, RECIPE, seed)
         assert found.keys() == wanted.keys()
         for key, exact in wanted.items():
@@ -45,7 +45,7 @@ def test_kernels_and_steps_that_turn_give_the_same(name: str, memory: str) -> No
                 most = 0.1 if "Transformer" in name else 0.01
                 assert apart(found[key], exact) < most, (key, apart(found[key], exact))
     assert stored(model, x) - {"transposed8"}
-    with mock.patch.object(transposing, "tile_refusal", lambda *given: "not now"):
+    with mock.patch.object(layouts, "tile_refusal", lambda *given: "not now"):
         turning = {name for name in stored(copy.deepcopy(twin), x) if not name.startswith("attention")}
         assert turning == {"transposed8"}
 

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from te_fuser.kernels import transposed8
-from te_fuser.kernels.quantize_weights import Weight8, quantize_weights, quantizer_on
+from te_fuser.kernels import quantizers
+from te_fuser.kernels.quantizers import Weight8, quantizer_on
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
 from tests.kernels.weights8 import (
@@ -16,6 +16,7 @@ from tests.kernels.weights8 import (
     NOTHING,
     SIZES,
     bytes_like,
+    quantize_weights,
     run_weights,
     turned_wrongly,
     weights_like,
@@ -31,7 +32,7 @@ LARGE = [(8192, 4096), (8191, 4096), (4096, 16384), (70_001, 128), (16, 65536)]
 @pytest.mark.parametrize("size", [*SIZES, *NOTHING, *LARGE])
 def test_turned(size: tuple[int, int], dtype: torch.dtype) -> None:
     data = bytes_like(*size, dtype, "cuda")
-    assert not turned_wrongly(data, transposed8.by_kernel(data))
+    assert not turned_wrongly(data, quantizers.transpose_by_kernel(data))
 
 
 def test_more_than_4_gigabytes_are_turned() -> None:
@@ -40,7 +41,7 @@ def test_more_than_4_gigabytes_are_turned() -> None:
     if torch.cuda.mem_get_info()[0] < 3 * tokens * features:
         pytest.skip("needs 14 GB")
     data = torch.randint(0, 256, (tokens, features), dtype=torch.uint8, device="cuda")
-    turned = transposed8.by_kernel(data.view(E4M3)).view(torch.uint8)
+    turned = quantizers.transpose_by_kernel(data.view(E4M3)).view(torch.uint8)
     for at in (0, 2**19 + 77, 2**20 - 128):
         assert torch.equal(turned[:, at : at + 128], data[at : at + 128].mT)
     assert torch.equal(turned[:, tokens - 3 : tokens], data[-3:].mT) and not turned[:, tokens:].any()
@@ -50,7 +51,7 @@ def test_what_lies_otherwise_is_copied() -> None:
     data = bytes_like(300, 1024, E4M3, "cuda")
     for given in (data[:, 16:528], data.view(torch.uint8).mT.contiguous().view(E4M3).mT, data[3:]):
         wanted = given.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(E4M3)
-        assert not turned_wrongly(wanted, transposed8.by_kernel(given))
+        assert not turned_wrongly(wanted, quantizers.transpose_by_kernel(given))
 
 
 GPU = torch.device("cuda", 0)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
+from te_fuser.kernels.reductions import AmaxFolder, Folded
 
 LARGEST = torch.finfo(torch.float32).max
 LENGTHS = (1, 2, 3, 63, 64, 65, 512, 513, 1024, 1537)
@@ -61,8 +61,8 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return torch.where(t.isnan(), torch.nan, t).contiguous().view(torch.int32)
 
 
-def folded_wrongly(folds: int = 3, apart: bool = False, device: str = "cpu") -> list[str]:
-    """What is wrong after some folds; `apart`: what was seen lies elsewhere than the slots."""
+def folded_wrongly(folds: int = 3, device: str = "cpu") -> list[str]:
+    """What is wrong after some folds."""
     ours, wrong = products(device), list[str]()
     theirs, rows = copied(ours), max(ours) + 3
     folder = AmaxFolder(ours, rows, torch.device(device))
@@ -72,7 +72,7 @@ def folded_wrongly(folds: int = 3, apart: bool = False, device: str = "cpu") -> 
         seen = seen_like(rows + 1, k, device)
         slots = seen.clone()
         wanted[:rows] += ~seen[:rows].isfinite()
-        numbers = folder.by_kernel(seen if apart else slots, slots, counts, rows)[..., 0]
+        numbers = folder.by_kernel(slots, counts, rows)[..., 0]
         if not torch.equal(bits(slots[rows]), bits(seen[rows])) or slots[:rows].any():
             wrong.append(f"slots after fold {k}: {slots}")
         for at, (row, product) in enumerate(theirs.items()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.one_query import OneQuery, attend
+from te_fuser.kernels.decode_attention import OneQuery, attend
 
 
 @dataclass(frozen=True)

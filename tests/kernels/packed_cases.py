@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.lanes import Scaled
+from te_fuser.kernels.heads_pass import Scaled
 from te_fuser.kernels.packed_heads import PackedPass, Packing, Rotation, turn
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import OpCall

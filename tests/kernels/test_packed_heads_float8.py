@@ -17,11 +17,11 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.match import Match
-from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
+from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.recipe import DelayedScaling
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.fuser.plan.test_transposing import agree, on_an_emulated_gpu, trained
+from tests.fuser.plan.test_layouts_transposed import agree, on_an_emulated_gpu, trained
 from tests.needs import needs_compiler
 from tests.twins import randomize
 

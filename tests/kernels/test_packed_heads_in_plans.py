@@ -12,10 +12,9 @@ from te_fuser import Fuser, fusions, ops
 from te_fuser.codegen import cuda_loader, nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
-from te_fuser.fuser.run import fuser as fuser_module
-from te_fuser.fusions import rotary_embedding
+from te_fuser.fuser import pipeline
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
+from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
 
@@ -51,8 +50,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
     as_new_process(monkeypatch, tmp_path)
-    monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
-    monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
+    monkeypatch.setattr(pipeline, "target_for", lambda *_: "cuda")
+    monkeypatch.setattr("te_fuser.fusions.rotary.why_no_kernel", lambda m: None)
     with in_place(library) as fake:
         yield fake
     forget_written()
@@ -89,7 +88,7 @@ def test_the_first_call_compiles_and_loads_nothing(
         op.to(dtype).requires_grad_(not frozen)
     fuser, x = Fuser(listed), torch.randn(5, 2, FEATURES, dtype=dtype, requires_grad=True)
     with fusions.only(*IN_FORCE):
-        prepared = fuser.prepare(x, {})
+        prepared, _ = fuser.prepare(x, {})
         written = [kernel.name for kernel in prepared.plan.written]
         assert written.count("packed_heads") == count == compiled.count("packed_heads")
         before = driver.loads, list(compiled)
@@ -149,5 +148,5 @@ def test_what_adds_up_column_sums_is_made_beside_them(
         assert sorted(kernel.name for kernel, _ in cuda_loader._written) == names
         assert compiled.count("column_sums") == 1
         bias.requires_grad_(False)
-        prepared = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+        prepared, _ = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
     assert "column_sums" not in [kernel.name for kernel in prepared.plan.written]

@@ -11,10 +11,9 @@ import torch
 import te_fuser
 from te_fuser import Fuser, fusions, ops
 from te_fuser.fuser.run import loading
-from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
+from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.verify import VerificationError
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.needs import needs_compiler
@@ -39,7 +38,7 @@ ATTENTION = declare(OnFakeGpu(), registered=False)
 @pytest.fixture(autouse=True)
 def plans(driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans run emulated kernels, those over packed heads included."""
-    monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
+    monkeypatch.setattr("te_fuser.fusions.rotary.why_no_kernel", lambda m: None)
     with emulation.in_plans():
         yield
 

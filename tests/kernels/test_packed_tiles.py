@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from te_fuser.codegen.written import TextKernel
-from te_fuser.kernels import own_scales
+from te_fuser.kernels import quantizers
 from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
-from te_fuser.kernels.transposed8 import by_torch
+from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.fake_cuda import FakeDriver
@@ -74,7 +74,7 @@ def test_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) ->
             rows, turned, sums = packing(parts, scaled, sums=case.sums)
             wanted, totals = rows_alone(parts, sums=case.sums, scaled=other)
             assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
-            assert torch.equal(codes(turned), codes(by_torch(wanted)))
+            assert torch.equal(codes(turned), codes(transpose_by_torch(wanted)))
             assert (sums is None) == (case.sums is None)
             if sums is not None and totals is not None:
                 torch.testing.assert_close(
@@ -95,8 +95,8 @@ def test_blocks(case: Case, emulated: FakeDriver) -> None:
         rows, turned, sums = packing(parts, E4M3, sums=case.sums)
         whole = x.reshape(-1, features)
         for made, given in (
-            (own_scales.unpacked(rows, features), whole),
-            (own_scales.unpacked_turned(turned, len(whole)), whole.mT),
+            (quantizers.unpacked(rows, features), whole),
+            (quantizers.unpacked(turned, len(whole), turned=True), whole.mT),
         ):
             data, inverse = quantized(given, E4M3, Scaling((1, 128), power_of_two=True))
             found = made[0].flatten(0, -2)
@@ -129,7 +129,7 @@ def test_parts_that_cannot_be_read_as_they_lie_are_copied(emulated: FakeDriver) 
     for parts in ((q, k, v), strange, strange):
         rows, turned, _ = packing(parts, scaled, sums=case.sums)
         assert torch.equal(codes(rows), codes(packing((q, k, v), scaled, sums=case.sums)[0]))
-        assert torch.equal(codes(turned), codes(by_torch(rows)))
+        assert torch.equal(codes(turned), codes(transpose_by_torch(rows)))
 
 
 def test_heads_that_are_no_whole_vectors_are_left() -> None:

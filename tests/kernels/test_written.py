@@ -11,18 +11,17 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.codegen.written import TextKernel
-from te_fuser.kernels.attention.blank_rows import BlankRows
-from te_fuser.kernels.attention.moved_rows import FindTokens
-from te_fuser.kernels.column_sums import ColumnSumsKernel
-from te_fuser.kernels.fold_amaxes import FoldAmaxes
-from te_fuser.kernels.own_weights import measuring_weights
-from te_fuser.kernels.quantize_weights import QuantizeWeights
-from te_fuser.kernels.transposed8 import Transposed8
+from te_fuser.kernels.attention.lengths import BlankRows
+from te_fuser.kernels.attention.padding import FindTokens
+from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
+from te_fuser.kernels.reductions import ColumnSumsKernel, FoldAmaxes
 from te_fuser.ops.own_scales import Scaling
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2
-from tests.kernels import one_query_cases, packed_cases, test_key_value_cache, test_own_scales, turned_cases
+from tests.kernels import one_query_cases, packed_cases, turned_cases
+from tests.kernels import test_decode_attention_caches as caches
 from tests.kernels import test_packed_tiles as tiles
+from tests.kernels import test_quantizers_by_blocks as blocks
 from tests.needs import needs_nvrtc
 
 PACKED = (
@@ -41,10 +40,10 @@ KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "blank_rows": ([BlankRows(dtype) for dtype in (torch.bfloat16, torch.float16)], {"blank_rows"}),
     "column_sums": ([ColumnSumsKernel()], {"column_sums"}),
     "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),
-    "key_value_cache": ([*test_key_value_cache.KERNELS.values()], {"key_value_cache"}),
+    "key_value_cache": ([*caches.KERNELS.values()], {"key_value_cache"}),
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),
     "one_query": ([one_query_cases.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
-    "own_scales": (test_own_scales.BLOCKS, set()),
+    "own_scales": (blocks.BLOCKS, set()),
     "own_weights": ([measuring_weights(Scaling(power_of_two=True, epsilon=0.25))], set()),
     "packed_heads": ([c.kernel for c in packed_cases.CASES if c.name in PACKED], {"packed_heads"}),
     "packed_tiles": ([tiles.kernel_of(case) for case in tiles.CASES], {"packed_tiles"}),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from te_fuser.kernels.quantize_weights import Quantized, Weight8
+from te_fuser.kernels.quantizers import Weight8, quantizer_on, weights_by_torch
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, codes
 
@@ -17,6 +18,7 @@ SIZES = [(128, 128), (256, 384), (1, 16), (17, 48), (130, 272), (127, 128), (129
 NOTHING = [(0, 48), (5, 0), (0, 0)]
 SHAPES = [(128, 128), (16, 16), (48, 272), (272, 48), (144, 400), (16, 16), (256, 128)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Quantized = tuple[torch.Tensor, torch.Tensor]  # by rows and turned
 
 
 def bytes_like(tokens: int, features: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -49,6 +51,18 @@ def weights_like(dtypes: Sequence[torch.dtype], device: str = "cpu") -> list[tor
 
 def scales_like(count: int, device: str = "cpu") -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(count)) * 400 + 0.3).to(device)
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor] | None = None
+) -> list[Quantized]:
+    """Weights as weight caches quantize them: on a GPU by the kernel."""
+    wanted = [Weight8(w.dtype, records=amaxes is not None) for w in weights]
+    device = weights[0].device
+    run = quantizer_on(device, wanted) if device.type == "cuda" else functools.partial(weights_by_torch, wanted)
+    numbers = [scales] if amaxes is None else [scales, amaxes]
+    made = run(*[t for each in zip(weights, *numbers, strict=True) for t in each])
+    return list(zip(made[::2], made[1::2], strict=True))
 
 
 def weights_wrongly(

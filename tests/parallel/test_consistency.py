@@ -24,7 +24,7 @@ from te_fuser.capture import _Captured
 from te_fuser.distributed import consistency
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.group import Group
-from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.pipeline import Fuser
 from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, on_ranks
 from tests.twins import sequential, tensor
 
@@ -176,13 +176,13 @@ def test_a_rank_that_does_not_come() -> None:
 
 @on_ranks
 def test_a_rank_that_plans_for_long_is_waited_for() -> None:
-    m, found = model(), Fuser._found
+    m, found = model(), Fuser._executable
 
     def late(*call: Any) -> Any:
         time.sleep(2.5 * dist.get_rank())  # longer than a look takes
         return found(*call)
 
-    with mock.patch.object(Fuser, "_found", late):
+    with mock.patch.object(Fuser, "_executable", late):
         assert m(tensor(4, FEATURES)).shape == (4 * WORLD, 4)
 
 
@@ -228,7 +228,7 @@ def test_an_interrupt_while_planning_is_told_to_nobody() -> None:
     """Who was interrupted may call again."""
     m, x = model(), tensor(6, FEATURES)
     if dist.get_rank():
-        with mock.patch.object(Fuser, "_found", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Fuser, "_executable", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             m(x)
     assert m(x).shape == (6 * WORLD, 4)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import te_fuser
 from te_fuser import ops
 from te_fuser.distributed.group import Group
-from te_fuser.fusions.dot_product_attention import _SeparateAttention
+from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
 from te_fuser.parallel import cut_sequence, parallelize
 from tests.parallel.models import backward, gradients
@@ -225,17 +225,17 @@ class Reading:
 
     by_structure, draws, emits = False, False, ()
 
-    def forward_separate(self, settings: object, tensors: dict[str, torch.Tensor], blank: object) -> Any:
+    def forward(self, settings: object, tensors: dict[str, torch.Tensor], blank: object, random: object) -> Any:
         return tensors["sink"], {}
 
-    def backward_separate(self, settings: object, tensors: dict[str, torch.Tensor], dy: object, blank: object) -> Any:
+    def backward(self, settings: object, tensors: dict[str, torch.Tensor], dy: object, blank: object) -> Any:
         return {"input": dy, "sink": 2 * tensors["sink"]}
 
 
 def test_a_library_reads_the_sinks_of_its_heads() -> None:
     op = ops.DotProductAttention(2, 4, scores=ops.AttentionScores(sink="learned"), mask="none", layout="sequence_first")
     sinks, x, two = torch.arange(4.0), torch.ones(2), Group("two", 2)
-    attention = _SeparateAttention(Reading(), op.settings(), ("sink",), False, two)  # type: ignore[arg-type]
+    attention = _Attention(Reading(), op.settings(), ("sink",), False, two)  # type: ignore[arg-type]
     tensors = {"0.sink": sinks, "-1.input": x, "output": x}
     for rank in range(2):
         call = FusionCall([op.eval()], tensors, frozenset(), {})

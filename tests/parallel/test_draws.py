@@ -17,7 +17,7 @@ from te_fuser import ops
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.share import Share
 from te_fuser.formula.random import RandomStream, RankPlacement, Shared
-from te_fuser.fuser.graph import lowering
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
@@ -47,7 +47,7 @@ def sharing(share: Share) -> Iterator[None]:
     def shared(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
         return [replace(item, share=share) if item.lowered.op.draws() else item for item in listed]
 
-    with mock.patch.object(lowering, "PASSES", {**lowering.PASSES, "shared": shared}):
+    with mock.patch.object(pipeline, "LIST_PASSES", {**pipeline.LIST_PASSES, "shared": shared}):
         yield
 
 
@@ -115,9 +115,9 @@ def test_heads() -> None:
 class Drawing:
     """A library's attention that draws from PyTorch's generator."""
 
-    draws, emits = False, ()
+    by_structure, draws, emits = False, False, ()
 
-    def forward(self, settings: object, x: torch.Tensor, mask: object, random: object) -> tuple[torch.Tensor, dict]:
+    def forward(self, settings: object, tensors: object, blank: object, random: object) -> tuple[torch.Tensor, dict]:
         return torch.rand(8), {}
 
 
@@ -125,7 +125,7 @@ def drawn(rank: int, state: object = None, shared: bool = True) -> torch.Tensor:
     """What attention of a rank draws, in a call that has drawn the same on all."""
     op = ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")
     op.random_state = state  # type: ignore[assignment]
-    attention = _Attention(Drawing(), op.settings(), None, 0)  # type: ignore[arg-type]
+    attention = _Attention(Drawing(), op.settings(), (), False, Group())  # type: ignore[arg-type]
     placed = RankPlacement(Shared(columns=2), column_rank=rank)
     streams = {0: lambda: RandomStream(1, 2, 3, placed=placed)}
     torch.manual_seed(5)

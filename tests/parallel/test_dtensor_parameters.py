@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.parallel.models import MODELS, assert_as_one_process, backward, whole_batch
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import sequential, tensor
@@ -53,7 +53,7 @@ def test_training(kind: str) -> None:
         assert_as_one_process(model, twin)
         assert all(type(p.grad) in (DTensor, type(None)) for p in model.parameters())
         if step == 1:
-            with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+            with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
                 backward(model, x)
             backward(twin, x)
             assert_as_one_process(model, twin)

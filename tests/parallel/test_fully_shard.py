@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.parallel.models import (
     FEATURES,
     MODELS,
@@ -117,7 +117,7 @@ def test_plans_of_what_is_cut() -> None:
     model, x = sharded(transformer_layers()), own(whole_batch())
     optimizer = adam(model)
     train(model, optimizer, range(1))
-    with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+    with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
         train(model, optimizer, range(1, 3))
     layer = next(iter(model))  # type: ignore[call-overload]
     words = rf"on rank {dist.get_rank()}: .*weight is a DTensor.*fully_shard.*after its unshard\(\)"

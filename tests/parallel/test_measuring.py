@@ -25,7 +25,7 @@ from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import tuning as algorithms
-from te_fuser.kernels.quantized_matmul import configured, form_of
+from te_fuser.kernels.cublaslt.products import form_of_8, product_of
 from tests import fake_cublaslt, fake_cuda
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
@@ -227,7 +227,7 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
     )
 
     def call() -> None:
-        configured(form_of(*HOW))(given)
+        product_of(form_of_8(*HOW))(given)
 
     def contest(first: Any, second: Any) -> float:
         first()
@@ -239,7 +239,7 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
             stack.enter_context(patch)
         stack.enter_context(fake_cuda.in_place(fake_cuda.compile_driver()))
         library = stack.enter_context(fake_cublaslt.in_place(fake_cublaslt.compile_library()))
-        configured.cache_clear()
+        product_of.cache_clear()
         written = stack.enter_context(mock.patch.object(entry_file, "write_whole", wraps=entry_file.write_whole))
         trials = algorithms.tune_products(call, contest, 0.005, deciding=tuning._deciding(groups))
         same_on_all([(t.place, t.choice, t.ratio, t.taken) for t in trials])
@@ -250,4 +250,4 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
             before = library.by_algorithm[3]
             call()
             assert library.by_algorithm[3] == before + 1
-            configured.cache_clear()
+            product_of.cache_clear()

@@ -29,7 +29,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import how_laid
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from te_fuser.parallel import Column, Heads, Row, parallelize
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
@@ -181,7 +181,7 @@ def test_training(kind: str, sequence_parallel: bool) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (model, twin)]
     for step in range(3):
         if step == 1:
-            with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+            with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
                 assert_as_whole(model, twin, 7, dim)
         assert_as_whole(model, twin, step, dim)
         for optimizer in optimizers:

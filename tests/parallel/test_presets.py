@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.parallel.cutting import assert_as_whole, fill, part
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import randomize, tensor
@@ -258,7 +258,7 @@ def test_plans_ahead(name: str) -> None:
     ahead = {"seq_length": S, "micro_batch_size": B}
     cut, _ = pair(CASES[name], True, **ahead)
     assert len(cut.plans_kept()) == 1
-    with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+    with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
         cut(tensor(S // WORLD, B, F))
     with pytest.raises(ValueError, match="seq_length=5 cannot be cut into 2 equal parts"):
         pair(CASES[name], True, **{**ahead, "seq_length": 5})

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.steps import sum_task
+from te_fuser.fuser.steps import function_tasks
 from te_fuser.parallel import ShardingRule, leave_sums_to_engine
 from te_fuser.sharding.rules import RowRule
 from tests.parallel.cutting import EXACT, assert_as_whole, own, part, run
@@ -71,9 +71,9 @@ def test_one_collective_for_all_of_a_segment() -> None:
         calls.append(len(gradients))
         return start_sums(gradients, group)
 
-    start_sums = sum_task.start_sums
+    start_sums = function_tasks.start_sums
     cut, whole = pair(CASES[LAYER], True)
-    with mock.patch.object(sum_task, "start_sums", counted):
+    with mock.patch.object(function_tasks, "start_sums", counted):
         assert_as_whole(cut, whole, inputs(CASES[LAYER]), {}, ends(CASES[LAYER], 0))
     assert calls == [len(TERMS)]
     shown = str(cut.explain(part(inputs(CASES[LAYER])["x"], 0)))

@@ -260,10 +260,10 @@ def test_a_part_may_be_another_or_go() -> None:
 def test_what_is_joined_is_known_again() -> None:
     """Calls like the last one join nothing anew; parameters that moved, were replaced or frozen are seen."""
     model, x = Projection(kernels="reference"), normal(3, WIDTH).float().requires_grad_()
-    (binding,) = [b for b in model._prepared()[0].fuser._plain.bound.bindings if b.name.endswith("value_weight")]
+    (binding,) = [b for b in model._prepared()[0].fuser._lists.plain.bound.bindings if b.name.endswith("value_weight")]
     assert_as_meant(model, x)
     whole = binding.taken()
-    assert whole is binding.taken() and model._prepared()[0].fuser._known is not None
+    assert whole is binding.taken() and model._prepared()[0].fuser._last is not None
     with torch.no_grad():
         model.key_weight.mul_(2.0)
     assert_as_meant(model, x)

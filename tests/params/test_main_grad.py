@@ -13,7 +13,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.plan import finish
-from te_fuser.fusions import matmul_main_grad
+from te_fuser.fusions import cublaslt
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
 from tests.fusions.products import covered, plan, reasons
@@ -310,7 +310,7 @@ def test_without_it_nothing_changes() -> None:
 def test_on_a_gpu_the_product_adds() -> None:
     p = plan(ops.SiLU(), ops.Linear(4096, 1024, accumulate_into_main_grad=True), ops.Dropout(0.1))
     assert [s for s in covered(p.backward) if s[0] == "matmul_main_grad"] == [("matmul_main_grad", 1, 2)] * 2
-    for over, put in ((True, matmul_main_grad._put_over), (False, matmul_main_grad.put_weight_gradient)):
+    for over, put in ((True, cublaslt._put_over), (False, cublaslt.put_weight_gradient)):
         steps = plan(ops.MatMul(4096, 64, accumulate_into_main_grad=True, overwrite_main_grad=over)).backward
         assert put in {s.task.body.function for s in steps}
     for name in ("matmul_backward", "matmul_bias_backward"):

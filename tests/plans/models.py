@@ -12,7 +12,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.recipe import DelayedScaling, Recipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -138,7 +138,7 @@ def autocast(dtype: torch.dtype, kind: str) -> Iterator[None]:
 @contextlib.contextmanager
 def packages(kind: str) -> Iterator[None]:
     """All optional packages as if they were installed."""
-    modules = (cudnn_frontend, flash_attn_4, quack_matmul)
+    modules = (cudnn_frontend, flash_attn_4, quack)
     with pytest.MonkeyPatch.context() as patch:
         for m in modules:
             patch.setattr(m.PACKAGE, "version", lambda: "99.0")

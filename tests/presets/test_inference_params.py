@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
 from tests.presets.layers import layer
 from tests.twins import tensor
 
@@ -115,8 +115,8 @@ def test_decoders_keep_what_they_attend_to() -> None:
 
 def test_a_step_plans_nothing_anew_and_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x, planned, params = layer(layer_number=1), tensor(1, 2, F, grad=False), [], Params(2, L)
-    make_plan = fuser.make_plan
-    monkeypatch.setattr(fuser, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
+    make_plan = pipeline.make_plan
+    monkeypatch.setattr(pipeline, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
     for step in range(L):
         params.pre_step({"a": 1, "b": int(step < 4)})
         if step == 1:

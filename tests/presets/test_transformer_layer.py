@@ -90,11 +90,11 @@ def test_lists_take_its_inputs_by_name() -> None:
 
 
 def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_fuser.fuser.run import fuser
+    from te_fuser.fuser import pipeline
 
     made, x, planned = layer(), tensor(S, B, F), []
-    make_plan = fuser.make_plan
-    monkeypatch.setattr(fuser, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
+    make_plan = pipeline.make_plan
+    monkeypatch.setattr(pipeline, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
     for k in range(3):
         made(x)
         made(x, PAD.roll(k, -1), self_attn_mask_type="padding")

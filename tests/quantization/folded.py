@@ -8,12 +8,24 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.params.binding import Binding
+from te_fuser.quantization import state
 from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import State, ensure, state_of
+from te_fuser.quantization.state import State
 from te_fuser.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def state_of(op: Any) -> State:
+    """The state of a product."""
+    return state.state_of(Binding(op, "weight"))
+
+
+def ensure(op: Any, recipe: DelayedScaling, device: torch.device | None = None) -> State:
+    """The same with its tensors, of a call by that recipe."""
+    return state.ensure(Binding(op, "weight"), recipe, op.weight.device if device is None else device)
 
 
 def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:

@@ -17,8 +17,9 @@ import te_fuser as te
 from te_fuser import capture, ops
 from te_fuser.capture import GraphedModel
 from te_fuser.quantization import microbatch, states
+from te_fuser.quantization.amax_slots import blocks
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import blocks, ensure, state_of
+from te_fuser.quantization.state import ensure, state_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.test_lowering import FFN, F, data
 
@@ -66,7 +67,7 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """No graph was captured before: slots are the test's own."""
-    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
+    monkeypatch.setattr("te_fuser.quantization.amax_slots._blocks", [])
     return Stream(monkeypatch)
 
 
@@ -203,7 +204,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
     assert len(states(model)["1.input"][1]) == 4
     with on():
         for weight in products_of(model).values():
-            ensure(weight, other)
+            ensure(weight, other, torch.device("cpu"))
         with pytest.raises(ValueError, match="ran by a second recipe in this region"):
             replayed(leaf(0))
 

@@ -39,7 +39,7 @@ def test_the_same_region_again_is_a_known_call(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: Any) -> None:
         raise AssertionError("it was not known")
 
-    monkeypatch.setattr(fuser, "_prepare_call", refuse)
+    monkeypatch.setattr(fuser, "_prepare", refuse)
     for step in range(3):
         with on(DelayedScaling(amax_history_len=3)):
             y = model(data(step, scale=1.0 + step))
@@ -183,8 +183,8 @@ def test_presets_are_known_too(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     model = trained(MODELS[name]())
     seen = []
-    prepare = te.Fuser._prepare_call
-    monkeypatch.setattr(te.Fuser, "_prepare_call", lambda *call: seen.append(1) or prepare(*call))
+    prepare = te.Fuser._prepare
+    monkeypatch.setattr(te.Fuser, "_prepare", lambda *call: seen.append(1) or prepare(*call))
     for step in range(3):
         with on():
             model(data(step)).sum().backward()

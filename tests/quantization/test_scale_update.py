@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.kernels.fold_amaxes import FoldAmaxes
-from te_fuser.quantization import not_finite, scale_kernel, scale_update, states
+from te_fuser.kernels.reductions import FoldAmaxes
+from te_fuser.quantization import not_finite, scale_update, states
+from te_fuser.quantization.amax_slots import blocks
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import blocks, state_of
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler
-from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
+from tests.quantization.folded import RECIPE, mean_of, product, recorded, state_of, step
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -229,8 +229,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 @pytest.fixture
 def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What is folded on the CPU is folded by the kernel, as on a GPU; in blocks of the test's own."""
-    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
-    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: device.type == "cpu")
+    monkeypatch.setattr("te_fuser.quantization.amax_slots._blocks", [])
+    monkeypatch.setattr(scale_update, "has_kernel", lambda device: device.type == "cpu")
     return emulated
 
 
@@ -255,7 +255,7 @@ def test_the_kernel_folds_as_pytorch(by_path: Any, emulated: FakeDriver, monkeyp
     """Bit for bit, with functions of somebody's own beside it, and amaxes that are not finite."""
     found = []
     for device_type in ("cpu", "none"):
-        monkeypatch.setattr(scale_kernel, "has_kernel", lambda device, which=device_type: device.type == which)
+        monkeypatch.setattr(scale_update, "has_kernel", lambda device, which=device_type: device.type == which)
         torch.manual_seed(0)
         model = te.Sequential(*(ops.MatMul(16, 16) if k % 2 == 0 else ops.GELU() for k in range(5)))
         if by_path:
@@ -277,10 +277,10 @@ def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriv
     update()
     block = state_of(model[0]).block
     assert block is not None
-    told, by_kernel.launches = scale_kernel._kernels[block], 0
+    told, by_kernel.launches = scale_update._kernels[block], 0
     for _ in range(3):
         step(model, x)
-    assert by_kernel.launches == 3 and scale_kernel._kernels[block] is told
+    assert by_kernel.launches == 3 and scale_update._kernels[block] is told
     assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
 
 
@@ -289,7 +289,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
     by_kernel: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph has saved, a view or somebody else holds, stays as it was, and calls find others."""
-    monkeypatch.setattr(scale_kernel, "_threads", set())
+    monkeypatch.setattr(scale_update, "_threads", set())
     model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16, requires_grad=True)
     state = state_of(model[0])
 
@@ -313,7 +313,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
         del kept
         update()
     before = found()[0]
-    monkeypatch.setattr(scale_kernel, "_threads", {1, 2})  # another one may look them up meanwhile
+    monkeypatch.setattr(scale_update, "_threads", {1, 2})  # another one may look them up meanwhile
     update()
     assert found()[0] != before
 
@@ -405,7 +405,7 @@ CHANGES = (another_product, a_copy, loaded, loaded_in_inference_mode, moved, tur
 def test_what_changes_is_told_anew(change: Any, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for device_type in ("cpu", "none"):
-        monkeypatch.setattr(scale_kernel, "has_kernel", lambda device, which=device_type: device.type == which)
+        monkeypatch.setattr(scale_update, "has_kernel", lambda device, which=device_type: device.type == which)
         torch.manual_seed(0)
         model = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16))
         for k in range(2):
@@ -423,7 +423,7 @@ def test_late_backwards_have_their_own_scales(
     kernel: bool, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first region on, in which calls read what was there before any fold."""
-    monkeypatch.setattr(scale_kernel, "has_kernel", lambda device: kernel and device.type == "cpu")
+    monkeypatch.setattr(scale_update, "has_kernel", lambda device: kernel and device.type == "cpu")
     torch.manual_seed(0)
     model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16, requires_grad=True)
     for _ in range(2):

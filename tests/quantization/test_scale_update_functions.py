@@ -12,8 +12,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.scaling import scales_of
+from te_fuser.quantization.scale_update import scales_of, update
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
 

@@ -19,11 +19,12 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
-from te_fuser.quantization.amax_slots import ROLES
+from te_fuser.quantization.amax_slots import ROLES, blocks
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import ReadyCheck, blocks, ensure, newest, prefix_of, state_of
+from te_fuser.quantization.state import ReadyCheck, newest, prefix_of
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
+from tests.quantization.folded import ensure, state_of
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import te_fuser
 from te_fuser import ops
 from te_fuser.parallel import Partial, Placement, Replicated, Shard, ShardingContext, ShardingRule, sharding_rule
-from tests.fuser.graph.test_sharding import TP, F, column, planned, row, sums
+from tests.fuser.graph.test_list_passes_sharding import TP, F, column, planned, row, sums
 
 
 class RowByRow(ShardingRule[Any]):

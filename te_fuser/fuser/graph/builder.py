@@ -1,72 +1,263 @@
-"""How a list of ops becomes a graph: one way through it, on which every error in the list or the input is raised."""
+"""A list of ops becomes a graph, on one way through it: ops that are alike, names, and every error in list or input."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Inferred, Kinds, Traits, is_identity
+from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import (
     check_input,
+    check_kind,
     check_named,
     check_outputs,
     check_parameters,
     check_some_features,
+    plain,
 )
-from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
-from te_fuser.fuser.graph.graph import Draw, Graph, Node, Value
-from te_fuser.fuser.graph.lowering import lower
-from te_fuser.fuser.graph.names import Names
-from te_fuser.fuser.graph.sharding import gradient_sums
+from te_fuser.fuser.graph.graph import (
+    Draw,
+    Graph,
+    Node,
+    Value,
+    check_gives_gradients,
+    is_differentiable,
+    with_gradients,
+)
+from te_fuser.fuser.graph.list_passes import gradient_sums
+from te_fuser.ops import op_table
 from te_fuser.ops.base import output_specs
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.binding import standing_in
+from te_fuser.params.scales import Aside
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs
-    from te_fuser.ops.base import FusableOperation, NamedInput, Spec
-    from te_fuser.params.binding import Key
+    from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
+    from te_fuser.params.binding import Binding, Key
+
+_OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
+
+
+def likeness(op: FusableOperation) -> Hashable:
+    """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
+    own = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
+    found = [what for what in own if Aside not in what[1].__mro__]
+    buffers = set(op._buffers)
+    if buffers:  # without those that are no part of what an op is
+        buffers.difference_update(*[value.buffers() for _, _, value in own if isinstance(value, Aside)])
+    if op._modules or buffers:
+        return id(op)
+    try:
+        hash(tuple(found))
+    except TypeError:
+        return id(op)
+    return type(op), op.training, *found
+
+
+@dataclass(frozen=True, eq=False)
+class Traits:
+    """Traits of the ops of a list that are alike and have parameters of the same names.
+
+    Attributes:
+        number: their own in the list.
+        role: for kernel text: "gelu".
+        is_row: whether a formula gives it.
+        reads: its named inputs by argument, also those that are not given.
+        gradient_dtype: its row in `ops.op_table`.
+    """
+
+    number: int
+    role: str
+    draws: bool
+    is_row: bool
+    reads: Mapping[str, NamedInput]
+    gradient_dtype: Callable[[Any, torch.dtype], torch.dtype] | None
+    _gradients: dict[tuple[str, ...], tuple[Gradient, ...]] = field(default_factory=dict)
+
+    def gradients(self, op: FusableOperation, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        """The nodes of the backward of an opaque one that reads parameters and named inputs of these names."""
+        if names not in self._gradients:
+            self._gradients[names] = tuple(op.gradients(names)) if isinstance(op, UnfusedOperation) else ()
+        return self._gradients[names]
+
+
+class Kinds:
+    """Traits of the ops of a list; of ops that are alike the first is checked for all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Traits] = {}
+
+    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
+        """That of an op.
+
+        Raises:
+            TypeError, ValueError: when it says of itself what cannot be.
+        """
+        key = likeness(op), tuple(op._parameters), tuple(bindings)
+        found = self._known.get(key)
+        if found is None:
+            check_kind(label, op, bindings)
+            said = op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs()
+            found = self._known[key] = Traits(len(self._known), *said, op_table.gradient_dtype.of(type(op)))
+        return found
+
+
+class Inferred(NamedTuple):
+    """What is known of the outputs of ops that are alike: the specs, and which can have gradients.
+
+    Attributes:
+        same: whether the output is the input.
+    """
+
+    specs: Mapping[str, Spec]
+    differentiable: frozenset[str]
+    same: bool
+
+
+def is_identity(op: RowOp, given: Spec) -> bool:
+    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    if op_table.hands_through.of(type(op)):
+        return True
+    if op.arguments():
+        return False
+    x = leaf("x", Axes.FULL, given.features)
+    try:
+        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+class Names:
+    """The values that names stand for, while a list is gone through.
+
+    Attributes:
+        inputs: the named inputs of the call that ops read.
+    """
+
+    def __init__(self, listed: Sequence[ListedOp], lowered: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.inputs: dict[str, int] = {}
+        self._listed, self._lowered, self._call = listed, lowered, call
+        self._bound: dict[str, int] = {}
+        self._opened: dict[str, str] = {}  # name -> the op that opened it
+        self._read: set[str] = set()  # of the names that are open
+        self._exported: dict[str, list[tuple[str, int]]] = {}
+
+    def bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
+        """From here on a name stands for what an op gives.
+
+        Raises:
+            ValueError: when somebody opened it before, and nobody read it yet.
+        """
+        if op_table.exports.of(type(op)):
+            self._exported.setdefault(name, []).append((label, value))
+            return
+        if name in self._opened and name not in self._read:
+            raise ValueError(f"{label} opens {plain(name)!r}, which {self._opened[name]} opened and nobody closed yet")
+        self._read.discard(name)
+        self._bound[name] = value
+        if op_table.may_stay_unread.of(type(op))(op):
+            self._opened.pop(name, None)
+        else:
+            self._opened[name] = label
+
+    def read(self, name: str) -> int | None:
+        """What an op reads by this name; None where no op before it binds it."""
+        if name not in self._bound:
+            return None
+        self._read.add(name)
+        return self._bound[name]
+
+    def exported(self, name: str) -> int:
+        """What a caller gets who asks for this output.
+
+        Raises:
+            ValueError: when there is none, or several.
+        """
+        close = [n for n in self._exported if plain(n) == name]
+        found = self._exported.get(name) or (self._exported[close[0]] if len(close) == 1 else [])
+        if len(found) > 1:
+            raise ValueError(
+                f"{' and '.join(label for label, _ in found)} both give {plain(name)!r}; rename one of them"
+            )
+        if found:
+            return found[0][1]
+        if name in self._bound:
+            return self._bound[name]
+        known = ", ".join(sorted(self._exported)) or "none"
+        raise ValueError(
+            f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else "")
+        )
+
+    def check(self) -> None:
+        """Refuse, at the end of a list, what nobody read.
+
+        Raises:
+            ValueError: for a name that an op opened.
+            TypeError: for a named input of the call.
+        """
+        for name, label in self._opened.items():
+            # An op that runs alone opens nothing for others.
+            if name not in self._read and name not in self._call.outputs and len(self._lowered) > 1:
+                raise ValueError(
+                    f"{label} opens {plain(name)!r}, but no Add({plain(name)!r}) after it closes it; "
+                    "add one, or use Output to hand the value to the caller"
+                )
+        unknown = sorted(set(self._call.named) - set(self.inputs) - self._readable())
+        if unknown:
+            takes = ", ".join(sorted(self._readable())) or "none"
+            raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
+
+    def missing(self, label: str, name: str, reader: ListedOp) -> str:
+        """The error for a name that an op reads and nobody gives."""
+        op = reader.lowered.op
+        hint = give = f"pass it: model(x, {plain(name)}=...)"
+        binds = [o for o in self._lowered if plain(name) in map(plain, o.names_out)]
+        for o in [o for o in binds if not op_table.exports.of(type(o.lowered.op))]:
+            if f"{reader.scope}.".startswith(o.scope and f"{o.scope}."):
+                hint = f"{o.path!r}, a later op, binds it: move that before its use"
+            else:
+                hint = f"{o.path!r} binds it for its own list, {o.scope!r}, alone: put both into one list, or {give}"
+        given = ", ".join(sorted(self._call.named)) or "none"
+        what = f"{label} reads {plain(name)!r}, which no Fork before it binds and the call does not give"
+        forgotten = [p for p in op._parameters if isinstance(op, RowOp) and p not in op.arguments()]
+        mistaken = f"; parameters that compute() does not take: {', '.join(forgotten)}" if forgotten else ""
+        return f"{what} ({hint}; given: {given}{mistaken})"
+
+    def _readable(self) -> set[str]:
+        # Also by an op that does nothing in this call, as another list may give it for what stands behind this one.
+        return {name for o in self._listed for name in o.names_in.values() if "/" not in name}
 
 
 class GraphBuilder:
-    """Builds the graph of a flattened list, lowered for one call signature."""
+    """Builds the graph of a list for one call signature.
 
-    def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.listed, self.ops, self.call = ops, lower(ops, call), call
+    Args:
+        listed: the list as it was given.
+        lowered: the list behind its passes.
+    """
+
+    def __init__(self, listed: Sequence[ListedOp], lowered: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.ops, self.call = lowered, call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.bindings = tuple([b.weak() for b in call.bindings])
-        self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
-        self.names = Names(ops, self.ops, call)
+        self.parameters: dict[Key, int] = {key: k for k, key in enumerate(call.parameters)}
+        self.names = Names(listed, lowered, call)
         self.kinds = Kinds()
         self.checked: dict[Hashable, str] = {}  # -> the label of the first that is alike
         self.told: dict[Hashable, Inferred] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
-        try:
-            with standing_in(self.call.stand_ins()):
-                return self._build()
-        except TypeError as error:
-            if not self._builds_under_autocast():
-                raise
-            raise TypeError(f"{error}, or run under torch.autocast") from error
-
-    def _builds_under_autocast(self) -> bool:
-        """True where torch.autocast is off and the same call would be taken inside of it."""
-        if self.call.autocast is not None:
-            return False
-        try:  # also of devices that have no autocast
-            dtype = torch.get_autocast_dtype(self.call.x.device.type)
-            GraphBuilder(self.listed, dataclasses.replace(self.call, autocast=dtype)).build()
-        except (RuntimeError, TypeError, ValueError, LookupError):
-            return False
-        return True
+        with standing_in(self.call.stand_ins()):
+            return self._build()
 
     def _build(self) -> Graph:
         current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
@@ -77,20 +268,20 @@ class GraphBuilder:
         check_gives_gradients(self.nodes, {name: v for name, v in named_inputs.items() if self.values[v].needs_grad})
         outputs = {name: self.names.exported(name) for name in self.call.outputs}
         self.values = with_gradients(self.nodes, self.values, {current, *outputs.values()})
-        known = [self.call.parameters[b.key] for b in self.bindings]
+        known = [*self.call.parameters.values()]  # in the order of their bindings
         return Graph(
             tuple(self.nodes),
             tuple(self.values),
             self.bindings,
-            tuple(p.spec for p in known),
-            tuple(self.call.grad and p.requires_grad for p in known),
-            tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
+            tuple([p.spec for p in known]),
+            tuple([self.call.grad and p.requires_grad for p in known]),
+            tuple([p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)]),
             named_inputs,
             current,
             outputs,
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
             sums=gradient_sums(self.ops, self.parameters),
-            lies=tuple(p.lies for p in known),
+            lies=tuple([p.lies for p in known]),
             notes=tuple(self.call.notes),
         )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser.dtypes import FLOATING
-from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
+from te_fuser.fuser.graph.checks import check_dtype, plain
+from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref, parameter_ref
 from te_fuser.ops.base import Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.distributed.share import Share
     from te_fuser.formula.expr import Axes
-    from te_fuser.fuser.graph.alike import Traits
+    from te_fuser.fuser.graph.builder import Traits
     from te_fuser.ops.base import FusableOperation, Gradient, Place
     from te_fuser.params.binding import Binding, StandIns
 
@@ -113,7 +115,8 @@ class Graph:
     notes: tuple[str, ...] = ()  # lines of passes for the plan
 
     @functools.cached_property
-    def _roots(self) -> list[int]:
+    def roots(self) -> list[int]:
+        """By value the one that it is, under another name."""
         found: list[int] = []
         for v in self.values:  # an alias comes after what it is one of
             found.append(v.index if v.alias_of is None else found[v.alias_of])
@@ -121,10 +124,10 @@ class Graph:
 
     @functools.cached_property
     def _refs(self) -> list[Ref]:
-        made = [self.values[root].spec.dtype for root in self._roots]
+        made = [self.values[root].spec.dtype for root in self.roots]
         return [
             Ref(VALUE, root, AS_MADE if v.spec.dtype == dtype else Form(v.spec.dtype))
-            for v, root, dtype in zip(self.values, self._roots, made, strict=True)
+            for v, root, dtype in zip(self.values, self.roots, made, strict=True)
         ]
 
     @functools.cached_property
@@ -136,11 +139,11 @@ class Graph:
 
     @functools.cached_property
     def _storages(self) -> list[int]:
-        found = list(self._roots)
+        found = list(self.roots)
         for n in self.nodes:  # what a node reads comes before what it makes
             seen = {"input": n.input, **n.named_in}.get(n.op.views)
             for value in (n.output, *n.named_out):
-                found[value] = found[self._roots[value] if seen is None else seen]
+                found[value] = found[self.roots[value] if seen is None else seen]
         return found
 
     @functools.cached_property
@@ -154,11 +157,12 @@ class Graph:
         """By value the one that it is, the first that is the same tensor, and the first in the same memory."""
         return [
             (root, self._firsts[ref], self._storages[root] if ref.form == AS_MADE else root)
-            for root, ref in zip(self._roots, self._refs, strict=True)
+            for root, ref in zip(self.roots, self._refs, strict=True)
         ]
 
     @functools.cached_property
-    def _consumers(self) -> list[list[int]]:
+    def readers(self) -> list[list[int]]:
+        """By value the nodes that read it."""
         found: list[list[int]] = [[] for _ in self.values]
         for n in self.nodes:
             for value in {n.input, *n.named_in.values()}:
@@ -166,7 +170,8 @@ class Graph:
         return found
 
     @functools.cached_property
-    def _producers(self) -> list[int | None]:
+    def makers(self) -> list[int | None]:
+        """By value the node that makes it; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -174,7 +179,8 @@ class Graph:
         return found
 
     @functools.cached_property
-    def _leaving(self) -> frozenset[int]:
+    def results(self) -> frozenset[int]:
+        """The values that the caller gets."""
         return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
@@ -217,10 +223,6 @@ class Graph:
         dtypes = [self.values[v].spec.dtype for v in (node.input, node.output, *node.named_out)]
         return next((d for d in dtypes if d in FLOATING.values()), torch.float32)
 
-    def root(self, value: int) -> int:
-        """The value that this one is, under another name."""
-        return self._roots[value]
-
     def ref(self, value: int) -> Ref:
         """The tensor of a value: that of the value that it is, in its own form."""
         return self._refs[value]
@@ -243,26 +245,128 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.makers[self.stored(ref).index] is None
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
-    def consumers(self, value: int) -> list[int]:
-        """The nodes that read this value."""
-        return self._consumers[value]
-
-    def producer(self, value: int) -> int | None:
-        """The node that makes this value; None for inputs of the call."""
-        return self._producers[value]
-
-    def leaves(self, value: int) -> bool:
-        """Whether the caller gets this value."""
-        return value in self._leaving
-
     def leaving(self, start: int, stop: int) -> list[int]:
         """The values made by the nodes start..stop-1 that somebody else reads."""
         made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
-        return [v for v in made if self.leaves(v) or any(not start <= c < stop for c in self.consumers(v))]
+        return [v for v in made if v in self.results or any(not start <= c < stop for c in self.readers[v])]
+
+
+def is_differentiable(op: FusableOperation, name: str, spec: Spec) -> bool:
+    """Whether an output of an op can have a gradient."""
+    declared = isinstance(op, UnfusedOperation) and name in op.non_differentiable
+    return spec.dtype.is_floating_point and not declared
+
+
+def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[int]) -> list[Value]:
+    """The values with what their readers say of their gradients; those in `leaving` go to the caller.
+
+    A gradient that nobody gives is none. It arrives in the dtype in which its reader gives it, of several the widest,
+    where the op that makes the value takes it so; what the caller gets has its gradient in its own dtype.
+    """
+    able: dict[Hashable, tuple[str, ...]] = {}
+    given = {}
+    for node in nodes:
+        like = node.traits.number, tuple(node.named_in)
+        if like not in able:
+            able[like] = _able(node)
+        given[node.index] = _values(node, able[like])
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for value in given[node.index]:
+            readers.setdefault(value, []).append(node)
+    reached = _reached(nodes, values, given, leaving)
+    found = [v if v.index in reached else replace(v, needs_grad=False) for v in values]
+    makers = {v: node for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
+    known: dict[Hashable, torch.dtype] = {}
+    for value in readers.keys() & makers.keys():
+        own, op = values[value].spec.dtype, makers[value].op
+        # The dtypes that it takes beside its own; None: any, as formulas do.
+        taken = op.takes_gradients_in if isinstance(op, UnfusedOperation) else None
+        what = own, taken, *[node.traits.number for node in readers[value]]
+        if what not in known:
+            known[what] = _arriving(own, readers[value], taken or ())
+        dtype = known[what]
+        if dtype != own and (taken is None or dtype in taken):
+            found[value] = replace(found[value], gradient=dtype)
+    return found
+
+
+def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> None:
+    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none.
+
+    Raises:
+        TypeError: naming it and who reads it.
+    """
+    for name, value in asked.items():
+        readers = [node for node in nodes if value in node.named_in.values()]
+        if readers and not any(value in _given(node) for node in readers):
+            raise TypeError(
+                f"{readers[0].label}: {plain(name)!r} requires a gradient, and {readers[0].op.kind.__name__} gives it "
+                f"none: give {plain(name)}.detach()"
+            )
+
+
+def _given(node: Node) -> list[int]:
+    """The values of which an op gives the gradient, each once."""
+    return _values(node, _able(node))
+
+
+def _able(node: Node) -> tuple[str, ...]:
+    """What an op calls those; the same for all that are alike and read inputs of the same names."""
+    names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
+    if node.traits.is_row:
+        return names
+    produced = [name for gradient in node.gradients for name in gradient.produces]
+    return tuple([n for n in names if n in produced])
+
+
+def _values(node: Node, names: Iterable[str]) -> list[int]:
+    return list(dict.fromkeys([node.input if n == "input" else node.named_in[n] for n in names]))
+
+
+def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
+    """The parameters whose attributes some op reads."""
+    return {parameter_ref(n.parameters[a]) for n in nodes for g in n.gradients for a in g.by_attributes}
+
+
+def stops_gradients(node: Node) -> bool:
+    """Whether an op hands no gradient on to its main input, though its own code may be such that autograd would."""
+    declared = isinstance(node.op, UnfusedOperation) and "output" in node.op.non_differentiable
+    return declared or node.input not in _given(node)
+
+
+def _reached(
+    nodes: Sequence[Node], values: Sequence[Value], given: Mapping[int, list[int]], leaving: set[int]
+) -> set[int]:
+    """The values to which a gradient comes, from the caller or from an op behind them."""
+    found = set(leaving)
+    for node in reversed(nodes):
+        if [v for v in (node.output, *node.named_out) if v in found and values[v].needs_grad]:
+            found.update(given[node.index])
+    return found
+
+
+def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtype, ...]) -> torch.dtype:
+    """The dtype in which the gradient of a value comes from its readers.
+
+    Args:
+        taken: the dtypes in which the op that makes it takes gradients beside its own.
+    """
+    found: dict[torch.dtype, None] = {}
+    for node in readers:
+        dtype = own if node.traits.gradient_dtype is None else node.gradient_dtype(own)
+        if dtype != own:
+            check_dtype(f"{node.label}: gradient_dtype", dtype)
+        found[dtype] = None
+    if len(found) == 1 and dtype in taken:
+        return dtype
+    # A narrow dtype that is none of these, as those of 8 bits, promotes to nothing.
+    known = [dtype for dtype in found if dtype in FLOATING.values()]
+    return functools.reduce(torch.promote_types, known) if known else own

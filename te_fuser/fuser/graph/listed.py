@@ -1,9 +1,9 @@
-"""A flattened list of ops, and what planning knows of a call of it."""
+"""A flattened list of ops, what planning knows of a call of it, and what a look at a call sees instead of tensors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fuser.distributed.dtensor import Lies, is_dtensor
-from te_fuser.look import looking, stands_in
+from te_fuser.look import LastCall, NotSeenError, looking, maker_of, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
 from te_fuser.params.joined import parts_of
 from te_fuser.record import record
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.distributed.placement import Entering
     from te_fuser.distributed.share import Share
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.ops.sizes import Questions
     from te_fuser.params.binding import Binding, Key, StandIns
-
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -130,8 +130,9 @@ class ParameterSpecs:
         if kind not in _PLAIN and is_dtensor(t):
             lies = Lies.of(t)
             spec = spec if lies is None else replace(spec, shape=lies.shape)
-        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed and not is_compiling() else ()
-        return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
+        computed = binding.computed
+        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if computed and not is_compiling() else ()
+        return cls(spec, t.requires_grad, kind, computed, lies, joined)
 
     def stand_in(self) -> torch.Tensor:
         """A tensor without values in its place."""
@@ -219,6 +220,11 @@ def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
     return list(found.values())
 
 
+def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
+    """The list with each op's place as the number of its random stream."""
+    return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]
+
+
 def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:
     """A flat list of ops outside any Sequential: every name stays as it is."""
     listed = []
@@ -227,3 +233,53 @@ def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp
             names = {arg: given.name for arg, given in low.op.named_inputs().items()}
             listed.append(ListedOp(low, prefix + low.suffix, names, low.op.named_outputs()))
     return listed
+
+
+class Parameters:
+    """The parameters of a list: those that are there, and those that each call computes."""
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self.bindings = tuple(bindings)
+        told = [k for k, b in enumerate(bindings) if b.computed and not b.tells]
+        self._last = {number: LastCall() for number in told}
+
+    def get(self) -> list[torch.Tensor]:
+        """The parameters as they are now; those that are computed are computed anew."""
+        found = [b.taken() for b in self.bindings]
+        for number, last in self._last.items():
+            binding = self.bindings[number]
+            last.note(maker_of(binding.owner, binding.name), (), (), (found[number],))
+        return found
+
+    def looked_at(self) -> list[torch.Tensor]:
+        """The parameters as they are now, and what stands for those that are computed.
+
+        Raises:
+            NotSeenError: where that takes a real call.
+        """
+        return [self._look_at(b, k) if b.computed else b.get() for k, b in enumerate(self.bindings)]
+
+    def _look_at(self, binding: Binding, number: int) -> torch.Tensor:
+        owner, name = binding.owner, binding.name
+        last = self._last.get(number)
+        gave = None if last is None else last.gave(maker_of(owner, name), (), ())
+        with looking() as look:
+            if (known := binding.look(look.made)) is not None:
+                return known
+            if gave is not None:
+                return look.made(*gave[0])
+            try:
+                return look.computed(owner, name)
+            except Exception as error:  # whatever a user's module raises that looks at values
+                raise NotSeenError(
+                    f"{name} of {type(owner).__name__} is computed in each call, and what it will be cannot be told "
+                    f"without values ({type(error).__name__}: {error}); call the model once, then look"
+                ) from error
+
+
+def results_like(graph: Graph, outputs: Sequence[str], device: torch.device) -> Any:
+    """What stands for the results of a call, where x is on `device`: y, or (y, *outputs)."""
+    values = [graph.values[v] for v in (graph.output, *(graph.named_outputs[n] for n in outputs))]
+    with looking() as look:
+        made = tuple(look.made(v.spec.shape, v.spec.dtype, device, v.needs_grad) for v in values)
+    return made if outputs else made[0]

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser.distributed.dtensor import recorded_part
 from te_fuser.distributed.share import Share, stream_of
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
-from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall, outputs_by_name
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.gradient_sums import with_sum
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.listed import ListedOp
     from te_fuser.params.binding import Binding
 
 
 def reference_run(
-    listed: Sequence[ListedOp],
+    lowered: Sequence[ListedOp],
     x: torch.Tensor,
     values: MutableMapping[str, torch.Tensor],
     given: Mapping[Binding, torch.Tensor],
     seed: torch.Tensor | None = None,
-    around: tuple[Hashable, ...] = (),
 ) -> torch.Tensor:
-    """Run a flattened list op by op, lowered as for a plan.
+    """Run a list op by op, behind its passes.
 
     Args:
         values: named tensors; those that ops bind are added.
         given: the parameters that the ops are bound to.
         seed: (seed, offset) of the call's random draws.
-        around: what surrounds the call.
     """
-    lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
     tensors = {
         b.key: torch.full_like(t, math.nan, requires_grad=False) if b.made_in_call else recorded_part(t)
         for b, t in given.items()

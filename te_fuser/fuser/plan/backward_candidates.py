@@ -18,14 +18,13 @@ from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
     Found,
-    Ledger,
     Withheld,
     find_rows,
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
-from te_fuser.fuser.plan.transposing import given_transposed, in_forward, row_steps, wanted_of, with_turned
+from te_fuser.fuser.plan.layouts import given_transposed, in_forward, row_steps, wanted_of, with_turned
+from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -81,16 +80,20 @@ class BackwardCandidates:
     def edges(self, section: Section) -> Found:
         """Those of a section; an op may be left without any under these limits."""
         found = Found(section)
-        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        find_rows(self.problem, found, self._row)
         made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row]
-        made += [self._fusion(f, (a, b), found.ledger) for f, a, b in section.matches if f.has_backward]
+        made += [self._fusion(f, (a, b), found) for f, a, b in section.matches if f.has_backward]
         found.others.extend(e for e in made if e is not None)
         return found
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
         limits = self.limits
-        return section.of_values(limits.forbidden), section.of_values(limits.given), section.of_nodes(limits.silent)
+        if not (limits.forbidden or limits.given or limits.silent):
+            return ()
+        values = section.of_values(limits.forbidden), section.of_values(limits.given)
+        found = *values, section.of_nodes(limits.silent)
+        return found if any(found) else ()
 
     def _is_withheld(self, ref: Ref) -> bool:
         return ref.kind is VALUE and ref.index in self.withheld
@@ -100,7 +103,9 @@ class BackwardCandidates:
     def _opaque(self, node: Node) -> Edge | None:
         steps: list[Step] = []
         for gradient, needed in self.problem.gradients(node):
-            if any(self._is_silent(node, r) for _, r in self._gradient_reads(node, gradient)):
+            silent = node.index in self.limits.silent
+            reads = [r for _, r in self._gradient_reads(node, gradient)]
+            if any(self._is_withheld(r) or silent and r.kind is EMITTED for r in reads):
                 return None
             what = ("backward", node.index, gradient)
             step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
@@ -128,10 +133,6 @@ class BackwardCandidates:
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
         covers, task = (node.index, node.index + 1), OpTask(node, again=True)
         return self.prices.step(f"{node.traits.role}.again", covers, inputs, outputs, task, price, chain=False)
-
-    def _is_silent(self, node: Node, ref: Ref) -> bool:
-        """Whether forward withholds what an op's gradient reads."""
-        return self._is_withheld(ref) or ref.kind is EMITTED and node.index in self.limits.silent
 
     def _gradient_reads(self, node: Node, gradient: Gradient) -> Named:
         found = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
@@ -165,15 +166,15 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- row ops
 
-    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
+    def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         """A range's backward kernels: what only hanging nodes read is kept, or computed again."""
         wanted = self.problem.recomputable(start, stop)
         subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
-        variants = [self._variant(ledger, stretch, start, stop, again) for again in subsets]
+        variants = [self._variant(found, stretch, start, stop, again) for again in subsets]
         return [edge for edge in variants if edge is not None]
 
     def _variant(
-        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
+        self, found: Found, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
         problem, prices, covers = self.problem, self.prices, (start, stop)
@@ -191,7 +192,7 @@ class BackwardCandidates:
             steps = row_steps(problem, prices, covers, turned, derive)
             steps = (*measuring_steps(problem, prices, covers, measuring), *steps)
         except NotOneKernel as why:
-            ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
+            found.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         made = {r for s in steps for r in s.writes()}
         left = [r for r in problem.recomputable(*covers) if r not in again]
@@ -207,7 +208,7 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, whole: tuple[int, int], ledger: Ledger) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], found: Found) -> Edge | None:
         """A fusion that matches the ops `whole`."""
         start, stop = fusion.covers("backward", *whole)
         nodes = self.nodes[start:stop]
@@ -215,14 +216,14 @@ class BackwardCandidates:
             return None
         made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
         if isinstance(made, str):
-            ledger.refuse(fusion.direction, start, stop, fusion.name, made)
+            found.refuse(fusion.direction, start, stop, fusion.name, made)
             return None
         return made
 
     def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
         """The candidate, or why there is none."""
         match = self.problem.match(*whole)
-        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, match, whole, self.prices))
+        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, whole))
         return self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:
@@ -291,7 +292,7 @@ class BackwardCandidates:
         return [self.problem.read_in_backward(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
-        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
+        producer = self.graph.makers[ref.index] if ref.kind is VALUE else None
         return producer is not None and self.problem.priced_elsewhere(ref) and not start <= producer < stop
 
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
-from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.op_tasks import FusionTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
@@ -65,7 +65,7 @@ class Edge:
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
-@record(eq=False)
+@dataclass(eq=False)
 class Found:
     """The candidates of a section, whatever they are to be short in.
 
@@ -73,14 +73,16 @@ class Found:
         rows: by stretch the kernels of its ranges, each in several variants.
         lone: by stretch those of lone ops, for where a range has none.
         others: of opaque ops and of fusions.
-        ledger: what is no candidate, and why.
+        refusals: what is no candidate, and why; each once, in their order.
+        demand_unmet: whether another backward plan could turn one of these into a candidate.
     """
 
     section: Section
     rows: list[list[list[Edge]]] = field(default_factory=list)
     lone: list[list[list[Edge]]] = field(default_factory=list)
     others: list[Edge] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=lambda: Ledger())
+    refusals: dict[Refusal, None] = field(default_factory=dict)
+    demand_unmet: bool = False
 
     @property
     def edges(self) -> Iterator[Edge]:
@@ -88,6 +90,10 @@ class Found:
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
+
+    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
+        """Note why something is no candidate."""
+        self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
 
 @dataclass(frozen=True)
@@ -99,38 +105,21 @@ class Withheld:
     silent: frozenset[int] = frozenset()
 
 
-@dataclass
-class Ledger:
-    """What one round of planning did not take, and whether another backward plan could change that."""
-
-    refusals: dict[Refusal, None] = field(default_factory=dict)  # each once, in their order
-    demand_unmet: bool = False
-
-    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
-        """Note why something is no candidate, or lost."""
-        self.refusals[Refusal(direction, start, stop, name, reason)] = None
-
-    def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
-        """A no that another backward plan could turn into a yes."""
-        self.demand_unmet = True
-        self.refuse(fusion.direction, start, stop, fusion.name, reason)
-
-
-def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, int, int], list[Edge]]) -> None:
+def find_rows(problem: Problem, found: Found, derive: Callable[[Found, DerivedStretch, int, int], list[Edge]]) -> None:
     """Add the kernels of every sub-range worth one, and of lone ops where one cannot be had as it is."""
     for number in found.section.stretches:
         stretch, ranges = problem.stretch_of(problem.stretches[number][0]), problem.ranges[number]
-        rows = [derive(stretch, a, b) for a, b in ranges]
+        rows = [derive(found, stretch, a, b) for a, b in ranges]
         found.rows.append(rows)
         all_there = all(any(not e.recomputes for e in variants) for variants in rows)
         lone = set() if all_there else {(i, i + 1) for i in range(stretch.start, stretch.stop)} - set(ranges)
-        found.lone.append([derive(stretch, a, b) for a, b in sorted(lone)])
+        found.lone.append([derive(found, stretch, a, b) for a, b in sorted(lone)])
 
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     """A row kernel as the step for the ops start..stop-1."""
-    # The step holds the kernel, so that its id is not given to another one.
-    return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
+    what = start, stop, kernel.inputs, kernel.outputs, kernel.raised, kernel.aliases
+    return prices.once(what, lambda: _kernel_step(problem, prices, kernel, start, stop))
 
 
 def _kernel_step(
@@ -155,16 +144,16 @@ def _kernel_step(
 
 
 class Placed(NamedTuple):
-    """Candidates of one section in another one that is like it, or in its own."""
+    """Candidates of one section in another one that is like it, or in its own.
+
+    Attributes:
+        by: how many ops later it is there.
+    """
 
     edges: tuple[Edge, ...]
     here: Section
     there: Section
-
-    @property
-    def by(self) -> int:
-        """How many ops later it is there."""
-        return self.there.start - self.here.start
+    by: int
 
     @property
     def refs(self) -> Mapping[Ref, Ref]:
@@ -173,45 +162,52 @@ class Placed(NamedTuple):
 
     def moved(self, problem: Problem, prices: Prices) -> Sequence[Edge]:
         """The candidates that they are there: what their steps take is not asked again."""
-        here, there = self.here, self.there
-        if here is there:
+        if not self.by:
             return self.edges
-        move = functools.partial(_moved, problem, prices, here, there)
-        return [prices.once((e, there), functools.partial(move, e)) for e in self.edges]
+        move = _Move(problem, prices, self.here, self.there, self.by, self.refs)
+        return [prices.once((e, self.there), functools.partial(move.edge, e)) for e in self.edges]
 
 
-def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge: Edge) -> Edge:
-    by, whole, there_is = there.start - here.start, edge.whole, here.refs_in(there)
-    if edge.fusion is not None and whole is not None:
-        for _, saved in _saved(edge.fusion, whole):
-            prices.learn_like(there_is[saved], saved)
-        whole = whole[0] + by, whole[1] + by
-    again = tuple(map(there_is.__getitem__, edge.recomputes))
-    steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
-    start, stop = edge.start + by, edge.stop + by
-    return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
+class _Move(NamedTuple):
+    """A move of candidates from one section to another, `by` ops later."""
 
+    problem: Problem
+    prices: Prices
+    here: Section
+    there: Section
+    by: int
+    refs: Mapping[Ref, Ref]
 
-def _moved_step(
-    problem: Problem, prices: Prices, whole: tuple[int, int] | None, here: Section, there: Section, step: Step
-) -> Step:
-    """A step of one section in another, where a fusion matches the ops `whole` if it is one's."""
-    task, by, there_is = step.task, there.start - here.start, here.refs_in(there)
-    start, stop = step.start + by, step.stop + by
-    if isinstance(task, KernelTask):
-        streams = problem.nodes[there.start].draw.stream - problem.nodes[here.start].draw.stream
-        task = task.moved(there_is.__getitem__, streams)
-        if task.aliases:  # what they are called, the place says
-            return _kernel_step(problem, prices, task, start, stop, step.price)
-    elif isinstance(task, FusionTask):
-        assert whole is not None
-        task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
-    else:
-        task = task.at(problem.nodes[start])
-    inputs = tuple([(name, there_is[r]) for name, r in step.inputs])
-    outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
-    taken = step.cost, step.seconds, step.host
-    return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
+    def edge(self, edge: Edge) -> Edge:
+        """A candidate there."""
+        by, whole = self.by, edge.whole
+        if whole is not None:
+            whole = whole[0] + by, whole[1] + by
+        again = tuple(map(self.refs.__getitem__, edge.recomputes))
+        steps = tuple([self.step(step, whole) for step in edge.steps])
+        start, stop = edge.start + by, edge.stop + by
+        return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
+
+    def step(self, step: Step, whole: tuple[int, int] | None) -> Step:
+        """A step there, where a fusion matches the ops `whole` if it is one's."""
+        problem, task, by, refs = self.problem, step.task, self.by, self.refs
+        start, stop = step.start + by, step.stop + by
+        if isinstance(task, KernelTask):
+            nodes = problem.nodes
+            task = task.moved(
+                refs.__getitem__, nodes[self.there.start].draw.stream - nodes[self.here.start].draw.stream
+            )
+            if task.aliases:  # what they are called, the place says
+                return _kernel_step(problem, self.prices, task, start, stop, step.price)
+        elif isinstance(task, FusionTask):
+            assert whole is not None
+            task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
+        else:
+            task = task.at(problem.nodes[start])
+        inputs = tuple([(name, refs[r]) for name, r in step.inputs])
+        outputs = tuple([(name, refs[r]) for name, r in step.outputs])
+        taken = step.cost, step.seconds, step.host
+        return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
 
 
 def _moved_fusion(
@@ -246,15 +242,8 @@ def fusion_task(
     return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
 
 
-def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> list[tuple[str, Ref]]:
-    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
-    found = _saved(fusion, whole)
-    if found:
-        prices.learn(fusion, match, found)
-    return found
-
-
-def _saved(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+def saved_by(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+    """What a joint fusion that matches the ops `whole` hands to its own backward."""
     if not fusion.saves:
         return []
     start, _ = fusion.covers("forward", *whole)

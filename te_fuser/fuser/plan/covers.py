@@ -26,7 +26,7 @@ from te_fuser.fuser.plan.plan import Choice, Refusal
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Edge, Found, MatchOf
-    from te_fuser.fuser.plan.keeping import Keeping
+    from te_fuser.fuser.plan.planner import Keeping
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
@@ -73,7 +73,7 @@ class _Round:
     @property
     def demand_unmet(self) -> bool:
         """Whether another backward could let forward take more."""
-        return True in [way.found.ledger.demand_unmet for way in self.forward]
+        return True in [way.found.demand_unmet for way in self.forward]
 
 
 class Covering:
@@ -85,9 +85,9 @@ class Covering:
         self._rank = {name: k for k, name in enumerate(dict.fromkeys(f.name for f, _, _ in problem.matches))}
         self._known: dict[Hashable, Any] = {}
 
-    def cover(self, prices: Prices, keeping: Keeping) -> Covers:
-        """The cheapest covers that fit together, by prices that may weigh the host's time."""
-        aim = self._once((prices, keeping.weight), lambda: Aim(prices, keeping.weight))
+    def cover(self, keeping: Keeping, share: float) -> Covers:
+        """The cheapest covers that fit together, where so much of the host's time is weighed."""
+        aim = self._once((share, keeping.weight), lambda: Aim(self.prices, keeping.weight, share))
         held = keeping.held
         found = self._round(aim, held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
@@ -139,7 +139,8 @@ class Covering:
         """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         reads = self._reads(backward)
-        found = self._each_found(ForwardCandidates(self.problem, self.prices, reads[1], joint))
+        candidates = ForwardCandidates(self.problem, self.prices, reads[1], joint)
+        found = self._all_found((reads[1], *joint), candidates)
         return joint, found, self._cannot_run(joint, found), reads
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
@@ -204,13 +205,12 @@ class Covering:
     def _backward(
         self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: list[Found]
     ) -> list[Way] | None:
-        # The list of candidates is kept for this problem, so that its id is not given to another one.
-        asked = self._once(
-            ("asked", id(found), held, *dropped),
-            lambda: [
-                (f, (s.of_values(held), s.of_matches(dropped))) for f, s in zip(found, self.sections, strict=True)
-            ],
-        )
+        def limits(section: Section) -> tuple[frozenset[int], frozenset[MatchOf]]:
+            return section.of_values(held), section.of_matches(dropped)
+
+        free: tuple[frozenset[int], frozenset[MatchOf]] = frozenset(), frozenset()
+        limited = bool(held or dropped)
+        asked = [(f, limits(s) if limited else free) for f, s in zip(found, self.sections, strict=True)]
 
         def way(f: Found, kept: frozenset[int], none: frozenset[MatchOf]) -> Way | None:
             make = functools.partial(way_through, aim, f, kept, none, self._ahead(aim, f))
@@ -230,7 +230,7 @@ class Covering:
             found = passing.past(edge.start - here, edge.stop - here)
             if not edge.is_joint:
                 return found
-            forward = self._once((edge, "forward"), lambda: self._free.forward_of(edge))
+            forward = self._once((edge, "forward"), lambda: self._free.forward_of(edge, backward.section))
             if forward is not None:
                 found += passing.more(forward.start - here, forward.stop - here, aim.length(forward))
             return found
@@ -240,7 +240,7 @@ class Covering:
     def _laid_out(self, ways: Sequence[Way]) -> list[Placed]:
         """The edges of some ways in the sections that they are for."""
         placed = zip(self.sections, ways, strict=True)
-        return [Placed(way.edges, way.found.section, section) for section, way in placed]
+        return [Placed(w.edges, (here := w.found.section), s, s.start - here.start) for s, w in placed]
 
     # ---------------------------------------------------------------------------------- what is said of it
 
@@ -259,10 +259,10 @@ class Covering:
 
     def _refusals(self, found: _Round, note: str) -> list[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
-        said = self._in_order(found.backward, lambda way: way.found.ledger.refusals)
+        said = self._in_order(found.backward, lambda way: way.found.refusals)
         said += found.impossible.values()
         said += self._in_order(found.backward, lambda way: self._lost("backward", way, note))
-        said += self._in_order(found.forward, lambda way: way.found.ledger.refusals)
+        said += self._in_order(found.forward, lambda way: way.found.refusals)
         said += self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
         return list(dict.fromkeys(said))
 
@@ -304,7 +304,7 @@ def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
 
 def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
     """What the fusions of a forward cover do not give."""
-    root, forbidden, given, silent = problem.graph.root, set[int](), set[int](), set[int]()
+    root, forbidden, given, silent = problem.graph.roots.__getitem__, set[int](), set[int](), set[int]()
     for fusion, whole in forward:
         nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]
         inside = {root(v) for n in nodes for v in (n.output, *n.named_out)}

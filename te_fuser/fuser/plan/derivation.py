@@ -6,8 +6,7 @@ which list it stands. So a result is kept under that form, with its tensors by t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.description import NotOneKernel
@@ -27,44 +26,26 @@ _MISSING = object()
 
 
 class DerivedStretch:
-    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`.
+    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`."""
 
-    Args:
-        alike: takes each that is like none before it in this graph: formulas are traced in these alone.
-    """
-
-    def __init__(self, graph: Graph, start: int, stop: int, alike: dict[Hashable, DerivedStretch]) -> None:
+    def __init__(self, graph: Graph, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self._graph, self._first_stream = graph, graph.nodes[start].draw.stream
         nodes = graph.nodes[start:stop]
         values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
-        self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
+        self._values = tuple(dict.fromkeys([*values, *map(graph.roots.__getitem__, values)]))
         self._parameters = tuple(dict.fromkeys(p for n in nodes for p in n.parameters.values()))
         # What the index of a ref counts -> the index in the graph by that within the stretch, and the other way.
         self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
         self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
-        described = self._describe(nodes)
-        key = tuple(n.traits.number for n in nodes), described
-        self._like = alike.get(key)
-        self._known: dict[Any, KernelTask | NotOneKernel | None]  # of the kernels of all stretches of a form
-        if self._like is not None:
-            self._known = self._like._known
-        else:
-            form = self._digests(nodes), described
-            if form not in _derived and len(_derived) >= _KEPT:
-                _derived.clear()
-            self._known = _derived.setdefault(form, {})
-            alike[key] = self
+        self.exact = Stretch(graph, start, stop)
+        digests = [self.exact.env[v].digest for n in nodes for v in (n.output, *n.named_out)]
+        form = tuple(digests), self._describe(nodes)
+        if form not in _derived and len(_derived) >= _KEPT:
+            _derived.clear()
+        self._known = _derived.setdefault(form, {})  # kernels of all stretches of the form
         self._made: dict[Any, KernelTask | None | NotOneKernel] = {}  # what was asked of this one before
         self._leaving: dict[tuple[int, int], list[int]] = {}
-
-    @functools.cached_property
-    def exact(self) -> Stretch:
-        """The stretch itself, traced where it is like none before it, or has a kernel to derive."""
-        return Stretch(self._graph, self.start, self.stop)
-
-    def _digests(self, nodes: Sequence[Node]) -> tuple[str, ...]:
-        return tuple(self.exact.env[v].digest for n in nodes for v in (n.output, *n.named_out))
 
     def _describe(self, nodes: Sequence[Node]) -> Any:
         """Everything that the kernels depend on, apart from the formulas."""
@@ -91,13 +72,13 @@ class DerivedStretch:
 
     def _describe_value(self, value: int) -> Any:
         v = self._graph.values[value]
-        readers = self._graph.consumers(value)
+        readers = self._graph.readers[value]
         inside = tuple(c - self.start for c in readers if self.start <= c < self.stop)
-        leaves = len(inside) < len(readers) or self._graph.leaves(value)
-        producer = self._graph.producer(value)
+        leaves = len(inside) < len(readers) or value in self._graph.results
+        producer = self._graph.makers[value]
         made = producer - self.start if producer is not None and self.start <= producer < self.stop else None
         features = v.spec.features if v.axes is None or v.axes & Axes.FEATURE else 1
-        root = self._inward["values"][self._graph.root(value)]
+        root = self._inward["values"][self._graph.roots[value]]
         return features, v.spec.dtype, v.gradient_dtype, v.axes, v.needs_grad, inside, leaves, made, root
 
     # -------------------------------------------------------------------------------------- the kernels
@@ -114,7 +95,7 @@ class DerivedStretch:
         """See `Stretch.forward`."""
         stores, statistics, transposed = tuple(stores), tuple(statistics), tuple(transposed)
         numbers = self._numbers(stores), statistics, self._numbers(transposed)
-        key = ("forward", self._place(start, stop), *numbers, measuring)
+        key = ("forward", start - self.start, stop - self.start, *numbers, measuring)
         return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics, transposed, measuring))
 
     def backward(
@@ -136,10 +117,10 @@ class DerivedStretch:
         Raises:
             NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
         """
-        readable, silent = readable & self._made_in(start, stop), silent & self._gives_statistics
+        readable, silent = readable & self._made_in(start, stop), silent & self.exact.gives_statistics
         sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
         turned = frozenset(map(self._numbered, transposed))
-        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets, turned, measuring)
+        key = ("backward", start - self.start, stop - self.start, self._numbers(recompute), *sets, turned, measuring)
         given = readable, recompute, silent, transposed, measuring
         kernel = self._once(key, lambda: self.exact.backward(start, stop, *given))
         read = {r.index for r in kernel.inputs if r.kind is VALUE} if kernel and forbidden else set()
@@ -154,59 +135,37 @@ class DerivedStretch:
             self._leaving[start, stop] = self._graph.leaving(start, stop)
         return self._leaving[start, stop]
 
-    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
-        """Those of `digests` that ops of the range compute."""
-        return [d for d in digests if start <= self.first_made(d) < stop]
-
-    def first_made(self, digest: str) -> int:
-        """See `Stretch.first_made`."""
-        found = self._first.exact.first_made(digest)
-        return found if found < 0 else found + self.start - self._first.start
-
-    @property
-    def _first(self) -> DerivedStretch:
-        """The first one that is like it, which is traced."""
-        return self if self._like is None else self._like
-
-    @functools.cached_property
-    def _gives_statistics(self) -> frozenset[int]:
-        """See `Stretch.gives_statistics`."""
-        return frozenset([k + self.start - self._first.start for k in self._first.exact.gives_statistics])
-
     def _made_in(self, start: int, stop: int) -> frozenset[int]:
         """The values that ops of a range make, by storage."""
         made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
-        return frozenset(map(self._graph.root, made))
+        return frozenset(map(self._graph.roots.__getitem__, made))
 
     # ------------------------------------------------------------------------------------------ sharing
-
-    def _place(self, start: int, stop: int) -> tuple[int, int]:
-        return start - self.start, stop - self.start
 
     def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
+        """A kernel of this stretch, derived where no equal one was asked for it.
+
+        Raises:
+            NotOneKernel: where there is none.
+        """
         if key not in self._made:
-            self._made[key] = self._derived(key, derive)
+            made: Any = self._known.get(key, _MISSING)
+            if made is _MISSING:
+                try:
+                    made = derive()
+                    self._known[key] = made and made.moved(self._numbered, -self._first_stream)
+                except NotOneKernel as why:
+                    made = self._known[key] = why
+            elif not isinstance(made, NotOneKernel):
+                made = made and made.moved(self._placed, self._first_stream)
+            self._made[key] = made
         found = self._made[key]
         if isinstance(found, NotOneKernel):
             raise NotOneKernel(str(found))
         return found
-
-    def _derived(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None | NotOneKernel:
-        """A kernel of this stretch, or why there is none."""
-        found: Any = self._known.get(key, _MISSING)
-        if found is not _MISSING:
-            known = isinstance(found, NotOneKernel) or found is None
-            return found if known else found.moved(self._placed, self._first_stream)  # type: ignore[no-any-return]
-        try:
-            made = derive()
-        except NotOneKernel as why:
-            self._known[key] = why
-            return why
-        self._known[key] = made and made.moved(self._numbered, -self._first_stream)
-        return made
 
     def _numbered(self, ref: Ref) -> Ref:
         kind, index, form, name, term = ref

@@ -1,7 +1,8 @@
-"""Devices as rooflines: what the planner predicts time from."""
+"""Devices and their hosts as rooflines: what the planner predicts time from."""
 
 from __future__ import annotations
 
+import contextvars
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,12 +12,52 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.fuser.plan.host import CPU_HOST, FREE_HOST, GPU_HOST, Host, capturing
-from te_fuser.kernels.quantized_matmul import FIRST
+from te_fuser.kernels.cublaslt.products import FIRST
 from te_fuser.ops.products import half_gains
 
 if TYPE_CHECKING:
     from te_fuser.fusions.match import Cost
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that the host is busy with calls.
+
+    Attributes:
+        calls: of one call, by how a step is called (`Task.call`).
+        node: of an autograd node of ours beyond its steps, forward and backward.
+        gradient: of each gradient that such a node gives.
+        guard: of refusing that PyTorch's own nodes are differentiated once more, for each result.
+    """
+
+    calls: Mapping[str, float]
+    node: tuple[float, float] = (0.0, 0.0)
+    gradient: float = 0.0
+    guard: float = 0.0
+
+
+# How a step is called -> the seconds of a call of a CPU, and of that of a GPU. "torch" is one of PyTorch's operations,
+# "function" one or a few of them as a native step, "method" Python code with a call object around it; "recorded" and
+# "recorded backward" are a function of PyTorch's that autograd records, and its node with one operation.
+_CALLS = {
+    "kernel": (1.6e-6, 9e-6),
+    "product": (2.5e-6, 9e-6),
+    "function": (2.5e-6, 12e-6),
+    "method": (6e-6, 25e-6),
+    "torch": (1.0e-6, 7e-6),
+    "recorded": (3.2e-6, 15e-6),
+    "recorded backward": (3.4e-6, 16e-6),
+}
+# By calls on tiny tensors, one thread of an AMD EPYC (9005), torch 2.13.
+CPU_HOST = Host({kind: cpu for kind, (cpu, _) in _CALLS.items()}, node=(3e-6, 4e-6), gradient=0.3e-6, guard=1.7e-6)
+# The host of an H200: from what eager PyTorch, te_fuser and an idle node take at 16 x 256 (docs/performance.md,
+# by hand, commit 6ac7f2f). Steps of attention and of quack's products state theirs as so many calls of PyTorch, more
+# than they take by now: what that leaves to others in small sizes was measured to be faster, or as fast.
+GPU_HOST = Host({kind: gpu for kind, (_, gpu) in _CALLS.items()}, node=(9e-6, 14e-6), gradient=0.5e-6, guard=4e-6)
+FREE_HOST = Host(dict.fromkeys(_CALLS, 0.0))
+
+# Whether calls of this thread are to be captured: plans made now are for a device whose calls are replayed.
+capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_capturing", default=False)
 
 
 @dataclass(frozen=True)
@@ -102,19 +143,6 @@ class Device:
         """What CUDA kernels of its plans are compiled for."""
         return arch_of(self.capability or (8, 0))
 
-    def estimate_note(self) -> str:
-        """What a plan for a device that was not measured says of it."""
-        return (
-            f"{self.name} was not measured: its roofline, which times and choices come from, is an estimate by "
-            f"{self.estimate}; model.tune(x) on such a GPU measures the choices"
-        )
-
-    def conversion_note(self, dtype: str) -> str:
-        """What a plan with products in `dtype` says of them; empty where there is nothing to say."""
-        if dtype not in self.converts:
-            return ""
-        return f"products in {dtype} are computed in float32 and rounded once: {self.name} has no instructions for them"
-
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart.
 
@@ -191,12 +219,6 @@ def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Devi
     return Device("cpu", bandwidth, rates, others * 1e12, 0.0, converts=converts, link=_HOST_MEMORY)
 
 
-def _cpu_at_hand() -> Device:
-    """The CPU at hand, with as many cores as PyTorch has threads."""
-    half = {dtypes.name_of(dtype): gain for dtype, gain in half_gains().items()}
-    return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), half)
-
-
 # Of its data sheet's peak an H200 reaches so much: copies, products on random data, other operations.
 _COPY, _PRODUCTS, _OTHERS = 0.875, 0.8, 0.45
 _BY_DATA_SHEET = "its data sheet"
@@ -239,7 +261,13 @@ _GPUS = (
     _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
     _by_data_sheet("l40s", (8, 9), 142, 0.864, tf32=183, half=362, float64=1.43, float32=91.6),
 )
-DEVICES: dict[str, Device] = {d.name: d for d in (_cpu_at_hand(), *_GPUS)}
+# The CPU at hand, with as many cores as PyTorch has threads.
+_CPU = cpu_device(
+    torch.get_num_threads(),
+    torch.backends.cpu.get_cpu_capability(),
+    {dtypes.name_of(dtype): gain for dtype, gain in half_gains().items()},
+)
+DEVICES: dict[str, Device] = {d.name: d for d in (_CPU, *_GPUS)}
 
 
 def device_named(name: str) -> Device:

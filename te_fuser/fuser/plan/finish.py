@@ -20,13 +20,18 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.additions import with_forms, with_sums, with_sums_over_ranks
-from te_fuser.fuser.plan.by_blocks import held_together
+from te_fuser.fuser.plan.cover_steps import (
+    in_running_order,
+    kept_by,
+    with_forms,
+    with_sums,
+    with_sums_over_ranks,
+    without_idle,
+    without_unread,
+)
 from te_fuser.fuser.plan.exchanges import go_by_copies
-from te_fuser.fuser.plan.keeping import kept_by
-from te_fuser.fuser.plan.order import in_running_order, without_idle
+from te_fuser.fuser.plan.layouts import held_together
 from te_fuser.fuser.plan.plan import Plan, SegmentPlan
-from te_fuser.fuser.plan.unread import without_unread
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -46,6 +51,11 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
     found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(problem, prices, covers))
     memory = problem.options.memory
+
+    def refused() -> list[Refusal]:
+        taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
+        return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
+
     return Plan(
         problem.graph,
         found,
@@ -53,14 +63,8 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         problem.options.target,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
         choices=tuple(covers.choices),
-        refused=functools.partial(_refused, problem, found, covers),
+        refused=refused,
     )
-
-
-def _refused(problem: Problem, found: Iterable[SegmentPlan], covers: Covers) -> list[Refusal]:
-    """What could not be taken, and what was not."""
-    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
-    return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
 
 
 def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
@@ -84,7 +88,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     given = {r for s in steps[1] for _, r in s.outputs}
     leaving = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_out]
     # Where steps give the gradient of a value that leaves too, as that is read inside as well: a term of a sum.
-    arriving = tuple(r._replace(term=1) if r in given else r for r in leaving)
+    arriving = tuple([r._replace(term=1) if r in given else r for r in leaving])
     forward = with_forms(problem, prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
@@ -105,7 +109,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         tuple(takes),
         tuple(map(graph.ref, values_out)),
         arriving,
-        tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
+        tuple([r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)]),
         kept,
     )
 
@@ -125,11 +129,11 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
     values_out: dict[int, None] = {}
     for node in graph.nodes[start:stop]:
         for value in (node.input, *node.named_in.values()):
-            producer = graph.producer(value)
+            producer = graph.makers[value]
             if producer is None or producer < start:
                 values_in[value] = None
         for value in (node.output, *node.named_out):
-            if graph.leaves(value) or max(graph.consumers(value), default=0) >= stop:
+            if value in graph.results or max(graph.readers[value], default=0) >= stop:
                 values_out[value] = None
     return tuple(values_in), tuple(values_out)
 
@@ -163,19 +167,19 @@ def _places(graph: Graph) -> set[int]:
     """The ops before which one value alone passes: just made by a row op, read by several, as wide as its gradient."""
     readers: dict[int, set[int]] = {}
     for v in graph.values:
-        readers.setdefault(graph.root(v.index), set()).update(graph.consumers(v.index))
-    leaving = {graph.root(v.index) for v in graph.values if graph.leaves(v.index)}
+        readers.setdefault(graph.roots[v.index], set()).update(graph.readers[v.index])
+    leaving = {graph.roots[v.index] for v in graph.values if v.index in graph.results}
     changes = [0] * (len(graph.nodes) + 2)  # of how many values pass
     for root, reading in readers.items():
         last = len(graph.nodes) if root in leaving else max(reading, default=-1)
-        first = -1 if (made := graph.producer(root)) is None else made
+        first = -1 if (made := graph.makers[root]) is None else made
         changes[first + 1] += 1
         changes[max(last, first) + 1] -= 1
     passing = list(itertools.accumulate(changes))
     found = set()
     for node, following in itertools.pairwise(graph.nodes):
         value = graph.values[node.output]
-        real = [k for k in readers.get(value.index, ()) if graph.root(graph.nodes[k].output) != value.index]
+        real = [k for k in readers.get(value.index, ()) if graph.roots[graph.nodes[k].output] != value.index]
         alone = passing[following.index] == 1 and value.gradient is None and len(real) > 1
         if node.traits.is_row and following.traits.is_row and alone:
             found.add(following.index)
@@ -256,20 +260,19 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     # A gradient in another dtype than its value's would come out of autograd in the value's.
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
-        found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
+        found |= set(range((graph.makers[value] or 0) + 1, max(graph.readers[value]) + 1))
     for placed in (*covers.forward, *covers.backward):
-        by, there_is = placed.by, placed.refs
         # A fusion that reads a value in another form than its ops do cannot be cut off from what makes that.
         for edge, refs in prices.once((_read_apart, placed.edges), functools.partial(_read_apart, problem, placed)):
             for ref in refs:
-                found.update(range((graph.producer(there_is[ref].index) or 0) + 1, edge.stop + by))
+                found.update(range((graph.makers[placed.refs[ref].index] or 0) + 1, edge.stop + placed.by))
     for placed in covers.backward:
-        by, there_is = placed.by, placed.refs
+        by = placed.by
         for edge in placed.edges:
             if edge.whole is not None:
                 found.update(range(edge.whole[0] + by + 1, edge.whole[1] + by))
             for ref in edge.recomputes:
-                found.update(range(edge.stop + by, problem.last_readers[there_is[ref].by_rows] + 1))
+                found.update(range(edge.stop + by, problem.last_readers[placed.refs[ref].by_rows] + 1))
     return found
 
 

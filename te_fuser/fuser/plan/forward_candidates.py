@@ -13,13 +13,12 @@ from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
     Found,
-    Ledger,
     find_rows,
     fusion_task,
     saved_by,
 )
-from te_fuser.fuser.plan.measuring import measuring_steps, name_of_rows, why_unmeasured
-from te_fuser.fuser.plan.transposing import row_steps
+from te_fuser.fuser.plan.layouts import row_steps
+from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -55,35 +54,26 @@ class ForwardCandidates:
     def edges(self, section: Section) -> Found:
         """Those of a section, apart from those that would break a forced joint fusion."""
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
-        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        find_rows(self.problem, found, self._row)
         found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
         for fusion, whole in _matches(section, forced):
             _, stop = fusion.covers("forward", *whole)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or (fusion, whole) in forced or silent):
-                edge = self._fusion(fusion, whole, (fusion, whole) in forced, found.ledger)
+                edge = self._fusion(fusion, whole, (fusion, whole) in forced, found)
                 found.others.extend([] if edge is None else [edge])
         spared = replace(found, rows=_spared(found.rows, forced), lone=_spared(found.lone, forced))
         return replace(spared, others=_spared([[found.others]], forced)[0][0])
 
-    def forward_of(self, backward: Edge) -> Edge | None:
+    def forward_of(self, backward: Edge, section: Section) -> Edge | None:
         """The forward of a joint fusion that would run backward so; None where it cannot run."""
         assert backward.fusion is not None and backward.whole is not None
-        return self._fusion(backward.fusion, backward.whole, True, Ledger())
+        return self._fusion(backward.fusion, backward.whole, True, Found(section))
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
-        at = self._joint_at
-        joint = [m for node in range(section.start, section.stop) if node in at for m in at[node]]
-        return section.of_refs(*self._demanded), section.of_matches(joint)
-
-    @functools.cached_property
-    def _joint_at(self) -> Mapping[int, list[MatchOf]]:
-        """The joint fusions by the op at which they begin."""
-        found: dict[int, list[MatchOf]] = {}
-        for match in self.joint:
-            found.setdefault(match[1][0], []).append(match)
-        return found
+        refs = section.of_refs(*self._demanded) if self.demands else frozenset()
+        return refs, section.of_matches(self.joint) if self.joint else frozenset()
 
     @functools.cached_property
     def _demanded(self) -> tuple[Mapping[int, list[Ref]], Mapping[int, list[Ref]]]:
@@ -94,14 +84,14 @@ class ForwardCandidates:
             (values if ref.kind.counts == "values" else others).setdefault(ref.index, []).append(ref)
         return values, others
 
-    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
+    def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:
             for value in (node.output, *node.named_out):
                 if self.graph.ref(value) in self.demands:
                     stores[self.graph.first(value)] = None
-        made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
-        digests = stretch.statistics_of(start, stop, self._statistics.get(stretch.start, ()))
+        made = [v for v in stores if (p := self.graph.makers[v]) is not None and start <= p < stop]
+        digests = [d for d in self._statistics.get(stretch.start, ()) if start <= stretch.exact.first_made(d) < stop]
         turned = self._transposed_in(start, stop)
         by_rows = [*made, *[v for v in turned if v not in made]]
 
@@ -114,7 +104,7 @@ class ForwardCandidates:
             measuring = functools.partial(stretch.forward, start, stop, (), (), measuring=True)
             steps = (*measuring_steps(self.problem, self.prices, (start, stop), measuring), *steps)
         except NotOneKernel as why:
-            ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
+            found.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []
         name = name_of_rows(steps)
         return [Edge(start, stop, name, steps)]
@@ -159,22 +149,23 @@ class ForwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, whole: tuple[int, int], joint: bool, ledger: Ledger) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], joint: bool, found: Found) -> Edge | None:
         start, stop = fusion.covers("forward", *whole)
         nodes = self.nodes[start:stop]
         impossible = self._why_impossible(fusion, nodes)
         if impossible is not None:
-            ledger.refuse(fusion.direction, start, stop, fusion.name, impossible)
+            found.refuse(fusion.direction, start, stop, fusion.name, impossible)
             return None
         inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
         owed = self._owed(nodes, inside)
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
-            ledger.refuse_for_demand(fusion, start, stop, why)
+            found.demand_unmet = True
+            found.refuse(fusion.direction, start, stop, fusion.name, why)
             return None
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:
-            outputs += saved_by(fusion, self.problem.match(*whole), whole, self.prices)
+            outputs += saved_by(fusion, whole)
         step = self.prices.once(
             ("forward", fusion, whole, tuple(outputs)),
             lambda: self._fusion_step(fusion, nodes, whole, self._fusion_inputs(fusion, nodes, inside), outputs),
@@ -239,7 +230,7 @@ class ForwardCandidates:
         if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)
-        return any(stretch.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))
+        return any(stretch.exact.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))
 
     @functools.cached_property
     def _emitting(self) -> set[int]:

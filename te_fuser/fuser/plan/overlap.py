@@ -3,7 +3,7 @@
 A link works beside the device. So a step that starts something rises to right behind where its input is made, the one
 that waits for it sinks to just before its first reader, and gradients of parameters, for which no other step waits, run
 in between: dgrad, start, wgrad, wait. What is gathered once more, for such a gradient, starts as late as it can be
-there in time.
+there in time. Gradients that products leave to `backward_dw` are the last steps of a segment, and run apart.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, STARTED, Ref
-from te_fuser.fuser.plan.keeping import LAMBDA
-from te_fuser.fuser.plan.plan import size_text
+from te_fuser.fuser.plan.plan import LAMBDA, size_text
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Prices
@@ -27,7 +27,7 @@ _LEAST = 1e-9  # seconds: what is worth a change of the order
 Steps = list["Step"]
 
 
-def with_overlap(plan: Plan, prices: Prices) -> Plan:
+def overlap_exchanges(plan: Plan, prices: Prices) -> Plan:
     """The plan with its steps in such an order, and with what waiting takes.
 
     Gradients of parameters that run later hold what they read for longer: that has to be worth it, by the peak of the
@@ -343,3 +343,40 @@ def waiting_late(steps: Steps) -> Steps:
         found = [s for s in found if s is not step]
         found.insert(_first_reader(found, step), step)
     return found
+
+
+def delay_gradients(plan: Plan, prices: Prices) -> Plan:
+    """The plan with what is left for later behind all other steps of its segment: it runs after the whole backward.
+
+    Gradients that come with others, in one step, are there when backward ends.
+    """
+    if not [g for n in plan.graph.nodes for g in n.gradients if g.delayed]:
+        return plan
+    segments = []
+    for segment in plan.segments:
+        late = _late(segment, plan.graph)
+        now = [s for s in segment.backward if id(s) not in late]
+        later = [s for s in segment.backward if id(s) in late]
+        segments.append(replace(segment, backward=(*now, *later), delayed=len(later)))
+    found = retimed(replace(plan, segments=tuple(segments)))
+    weights = {r.index for s in found.segments for step in s.late for r in step.writes() if r in s.returned}
+    names = [plan.graph.parameters[k].name for k in sorted(weights)]
+    return found.noted(f"gradients of {', '.join(names)} are left to backward_dw()") if names else found
+
+
+def _late(segment: SegmentPlan, graph: Graph) -> set[int]:
+    """The ids of the steps that run later."""
+    weights = {n.parameters[name] for n in graph.nodes for g in n.gradients if g.delayed for name in g.produces}
+    late: set[int] = set()
+    for step in free_steps(segment.backward):
+        if not weights.isdisjoint([r.index for r in step.writes()]):
+            late.add(id(step))
+    if not late:
+        return late
+    needed = {r for r in segment.returned if r is not None}
+    for step in reversed(segment.backward):  # so does what gathers for these alone
+        if id(step) not in late and not step.chain and needed.isdisjoint(step.writes()):
+            late.add(id(step))
+        if id(step) not in late:
+            needed.update(step.reads())
+    return late

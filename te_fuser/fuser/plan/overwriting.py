@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 2**20
 
 
-def with_overwriting(plan: Plan, prices: Prices) -> Plan:
+def mark_overwrites(plan: Plan, prices: Prices) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
     values = plan.graph.values
     if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):
@@ -60,7 +60,7 @@ def _kept_of_our_own(plan: Plan) -> set[Ref]:
     """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
     graph = plan.graph
     seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
-    given = {graph.ref(v.index) for v in graph.values if graph.leaves(v.index)}
+    given = {graph.ref(v.index) for v in graph.values if v.index in graph.results}
     everywhere = _Lives.of(plan.steps, given)
     made = {r for s in plan.forward for r in s.writes()}
     return {

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
 from te_fuser.fuser.plan.candidates import NOTHING, TICK, Edge
-from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
 from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Found, MatchOf
-    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.prices import CostModel
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.step import Step
 
@@ -26,38 +25,35 @@ _TIE = 0.05e-6  # seconds: shown as nothing
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it."""
+    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it.
 
-    prices: Prices
+    Attributes:
+        share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
+            the larger of two sums, and no shortest path sees that. On a CPU, which is its own host, they are added up.
+    """
+
+    prices: CostModel
     weight: float
-
-    @functools.cached_property
-    def _bandwidth(self) -> float:
-        return self.prices.problem.options.device.bandwidth
+    share: float
 
     def takes(self, edge: Edge) -> float:
         """Seconds of an edge's steps, with the host's by its share."""
         device, host = edge.takes
-        return device + self.prices.share * host
+        return device + self.share * host
 
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
         device, host = edge.takes
-        return device + self.prices.share * host + edge.kept * self.weight / self._bandwidth
+        return device + self.share * host + edge.kept * self.weight / self.prices.bandwidth
 
     def in_forward(self, edge: Edge) -> float:
         """Seconds that forward takes for what an edge of backward makes kept."""
         device, host = edge.in_forward
-        return device + self.prices.share * host
+        return device + self.share * host
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
         return max(10 * round(self.seconds(edge) / (10 * TICK)) + (0 if edge.fusion else 1), 0)
-
-    def is_preferred(self, edge: Edge) -> bool:
-        """Whether a fusion was measured to be faster there, whatever its price."""
-        preferred = self.prices.problem.preferred
-        return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
 
 
 @record(eq=False)
@@ -94,12 +90,12 @@ class Way:
     @functools.cached_property
     def read(self) -> frozenset[Ref]:
         """What its steps on the chain of backward read of forward's."""
-        return self._read_by(lambda step: not is_hanging(step))
+        return self._read_by(lambda step: not step.hangs)
 
     @functools.cached_property
     def read_hanging(self) -> frozenset[Ref]:
         """What the others read of it."""
-        return self._read_by(is_hanging)
+        return self._read_by(lambda step: step.hangs)
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
         kinds = (VALUE, STATISTIC, EMITTED, SAVED)
@@ -123,7 +119,8 @@ def way_through(
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
     others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
     edges = [*variants, *others]
-    free = [e for e in edges if not aim.is_preferred(e)] if aim.prices.problem.preferred else edges
+    preferred = aim.prices.problem.preferred  # measured to be faster there, whatever the price
+    free = [e for e in edges if e.fusion is None or (e.fusion.name, e.start, e.stop) not in preferred]
     lengths = dict.fromkeys(edges, 0) | {e: aim.length(e) for e in free}
     compared = lengths
     if owing := [e for e in free if e.in_forward is not NOTHING]:

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fuser.plan.device import Device
-    from te_fuser.fuser.plan.host import Host
-    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.device import Device, Host
+    from te_fuser.fuser.plan.prices import CostModel
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
 
@@ -53,11 +52,6 @@ class Choice:
     seconds: float
     root: int = -1
 
-    @property
-    def dearness(self) -> float:
-        """Seconds that computing it again takes, per byte that this saves."""
-        return self.seconds / max(self.bytes, 1)
-
     def __str__(self) -> str:
         if self.recomputed:
             return (
@@ -66,6 +60,10 @@ class Choice:
         return f"{self.value}: kept, {size_text(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
 
 
+# Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
+# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone
+# would take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
+LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
 DIRECTIONS = ("forward", "backward")
 _SHOWN = 12  # steps of each direction, where a plan stands for itself in a console
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
@@ -169,12 +167,12 @@ class Plan:
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
         """The steps of forward in running order."""
-        return *self.before, *(s for segment in self.segments for s in segment.forward)
+        return *self.before, *[s for segment in self.segments for s in segment.forward]
 
     @functools.cached_property
     def backward(self) -> tuple[Step, ...]:
         """The steps of backward in running order."""
-        return tuple(s for segment in reversed(self.segments) for s in segment.backward)
+        return tuple([s for segment in reversed(self.segments) for s in segment.backward])
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -255,19 +253,19 @@ class Plan:
         on_gpu = self.device.kind != "cpu"
         return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
-    def seen_by(self, prices: Prices) -> Plan:
+    def seen_by(self, prices: CostModel) -> Plan:
         """The same plan with the bytes and times that these prices say."""
         segments = tuple(
             replace(
                 segment,
-                forward=tuple(prices.priced(s) for s in segment.forward),
-                backward=tuple(prices.priced(s) for s in segment.backward),
-                kept=tuple(k._replace(bytes=prices.size(k.ref)) for k in segment.kept),
+                forward=tuple(map(prices.priced, segment.forward)),
+                backward=tuple(map(prices.priced, segment.backward)),
+                kept=tuple([k._replace(bytes=prices.size(k.ref)) for k in segment.kept]),
             )
             for segment in self.segments
         )
         choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
-        before = tuple(prices.priced(s) for s in self.before)
+        before = tuple(map(prices.priced, self.before))
         return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)
 
     def chosen(self) -> Plan:

@@ -1,40 +1,93 @@
-"""From a graph to its plan: the covers that keep what memory allows, then passes over the plan, in this order.
+"""The plan of the covers that keep what memory allows: what a kept byte is worth, budgets, what is said of a plan.
 
-Backward is covered first: that says which values it reads. Then forward, which must emit them. docs/design.md says
-which module does what.
+Backward is covered first: that says which values it reads. Then forward, which must emit them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
-from te_fuser.fuser.graph.passes import run_passes
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan.before import with_made
-from te_fuser.fuser.plan.by_blocks import with_blocks
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.delaying import with_delayed
-from te_fuser.fuser.plan.exchanges import with_copies
-from te_fuser.fuser.plan.finish import borders, finish, segments
-from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
-from te_fuser.fuser.plan.measuring import with_raised, with_zeros
-from te_fuser.fuser.plan.overlap import retimed, with_overlap
-from te_fuser.fuser.plan.overwriting import with_overwriting
-from te_fuser.fuser.plan.plan import size_text
+from te_fuser.fuser.plan.finish import finish, segments
+from te_fuser.fuser.plan.plan import LAMBDA, Plan, size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import is_recordable, with_recorded
 from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fuser.plan.plan import Choice, Plan
+    from te_fuser.fuser.plan.plan import Choice
+
+_HARD_PRESSED = 64.0  # where a budget leaves no choice
+_AT_ANY_PRICE = 4096.0  # and where launches cost more than that
+_GIVEN_BACK = 0.5
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a plan is made for: a kept byte is worth `weight` passes over it, the values in `held` are kept anyway."""
+
+    weight: float
+    held: frozenset[int] = frozenset()
+
+
+MakePlan = Callable[[Keeping], Plan]
+
+
+def plan_for_memory(memory: str | int, make: MakePlan, choices_of: Callable[[Keeping], Sequence[Choice]]) -> Plan:
+    """The plan for a name in LAMBDA or a budget in bytes.
+
+    Args:
+        make: plans for a given keeping.
+        choices_of: the choices of that plan, which may be known before the rest of it.
+    """
+    if isinstance(memory, int):
+        return _within(memory, make)
+    keeping = Keeping(LAMBDA[memory])
+    if memory == "balanced":
+        choices = choices_of(keeping)
+        saved = sum(c.bytes for c in choices if c.recomputed)
+        keeping = replace(keeping, held=_given_back(choices, saved * _GIVEN_BACK, True))
+    return make(keeping)
+
+
+def _within(budget: int, make: MakePlan) -> Plan:
+    """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
+    for weight in (LAMBDA["fast"], LAMBDA["lean"], _HARD_PRESSED, _AT_ANY_PRICE):
+        plan = make(Keeping(weight))
+        room = budget - plan.kept_bytes()
+        if room >= 0:
+            held = _given_back(plan.choices, room, False)
+            more = make(Keeping(weight, held)) if held else plan
+            return more if more.kept_bytes() <= budget else plan
+    least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
+    note = f"no plan keeps within {budget} bytes; {least}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:
+    """The values to keep of what is computed again: the dearest for their bytes, as far as there is room.
+
+    Args:
+        alike: whether equal values of several layers are all kept or none.
+    """
+    again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.seconds / max(c.bytes, 1), c.bytes, c.value))
+    held: set[int] = set()
+    for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
+        together = list(group)
+        size = sum([c.bytes for c in together])
+        if size <= room:
+            room -= size
+            held |= {c.root for c in together}
+    return frozenset(held)
 
 
 _LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning
@@ -44,31 +97,30 @@ _LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning
 _SHARES = (0.5, 1.0, 4.0)
 
 
-def covered(problem: Problem) -> tuple[Plan, Prices]:
+def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
     prices = Prices(problem)
     covering = Covering(problem, prices)
     found = [_covered(problem, prices, covering)]
     for share in _SHARES:
-        if not found[-1][0].waits_for_host:
+        if not found[-1].waits_for_host:
             break
-        found.append(_covered(problem, prices.sharing(share), covering))
-    plan, prices = min(found, key=lambda made: _price(made[0], problem.options))
-    return plan.chosen(), prices
+        found.append(_covered(problem, prices, covering, share))
+    return min(found, key=lambda plan: _price(plan, problem.options)).chosen(), prices
 
 
-def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
+def _covered(problem: Problem, prices: Prices, covering: Covering, share: float = 0.0) -> Plan:
     def weighed(keeping: Keeping) -> Plan:
-        plan = finish(problem, prices, covering.cover(prices, keeping))
+        plan = finish(problem, prices, covering.cover(keeping, share))
         return with_recorded(problem, prices, plan, keeping.weight)
 
     def choices(keeping: Keeping) -> Sequence[Choice]:
-        covers = covering.cover(prices, keeping)
+        covers = covering.cover(keeping, share)
         parts = segments(problem, prices, covers)
         recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(problem, *p) for p in parts))
         return weighed(keeping).choices if recordable else covers.choices
 
-    return plan_for_memory(problem.options.memory, weighed, choices), prices
+    return plan_for_memory(problem.options.memory, weighed, choices)
 
 
 def _price(plan: Plan, options: Options) -> tuple[float, float]:
@@ -78,14 +130,17 @@ def _price(plan: Plan, options: Options) -> tuple[float, float]:
     return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
-def _with_notes(plan: Plan, prices: Prices) -> Plan:
+def add_notes(plan: Plan, prices: Prices) -> Plan:
     """What is to be said of where its prices and choices come from."""
     options, found = prices.problem.options, []
     if options.tuned:
         listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
         found.append(f"measured choices of tune(): {listed}")
     if plan.device.estimate:
-        found.append(plan.device.estimate_note())
+        found.append(
+            f"{plan.device.name} was not measured: its roofline, which times and choices come from, is an estimate by "
+            f"{plan.device.estimate}; model.tune(x) on such a GPU measures the choices"
+        )
     multiplied = {plan.graph.values[plan.graph.nodes[s.start].input].spec.dtype for s in plan.steps if s.cost.flops}
     for group in dict.fromkeys(plan.graph.sums.values()):
         names = [plan.graph.parameters[k].name for k, over in plan.graph.sums.items() if over == group]
@@ -96,7 +151,11 @@ def _with_notes(plan: Plan, prices: Prices) -> Plan:
         found.append(
             f"what ranks send was not measured on {plan.device.name}: it is priced by {plan.device.link.estimate}"
         )
-    found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
+    for dtype in sorted(plan.device.converts.intersection(map(dtypes.name_of, multiplied))):
+        found.append(
+            f"products in {dtype} are computed in float32 and rounded once: {plan.device.name} has no instructions for "
+            "them"
+        )
     return plan.noted(*found, *options.notes)
 
 
@@ -104,9 +163,9 @@ def _kept_whole(plan: Plan) -> list[str]:
     """What each rank keeps all rows of, since more needs them than what can be gathered again."""
     found, graph = [], plan.graph
     for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
-        node = graph.producer(kept.ref.index)
+        node = graph.makers[kept.ref.index]
         while node is not None and graph.nodes[node].traits.is_row:
-            node = graph.producer(graph.nodes[node].input)
+            node = graph.makers[graph.nodes[node].input]
         if node is not None and graph.nodes[node].op.gathers:  # type: ignore[attr-defined]
             found.append(
                 f"each rank keeps all rows of {kept.name} ({size_text(kept.bytes)}): only what gradients of weights "
@@ -115,27 +174,27 @@ def _kept_whole(plan: Plan) -> list[str]:
     return found
 
 
-# The passes over a whole plan, each f(plan, prices) -> plan, in their order.
-PASSES: Mapping[str, Callable[[Plan, Prices], Plan]] = {
-    "prepare parameters": with_made,
-    "zero amaxes": with_zeros,
-    "raise amaxes": with_raised,
-    "hand on by blocks": with_blocks,
-    "exchange by copies": with_copies,
-    "overlap": with_overlap,
-    "delay gradients": with_delayed,
-    "overwrite": with_overwriting,
-    "notes": _with_notes,
-}
+def cover(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
+    """The plan of the covers that keep what memory allows, and its prices.
 
+    What ranks gather is kept as each one's part, unless memory does not count, or is more than enough.
 
-def make_plan(graph: Graph, options: Options) -> Plan:
-    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again.
-
-    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these. Where an op is left to
-    large intermediate results of its own, that is said once, with the reasons.
+    Args:
+        ends: the ops before which kernels end.
     """
-    plan = _made(graph, options)[0]
+    gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
+    if not gathers or options.memory == "fast":
+        return _cheapest(Problem(graph, options, ends))
+    if isinstance(options.memory, int):
+        found = _cheapest(Problem(graph, options, ends))
+        if found[0].kept_bytes() <= options.memory:
+            return found
+    plan, prices = _cheapest(Problem(graph, replace(options, gathers_again=True), ends))
+    return plan.noted(*_kept_whole(plan)), prices
+
+
+def warn_of_large_results(plan: Plan, graph: Graph) -> None:
+    """Say once, with the reasons, that an op is left to large intermediate results of its own."""
     for step in plan.forward:
         node = graph.nodes[step.start]
         if step.task.what != "op" or not isinstance(node.op, UnfusedOperation):
@@ -145,7 +204,6 @@ def make_plan(graph: Graph, options: Options) -> Plan:
             within = (r for r in plan.refusals if r.start <= step.start < r.stop)
             reasons = dict.fromkeys(f"{r.name}: {r.reason}" for r in within)
             _warn_of_large(node.label, "; ".join(reasons) or "no fusion that could take it is on")
-    return plan
 
 
 @functools.cache
@@ -158,39 +216,8 @@ def _warn_of_large(label: str, why: str) -> None:
     )
 
 
-def make_exact_plan(graph: Graph, options: Options) -> Plan:
-    """The same plan, and what it shows is of the sizes of the call."""
-    plan, prices = _made(graph, options)
-    if graph.is_on_grid:
-        return plan
-    with standing_in(graph.stand_ins):
-        return retimed(plan.seen_by(prices.at_exact_sizes()))
-
-
-def _kept_as_asked(graph: Graph, options: Options, ends: frozenset[int]) -> tuple[Plan, Prices]:
-    """What ranks gather is kept as each one's part, unless memory does not count, or is more than enough."""
-    gathers = [n for n in graph.nodes if not n.traits.is_row and n.op.gathers]  # type: ignore[attr-defined]
-    if not gathers or options.memory == "fast":
-        return covered(Problem(graph, options, ends))
-    if isinstance(options.memory, int):
-        found = covered(Problem(graph, options, ends))
-        if found[0].kept_bytes() <= options.memory:
-            return found
-    plan, prices = covered(Problem(graph, replace(options, gathers_again=True), ends))
-    return plan.noted(*_kept_whole(plan)), prices
-
-
 def entries(plan: Plan) -> Iterable[tuple[str, object]]:
     """Each step as text: its direction, its name, its ops, what it reads and makes."""
     for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
         for step in steps:
             yield f"{direction} {str(step).removeprefix('<Step ').removesuffix('>')}", step
-
-
-def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
-    with standing_in(graph.stand_ins):
-        ends = borders(graph) if options.summed_apart else frozenset[int]()
-        plan, prices = _kept_as_asked(graph, options, ends)
-        plan = run_passes(PASSES, plan, prices, "steps", entries, "cover")
-        _ = plan.written  # what it asks of sizes is asked now
-    return plan, prices

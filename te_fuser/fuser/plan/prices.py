@@ -1,8 +1,8 @@
-"""What steps take and what keeping takes: bytes of tensors, costs of kernels, ops and fusions, predicted seconds."""
+"""The cost model: bytes of tensors, costs of kernels, ops and fusions, predicted seconds; and steps made with it."""
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,9 +11,10 @@ from te_fuser import dtypes
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.rows import batch_layout
-from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, Ref
+from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, SAVED, Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
+from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.sharding.rule import rule_of
 
@@ -33,82 +34,48 @@ _SCRATCH_CALLS, _DRAW_CALLS = 32, 60
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
 
+_STATISTIC = 4  # bytes of a number for each row
 _FREE = {"input", "const", "value", "concat"}
 
 Named = Iterable[tuple[str, Ref]]
 
 
-class Prices:
-    """Costs within one problem.
+class CostModel:
+    """Bytes, costs and predicted seconds of one problem, for one view of its sizes.
 
     Attributes:
-        share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
-            the larger of two sums, and no shortest path sees that. On a CPU, which is its own host, they are added up.
-        exact: whether they see the sizes of the call, and not those of the grid; no plan depends on such prices.
+        exact: whether it sees the sizes of the call, and not those of the grid; no plan depends on what it then says.
     """
 
-    def __init__(self, problem: Problem, share: float = 0.0, exact: bool = False) -> None:
-        self.problem, self.share, self.exact = problem, share, exact
+    def __init__(self, problem: Problem, exact: bool = False) -> None:
+        self.problem, self.exact = problem, exact
         self.graph = problem.asked.exact() if exact else problem.graph
         device = problem.options.device
-        self._on_cpu, self._calls = device.kind == "cpu", device.host.calls
-        self._seen = Match.exact if exact else Match.rounded
-        self._saving: dict[Ref, tuple[Fusion, Match, list[tuple[str, Ref]]]] = {}
-        self._by_rows: dict[Ref, tuple[int, int]] = {}
-        self._like: dict[Ref, Ref] = {}
-        self._sizes: dict[Ref, int] = {}  # of what joint fusions save
-        self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
-        self._made: dict[Hashable, Any] = {}
+        self.bandwidth, self._on_cpu, self._calls = device.bandwidth, device.kind == "cpu", device.host.calls
+        self._saved: dict[Ref, int] = {}
 
-    def sharing(self, share: float) -> Prices:
-        """The same with another share, on which nothing depends that is made once."""
-        found = copy.copy(self)
-        found.share = share
-        return found
-
-    def once(self, what: Hashable, make: Callable[[], Made]) -> Made:
-        """A step, or several, by what it does and where, made when it is first asked for."""
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]  # type: ignore[no-any-return]
+    def _seen(self, match: Match) -> Match:
+        return match.exact() if self.exact else match.rounded()
 
     # ----------------------------------------------------------------------------------------- bytes
 
-    def learn(self, fusion: Fusion, match: Match, saved: list[tuple[str, Ref]]) -> None:
-        """Note the bytes of what a joint fusion saves."""
-        if saved[0][1] in self._saving:
-            return
-        self._saving[saved[0][1]] = fusion, match, saved
-        sizes = fusion.asked("saved_bytes", self._seen(match)) if fusion.saved_bytes else {}
-        self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}
-
-    def learn_like(self, ref: Ref, like: Ref) -> None:
-        """Note that what a fusion saves is as large as what it saves elsewhere, if it saves that there."""
-        if like not in self._sizes:  # nobody needs a gradient
-            return
-        self._like[ref] = like
-        self._sizes[ref] = self._sizes[like]
-
-    def learn_rows(self, ref: Ref, value: int, each: int) -> None:
-        """Note a tensor of `each` bytes for each row of a value."""
-        self._by_rows[ref] = value, each
-        self._sizes[ref] = each * self.graph.values[value].spec.rows
-
-    def at_exact_sizes(self) -> Prices:
-        """The same for the sizes of the call."""
-        found = Prices(self.problem, self.share, exact=True)
-        for saving in self._saving.values():
-            found.learn(*saving)
-        for ref, like in self._like.items():
-            found.learn_like(ref, like)
-        for ref, (value, each) in self._by_rows.items():
-            found.learn_rows(ref, value, each)
-        return found
-
     def size(self, ref: Ref) -> int:
         """The bytes of a tensor."""
-        learned = self._sizes.get(ref)
-        return ref.bytes(self.graph) if learned is None else learned
+        if ref.kind is not SAVED:
+            return ref.bytes(self.graph)
+        if ref not in self._saved:
+            self._saved[ref] = self._saved_size(ref)
+        return self._saved[ref]
+
+    def _saved_size(self, ref: Ref) -> int:
+        """The bytes of what a joint fusion saves, or a function that autograd records, by rows."""
+        if ref in self.problem.saving:
+            fusion, whole, name = self.problem.saving[ref]
+            sizes = fusion.asked("saved_bytes", self._seen(self.problem.match(*whole))) if fusion.saved_bytes else {}
+            return int(sizes.get(name, 0))
+        node = self.problem.nodes[ref.index]
+        function = torch_function_of(self.problem, node)
+        return _STATISTIC * function.statistics * self.graph.values[node.input].spec.rows if function else 0
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
         """What keeping these for backward takes, the call's own inputs and parameters apart; a view takes nothing."""
@@ -116,45 +83,26 @@ class Prices:
         ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
         return sum(map(self.size, ours))
 
-    # ----------------------------------------------------------------------------------------- steps
-
-    def step(
-        self,
-        name: str,
-        covers: tuple[int, int],
-        inputs: Named,
-        outputs: Named,
-        task: Task,
-        price: Price,
-        *,
-        chain: bool = True,
-    ) -> Step:
-        """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
-        cost, seconds, host = self._asked(price, task, covers[0])
-        return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, host, chain, price)
+    # ----------------------------------------------------------------------------------------- times
 
     def priced(self, step: Step) -> Step:
-        """The step with what these prices say that it takes."""
+        """The step with what this model says that it takes."""
         if step.price is None:
             return step
-        cost, seconds, host = self._asked(step.price, step.task, step.start)
+        cost, seconds, host = self.takes(step.price, step.task, step.start)
         return replace(step, cost=cost, seconds=seconds, host=host)
 
-    def _asked(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
-        """What steps with the same question take, which is asked once."""
-        return self.once(price, lambda: self._told(price, task, start))
+    def takes(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
+        """What a step that begins at an op takes, and the predicted times of the device and of the host."""
+        cost = self.cost(price)
+        host = self._host(task, cost)
+        seconds = self.seconds(cost, self.graph.nodes[start])
+        return cost, seconds + host if self._on_cpu else seconds, host
 
     def cost(self, price: Price) -> Cost:
         """What is asked for."""
         asked = price.method
         return getattr(self, asked)(*price.arguments) if isinstance(asked, str) else asked(self, *price.arguments)
-
-    def _told(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
-        """What is asked for, and the predicted times of the device and of the host."""
-        cost = self.cost(price)
-        host = self._host(task, cost)
-        seconds = self.seconds(cost, self.graph.nodes[start])
-        return cost, seconds + host if self._on_cpu else seconds, host
 
     def _host(self, task: Task, cost: Cost) -> float:
         """The seconds of the host for a call: as stated, else by the kind of call and what it starts."""
@@ -197,14 +145,8 @@ class Prices:
         """A row kernel for what an op gets."""
         if not kernel.computes:
             return Cost(launches=0)
-        spec, description = self.graph.values[node.input].spec, kernel.description
-        rows, samples = spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1]
-        key = (id(description), rows, samples)
-        if key not in self._kernels:
-            generated = self.problem.options.target != "torch"
-            # The description is kept too, so that its id is not given to another one.
-            self._kernels[key] = kernel_cost(description, rows, samples, generated), description
-        return self._kernels[key][0]
+        spec, generated = self.graph.values[node.input].spec, self.problem.options.target != "torch"
+        return kernel_cost(kernel.description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1], generated)
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
         """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
@@ -257,12 +199,42 @@ class Prices:
         return stated or self.of_launch(inputs, outputs, products)
 
 
+class Prices(CostModel):
+    """The cost model of a plan that is made, for sizes of the grid, and its steps, each made once."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, what: Hashable, make: Callable[[], Made]) -> Made:
+        """A step, or several, by what it does and where, made when it is first asked for."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        name: str,
+        covers: tuple[int, int],
+        inputs: Named,
+        outputs: Named,
+        task: Task,
+        price: Price,
+        *,
+        chain: bool = True,
+    ) -> Step:
+        """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
+        cost, seconds, host = self.takes(price, task, covers[0])
+        return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, host, chain, price)
+
+
 def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
     """What the fusion says that it takes in a direction: a Cost, one for each of its nodes, or None."""
     c = fusion.costs(match)
     return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
 
 
+@functools.lru_cache(4096)
 def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:
     """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
     full = [n for n in description.nodes if n.has_features and n.op not in _FREE and n.axes != Axes.FEATURE]
@@ -283,3 +255,22 @@ def flops_of(graph: Graph, nodes: Iterable[Node]) -> float:
         specs = {name: graph.parameter_specs[p] for name, p in n.parameters.items()}
         total += n.op.flops(graph.values[n.input].spec, specs)
     return total
+
+
+def torch_function_of(problem: Problem, node: Node) -> TorchFunction | None:
+    """The function that is named for the op's kind and what it reads here, which all has one dtype."""
+    x, named = problem.graph.values[node.input].spec, TORCH_FUNCTIONS.of(node.op.kind)
+    if named is None:
+        return None
+    specs = [problem.parameter_ref(node, name).spec(problem.graph) for name in node.parameters]
+    specs += [problem.graph.values[v].spec for v in node.named_in.values()]
+    if any(s is None or s.dtype != x.dtype for s in specs):
+        return None
+    if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
+        return None
+    if isinstance(named, TorchFunction):
+        return named
+    found = named(node.op, x, (*node.parameters, *node.named_in))
+    if not (found is None or isinstance(found, TorchFunction)):
+        raise TypeError(f"torch_function of {node.op.kind.__name__} gives a TorchFunction, or None, got {found!r}")
+    return found

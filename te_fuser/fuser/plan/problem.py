@@ -24,6 +24,7 @@ from te_fuser.fuser.graph.refs import (
     gradient_ref,
     parameter_gradient_ref,
     parameter_ref,
+    saved_ref,
 )
 from te_fuser.fuser.plan.derivation import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
@@ -32,7 +33,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import among, heads, most_ops
-from te_fuser.kernels.transposed8 import reason_not
+from te_fuser.kernels.quantizers import why_not_transposed
 from te_fuser.params.binding import standing_in
 
 if TYPE_CHECKING:
@@ -201,7 +202,6 @@ class Problem:
         }
         self.stretches = self._runs()
         self._derived: dict[int, DerivedStretch] = {}
-        self._alike: dict[Hashable, DerivedStretch] = {}
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
         self.transposed = self._transposed()
@@ -249,7 +249,7 @@ class Problem:
         """The stretch that a row op lies in; made where kernels are asked of it."""
         start, stop = self.stretches[bisect.bisect_right(self.stretches, node, key=operator.itemgetter(0)) - 1]
         if start not in self._derived:
-            self._derived[start] = DerivedStretch(self.graph, start, stop, self._alike)
+            self._derived[start] = DerivedStretch(self.graph, start, stop)
         return self._derived[start]
 
     def match(self, start: int, stop: int) -> Match:
@@ -259,20 +259,29 @@ class Problem:
         return self._seen[start, stop]
 
     @functools.cached_property
+    def saving(self) -> dict[Ref, tuple[Fusion, tuple[int, int], str]]:
+        """What joint fusions save for their own backward -> the fusion, where it matches, and what that calls it."""
+        found: dict[Ref, tuple[Fusion, tuple[int, int], str]] = {}
+        for fusion, start, stop in self.matches:
+            first, _ = fusion.covers("forward", start, stop)
+            for name in fusion.saves:
+                found.setdefault(saved_ref(first, fusion.name, name), (fusion, (start, stop), name))
+        return found
+
+    @functools.cached_property
     def last_readers(self) -> dict[Ref, int]:
         """The last op that reads a value in a form."""
-        readers = [(self.graph.ref(v.index), k) for v in self.graph.values for k in self.graph.consumers(v.index)]
-        return dict(sorted(readers, key=lambda found: found[1]))
+        return {self.graph.ref(v): n.index for n in self.nodes for v in (n.input, *n.named_in.values())}
 
     @functools.cached_property
     def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
         """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
         found: dict[int, set[tuple[Form, bool]]] = {}
+        read = self.graph.results.union([v for n in self.nodes for v in (n.input, *n.named_in.values())])
         for v in self.graph.values:
             ref = self.graph.ref(v.index)
-            read = bool(self.graph.consumers(v.index)) or self.graph.leaves(v.index)
-            found.setdefault(ref.index, set()).add((ref.form, read))
-        return {root: frozenset(forms) for root, forms in found.items()}
+            found.setdefault(ref.index, set()).add((ref.form, v.index in read))
+        return dict(zip(found, map(frozenset, found.values()), strict=True))
 
     # ------------------------------------------------------------------------------------ gradients
 
@@ -315,7 +324,7 @@ class Problem:
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)
             only = self.hanging_reads.get(self.graph.first(node.output)) and ref.transposed not in self.transposed
-            if not node.traits.is_row and node.op.gathers and only and not self.graph.leaves(node.output):
+            if not node.traits.is_row and node.op.gathers and only and node.output not in self.graph.results:
                 found.add(ref)
                 self.hanging_reads[taken] = self.hanging_reads.get(taken, True)
         return frozenset(found)
@@ -349,11 +358,9 @@ class Problem:
             needed |= {"input"} if "0.input" in needed else set()
             read = [name for produces, name in names[fusion] if not produces or needed.intersection(produces)]
             found.update([self.in_match(fusion, nodes, name) for name in read])
-        return frozenset([r for r in found if r.kind is not GRADIENT or self._is_made_at_once(r.index)])
-
-    def _is_made_at_once(self, value: int) -> bool:
-        """Whether the gradient of a value comes from one reader alone."""
-        return not self.graph.leaves(value) and len(self.graph.consumers(value)) == 1
+        graph = self.graph
+        summed = {v for v in {r.index for r in found} if v in graph.results or len(graph.readers[v]) != 1}
+        return frozenset([r for r in found if r.kind is not GRADIENT or r.index not in summed])
 
     # ----------------------------------------------------------------------------------------- refs
 
@@ -406,12 +413,9 @@ class Problem:
         place, _, what = name.partition(".")
         if not place.removeprefix("-").isdigit() or not -len(nodes) <= int(place) < len(nodes):
             return None
-        return self.read_ref(nodes[int(place)], what) or self._gradient_read(nodes[int(place)], what)
-
-    def _gradient_read(self, node: Node, name: str) -> Ref | None:
-        """The gradient of an output of an op, by the name that its methods have for a named one."""
+        node = nodes[int(place)]
         values = zip(("output", *node.op.named_outputs()), (node.output, *node.named_out), strict=True)
-        return next((gradient_ref(v) for own, v in values if name == f"d_{own}"), None)
+        return self.read_ref(node, what) or next((gradient_ref(v) for own, v in values if what == f"d_{own}"), None)
 
     def inner_gradients(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """The gradients of values inside that a node of a backward fusion makes, for its other nodes to read."""
@@ -447,7 +451,7 @@ class Problem:
                 standing = [v.index for v in self.graph.values if self.graph.ref(v.index) == ref.by_rows]
                 if not standing:
                     return f"it reads {name}, and {self.graph.values[ref.index].name} is in other forms alone"
-                if stored and not any(self.graph.consumers(v) or self.graph.leaves(v) for v in standing):
+                if stored and not any(self.graph.readers[v] or v in self.graph.results for v in standing):
                     return f"it reads {name}, which nobody else reads, so that it is not stored"
         return None
 
@@ -456,7 +460,7 @@ class Problem:
         spec = ref.by_rows.spec(self.graph)
         if spec is None or spec.dtype not in FLOAT8.values():
             return f"only 8 bits lie transposed, this is {'' if spec is None else text_of(spec.dtype)}"
-        return reason_not(spec.features)
+        return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
@@ -479,18 +483,14 @@ class Problem:
 
     def read_outside(self, value: int, start: int, stop: int) -> bool:
         """Whether the caller, or an op outside start..stop-1, reads a value."""
-        outside = any(not start <= c < stop for c in self.graph.consumers(value))
-        return outside or self.graph.leaves(value)
+        outside = any(not start <= c < stop for c in self.graph.readers[value])
+        return outside or value in self.graph.results
 
     def priced_elsewhere(self, ref: Ref) -> bool:
         """Whether keeping what hanging nodes read is the price of another candidate, which may make it again."""
-        return ref in self.gathered_again or self.made_by_row_op(ref)
-
-    def made_by_row_op(self, ref: Ref) -> bool:
-        """Whether a ref is a value that a row op makes."""
-        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
-        return producer is not None and self.nodes[producer].traits.is_row
+        producer = self.graph.makers[ref.index] if ref.kind is VALUE else None
+        return ref in self.gathered_again or producer is not None and self.nodes[producer].traits.is_row
 
     def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
         """Whether the last of these ops gives a tensor that one of them makes."""
-        return self.graph.root(nodes[-1].output) in {n.output for n in nodes}
+        return self.graph.roots[nodes[-1].output] in {n.output for n in nodes}

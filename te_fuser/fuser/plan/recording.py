@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from te_fuser import dtypes
-from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
-from te_fuser.fuser.plan.additions import with_forms
-from te_fuser.fuser.plan.keeping import kept_by
-from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
+from te_fuser.fuser.graph.refs import AS_MADE, Ref, gradient_ref, saved_ref
+from te_fuser.fuser.plan.cover_steps import kept_by, with_forms
+from te_fuser.fuser.plan.plan import DIRECTIONS, Kept, Refusal
+from te_fuser.fuser.plan.prices import torch_function_of
+from te_fuser.fuser.steps.function_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Named, Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
+    from te_fuser.ops.tensor_function import TorchFunction
 
-_STATISTIC = 4  # bytes of a number for each row
 _LEAST_GAIN = 0.02  # of the plan's time: less than what prices know
 _VIEW = Cost(launches=0, calls=1.0)
 
@@ -51,10 +50,12 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
 
     budget = problem.options.memory if isinstance(problem.options.memory, int) else None
     for k, segment in enumerate(plan.segments):
-        # The price list holds the segment, so that its id is not given to another one.
-        recorded = prices.once((_recorded, id(segment)), lambda s=segment: _recorded(problem, prices, s))  # type: ignore[misc]
-        if recorded is None:
+        what = problem, prices, segment.start, segment.stop
+        steps = prices.once((_recorded, *what[2:]), functools.partial(_recorded, *what)) if segment.backward else None
+        if steps is None:
             continue
+        forward, backward, kept = steps
+        recorded = replace(segment, forward=forward, backward=backward, kept=kept, recorded=True)
         segments = (*plan.segments[:k], recorded, *plan.segments[k + 1 :])
         inside = {v for n in problem.nodes[segment.start : segment.stop] for v in (n.output, *n.named_out)}
         choices = tuple(c for c in plan.choices if c.root not in inside)
@@ -74,18 +75,19 @@ def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
         yield from (Refusal(direction, start, stop, name, reason) for name, start, stop in sorted(names))
 
 
-def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> SegmentPlan | None:
-    """The segment as PyTorch's functions; None where an op has none, or something needs a node of our own."""
-    if not segment.backward or not is_recordable(problem, segment.start, segment.stop):
+def _recorded(
+    problem: Problem, prices: Prices, start: int, stop: int
+) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[Kept, ...]] | None:
+    """The steps of a segment as PyTorch's functions, and what these keep; None where something needs our own node."""
+    if not is_recordable(problem, start, stop):
         return None
-    calls = _calls(problem, problem.nodes[segment.start : segment.stop]) or []
+    calls = _calls(problem, problem.nodes[start:stop]) or []
     needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
     if not needing:
         return None
     forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
     backward = [_backward(problem, prices, call) for call in needing]
-    kept = kept_by(problem, prices, backward)
-    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, recorded=True)
+    return tuple(forward), tuple(backward), kept_by(problem, prices, backward)
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
@@ -110,7 +112,7 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
         return True
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
-    roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
+    roots = {graph.roots[v] for v in node.named_out} - {graph.roots[node.output]}
     marked = any(gradient.by_attributes or gradient.delayed for gradient in node.gradients)
     return bool(marked or several or roots)
 
@@ -124,7 +126,7 @@ def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | Non
     for node in nodes:
         if graph.ref(node.output) == graph.ref(node.input):
             continue  # another name
-        function = _function_of(problem, node)
+        function = torch_function_of(problem, node)
         if function is None:
             return None
         joined = _joined(problem, found[-1], function, node) if found else None
@@ -134,25 +136,6 @@ def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | Non
         refs = [problem.read_ref(node, name) for name in function.reads]
         assert all(r is not None for r in refs)
         found.append(_FunctionCall(function, (node,), tuple(r for r in refs if r is not None)))
-    return found
-
-
-def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
-    """The function that is named for the op's kind and what it reads here, which all has one dtype."""
-    x, named = problem.graph.values[node.input].spec, TORCH_FUNCTIONS.of(node.op.kind)
-    if named is None:
-        return None
-    specs = [problem.parameter_ref(node, name).spec(problem.graph) for name in node.parameters]
-    specs += [problem.graph.values[v].spec for v in node.named_in.values()]
-    if any(s is None or s.dtype != x.dtype for s in specs):
-        return None
-    if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
-        return None
-    if isinstance(named, TorchFunction):
-        return named
-    found = named(node.op, x, (*node.parameters, *node.named_in))
-    if not (found is None or isinstance(found, TorchFunction)):
-        raise TypeError(f"torch_function of {node.op.kind.__name__} gives a TorchFunction, or None, got {found!r}")
     return found
 
 
@@ -194,8 +177,7 @@ def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
     saved = [(name, ref) for name in sorted(kept) if (ref := problem.read_ref(first, name)) is not None]
     inputs = (("dy", gradient_ref(call.output)), *saved)
     if kept and function.statistics:
-        statistics = Ref(SAVED, first.index, name=f"{function.name}: statistics")
-        prices.learn_rows(statistics, first.input, _STATISTIC * function.statistics)
+        statistics = saved_ref(first.index, function.name, "statistics")
         inputs = (*inputs, ("statistics", statistics))
     covers, price = (first.index, call.nodes[-1].index + 1), Price(_backward_cost, (call, inputs, outputs))
     return prices.step(f"{function.name} backward", covers, inputs, outputs, RecordedBackwardTask(), price)

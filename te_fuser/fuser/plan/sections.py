@@ -17,7 +17,7 @@ from te_fuser.fuser.graph.refs import Ref, gradient_ref
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.candidates import MatchOf
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fusions.registry import Fusion
@@ -113,7 +113,7 @@ def sections_of(problem: Problem) -> list[Section]:
 def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
     """The shortest runs that no match and no stretch leaves."""
     reach = list(range(1, len(problem.nodes) + 1))
-    for start, stop in [*((a, b) for _, a, b in problem.matches), *problem.stretches]:
+    for start, stop in [*[(a, b) for _, a, b in problem.matches], *problem.stretches]:
         reach[start] = max(reach[start], stop)
     found, start, end = [], 0, 0
     for place, stop in enumerate(reach, 1):
@@ -133,9 +133,9 @@ def _values(problem: Problem) -> list[int]:
             plain(v.name),
             asked.spec.key,
             (v.axes, v.gradient, v.needs_grad),
-            graph.leaves(v.index),
+            v.index in graph.results,
             problem.hanging_reads.get(v.index),
-            problem.forms_read[graph.root(v.index)],
+            problem.forms_read[graph.related[v.index][0]],
             bool(read) and graph.ref(v.index).transposed in read,
             bool(read) and gradient_ref(v.index).transposed in read,
         )
@@ -155,11 +155,13 @@ def _section(
     values = dict.fromkeys([v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out)])
     values |= dict.fromkeys([r for v in values for r in graph.related[v]])
     parameters = dict.fromkeys([p for n in nodes for p in n.parameters.values()])
-    numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
+    numbers, places = {v: k for k, v in enumerate(values)}, {p: k for k, p in enumerate(parameters)}
     preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
     fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
     whole = (
-        *_SectionKey(problem, known, start, stop, numbers, places).parts(),
+        tuple([_node_key(node, numbers, places) for node in nodes]),
+        tuple([(graph.parameter_specs[p].key, graph.parameter_needs[p]) for p in parameters]),
+        tuple([(known[v], _value_key(graph, v, start, stop, numbers)) for v in values]),
         tuple(fusions),
         tuple(sorted(preferred)),
     )
@@ -168,49 +170,23 @@ def _section(
     return Section(start, stop, form, tuple(values), tuple(parameters), numbers, matches, tuple(range(first, last)))
 
 
-# ------------------------------------------------------------------------------------------------------- forms
+def _node_key(node: Node, numbers: Mapping[int, int], parameters: Mapping[int, int]) -> Hashable:
+    """Everything that candidates depend on of an op, by numbers within its section."""
+    return (
+        node.traits.number,
+        numbers[node.input],
+        numbers[node.output],
+        tuple(map(numbers.__getitem__, node.named_out)),
+        tuple([(name, numbers[v]) for name, v in node.named_in.items()]),
+        tuple([(name, parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
+        node.traits.role,
+        node.traits.draws and node.draw.share,
+    )
 
 
-@record(eq=False)
-class _SectionKey:
-    """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
-
-    problem: Problem
-    known: list[int]
-    start: int
-    stop: int
-    numbers: Mapping[int, int]
-    parameters: Mapping[int, int]
-
-    def parts(self) -> tuple[Hashable, ...]:
-        """What is equal for sections that are alike."""
-        graph = self.problem.graph
-        return (
-            tuple(map(self._node, graph.nodes[self.start : self.stop])),
-            tuple([(graph.parameter_specs[p].key, graph.parameter_needs[p]) for p in self.parameters]),
-            tuple(map(self._value, self.numbers)),
-        )
-
-    def _node(self, node: Node) -> Hashable:
-        number = self.numbers
-        return (
-            node.traits.number,
-            number[node.input],
-            number[node.output],
-            tuple(map(number.__getitem__, node.named_out)),
-            tuple([(name, number[v]) for name, v in node.named_in.items()]),
-            tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
-            node.traits.role,
-            node.traits.draws and node.draw.share,
-        )
-
-    def _value(self, value: int) -> Hashable:
-        graph, start, stop = self.problem.graph, self.start, self.stop
-        producer, readers = graph.producer(value), graph.consumers(value)
-        made = producer is not None and (start <= producer < stop, graph.nodes[producer].traits.is_row)
-        return (
-            self.known[value],
-            made,
-            tuple(map(self.numbers.get, graph.related[value])),
-            tuple([k - start if start <= k < stop else None for k in readers]),
-        )
+def _value_key(graph: Graph, value: int, start: int, stop: int, numbers: Mapping[int, int]) -> Hashable:
+    """Where a value is made and read, and what it is related to, by numbers within its section."""
+    producer, readers = graph.makers[value], graph.readers[value]
+    made = producer is not None and (start <= producer < stop, graph.nodes[producer].traits.is_row)
+    related = tuple(map(numbers.get, graph.related[value]))
+    return made, related, tuple([k - start if start <= k < stop else None for k in readers])

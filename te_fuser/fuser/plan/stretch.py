@@ -168,7 +168,7 @@ class Stretch:
         return replace(found, leaves=dict(found.leaves))
 
     def _cut_at(self, start: int) -> Range:
-        earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
+        earlier = {name: v for name, v in self.marks.items() if (p := self.graph.makers[v]) is not None and p < start}
         leaves = dict(self.leaves)
         for name, value in earlier.items():
             leaves[name] = self._value_leaf(value)
@@ -242,13 +242,9 @@ class Stretch:
     def _made(self) -> dict[str, tuple[int, Expr]]:
         """Digest -> the first op whose output has that expression in it, and the expression."""
         found: dict[str, tuple[int, Expr]] = {}
-
-        def is_found(e: Expr) -> bool:
-            return e.digest in found
-
         for node in self.graph.nodes[self.start : self.stop]:
             outputs = [self.env[v] for v in (node.output, *node.named_out)]
-            found.update([(e.digest, (node.index, e)) for e in topological(outputs, is_found)])
+            found.update([(e.digest, (node.index, e)) for e in topological(outputs, lambda e: e.digest in found)])
         return found
 
     def backward(
@@ -282,9 +278,9 @@ class Stretch:
         if not (wanted or recompute or arriving):
             return None
         again = [cut.of(self.env[v]) for v in recompute]
-        avoid = {self.graph.root(v) for v in recompute}
+        avoid = {self.graph.roots[v] for v in recompute}
         roots = adjoints + again + [e for *_, e in arriving]
-        readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
+        readable_marks = {n: v for n, v in self.marks.items() if self.graph.roots[v] in readable - avoid}
         by_output = _by_output(roots, cut, readable_marks)
         ways = [self._reduce(way, cut, readable_marks, silent) for way in (by_output, roots) if way]
         reduced, used = min(ways, key=_full_reads) if len(ways) > 1 else ways[0]
@@ -348,7 +344,7 @@ class Stretch:
         return seeds
 
     def _output_name(self, value: int) -> str:
-        producer = self.graph.producer(value)
+        producer = self.graph.makers[value]
         assert producer is not None
         role, node = self.roles[producer], self.graph.nodes[producer]
         if value == node.output:
@@ -418,7 +414,7 @@ class Stretch:
         if gives.nothing():
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
-        busy = [n.traits.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
+        busy = [n.traits.role for n in self.graph.nodes[start:stop] if self.graph.roots[n.output] == n.output]
         measures = [] if gives.targets or gives.sums or not gives.maxima else ["amax"]
         name = "_".join([*dict.fromkeys(busy), direction, *measures])
         leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}

@@ -1,24 +1,26 @@
-"""A plan made ready to run: its kernels compiled and loaded, its segments built; and the run."""
+"""A plan made an executable: where its kernels come from, their compilation and loading, segments; and its run."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fuser import dtypes
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.fuser.graph.refs import parameter_ref
-from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.delayed import handed_in
-from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program
+from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program, run_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
-from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.fusions.library import libraries
+from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.params.main_grad import has_main_grad
 
 if TYPE_CHECKING:
@@ -29,13 +31,120 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction
 
+_LEAST_CAPABILITY = (8, 0)
+_PLACES = {"cuda": "GPU", "cpu": "CPU"}  # where kernels might have been generated
+
+
+def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str = "warn") -> str:
+    """Which target runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
+
+    Raises:
+        RuntimeError: when generated kernels are demanded and cannot be had.
+    """
+    if kernels == "reference":
+        return "torch"
+    why = obstacle(device, dtype)
+    # What nobody generates, float64 above all, is no fallback from what a device lacks.
+    demanded = kernels == "generated" or (fallback == "error" and dtype in dtypes.GENERATED)
+    if why is None and device.type != "cuda":
+        return "cpp"
+    if why is None:
+        for library in libraries():  # which fusions may have to do without
+            lacking = library.obstacle(device)
+            if lacking is not None and demanded:
+                raise RuntimeError(_asked_for(library.kernels, lacking))
+            if lacking is not None:
+                _warn_once(library.runs_without, lacking)
+        return "cuda"
+    if demanded:
+        raise RuntimeError(_asked_for("generated kernels", why))
+    if device.type in _PLACES and dtype in dtypes.GENERATED:
+        _warn_once(f"row operations on the {_PLACES[device.type]} by PyTorch's kernels, one for each operation", why)
+    return "torch"
+
+
+def _asked_for(what: str, why: str) -> str:
+    return f"{what} were asked for, but {why}; kernels='auto' takes what there is"
+
+
+def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
+    """Which target a GPU that is not at hand would run row kernels by.
+
+    Raises:
+        RuntimeError: when generated kernels are demanded for a dtype that has none.
+    """
+    if kernels == "generated" and dtype not in dtypes.GENERATED:
+        raise RuntimeError(_asked_for("generated kernels", f"{dtype} runs the reference"))
+    return "cuda" if kernels != "reference" and dtype in dtypes.GENERATED else "torch"
+
+
+def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """What a plan for a device at hand has to do without, in words, where its kernels might have been generated."""
+    if target == "torch":
+        why = obstacle(device, dtype)
+        if why is not None:
+            yield f"row kernels are not generated: {why}"
+    for library in libraries():
+        why = library.obstacle(device)
+        if why is not None:
+            yield f"{library.note_without}: {why}"
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why generated kernels cannot run on a device at hand, in words that say what to do; None if they can."""
+    if dtype not in dtypes.GENERATED:
+        return f"{dtype} runs the reference"
+    if device.type == "cuda":
+        return _cuda_obstacle(device.index if device.index is not None else torch.cuda.current_device())
+    if device.type != "cpu":
+        return f"there are no generated kernels for {device.type}"
+    from te_fuser.codegen import compiler
+
+    found = compiler.find_compiler(config.compiler)
+    return compiler.why_no_compiler(config.compiler) if found is None else None
+
+
+@functools.cache
+def _cuda_obstacle(index: int) -> str | None:
+    from te_fuser import _native
+    from te_fuser.codegen import nvrtc
+
+    if torch.version.hip is not None:
+        return "generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
+    major, minor = torch.cuda.get_device_capability(index)
+    who = f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}"
+    if (major, minor) < _LEAST_CAPABILITY:
+        return f"{who}, and generated kernels need 8.0 (Ampere) or newer"
+    problem = _native.cuda_driver_refusal()
+    if problem is not None:
+        return problem
+    try:
+        version = ".".join(map(str, nvrtc.compiler_version()))
+        if major * 10 + minor not in nvrtc.known_architectures():
+            return f"{who}, which NVRTC {version} does not compile for; install a newer nvidia-cuda-nvrtc"
+    except nvrtc.CompilerMissing as missing:
+        return str(missing)
+    return None
+
+
+@functools.cache
+def _warn_once(what: str, why: str) -> None:
+    """Warn of what runs otherwise than it was to."""
+    warnings.warn(
+        f"te_fuser runs {what}, because {why}. "
+        "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 _OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
 _drawing = threading.Lock()
 _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Executable:
     """A plan with its segments ready to run.
 
     Attributes:
@@ -56,7 +165,7 @@ class Prepared:
     before: Program | None = None
     lying: tuple[int, ...] = ()
 
-    def first(self, promised: Graph) -> Prepared:
+    def first(self, promised: Graph) -> Executable:
         """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
         return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
@@ -77,7 +186,7 @@ def load(
     *,
     instead: Mapping[str, KernelFunction] | None = None,
     wrap: Wrapper | None = None,
-) -> Prepared:
+) -> Executable:
     """A plan made ready to run.
 
     Args:
@@ -99,7 +208,7 @@ def load(
     result, *extras = given if computed else handed_on
     loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
     refs = [parameter_ref(k) for k in range(len(graph.parameters))]
-    prepared = Prepared(
+    prepared = Executable(
         plan,
         build_segments(plan, loaded) if computed else (),
         bool(plan.backward),
@@ -115,7 +224,7 @@ def load(
     return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
 
 
-def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
+def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
     """What a call comes to, where that is one function, which autograd records if anybody needs a gradient."""
     alone = prepared.alone
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
@@ -185,7 +294,7 @@ def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | 
 
 
 def execute(
-    prepared: Prepared,
+    prepared: Executable,
     x: torch.Tensor,
     inputs: Mapping[str, torch.Tensor],
     parameters: Sequence[torch.Tensor],
@@ -203,7 +312,7 @@ def execute(
 
 
 def _execute(
-    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+    prepared: Executable, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
     seed = draw_seed(x.device) if prepared.draws else None
     if prepared.before is not None:
@@ -230,7 +339,7 @@ def _with_made(program: Program, parameters: Sequence[torch.Tensor], lying: Sequ
     slots = program.slots(parameters)
     for k in lying:
         slots[k] = own_part(slots[k])
-    watched.run(program, slots)
+    run_program(program, slots)
     for k in lying:
         slots[k] = parameters[k]
     return slots[: len(parameters)]

@@ -13,11 +13,11 @@ import torch
 from te_fuser import _native
 from te_fuser.distributed.consistency import one_thread
 from te_fuser.distributed.dtensor import as_gradient, own_part
-from te_fuser.fuser.graph.gradients import marked_refs, stops_gradients
+from te_fuser.fuser.graph.graph import marked_refs, stops_gradients
 from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
-from te_fuser.fuser.run import delayed, watched
-from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.kernels import scale_of_amax
+from te_fuser.fuser.run import delayed
+from te_fuser.fuser.run.program import Loaded, Program, build_program, refuse_check, run_program
+from te_fuser.kernels import quantizers
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.params.joined import kept_in_parts, whole_again
 from te_fuser.params.main_grad import is_absent
@@ -115,7 +115,7 @@ class Backward:
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
         if torch.is_anomaly_enabled():
-            watched.refuse_check(found)
+            refuse_check(found)
         return found
 
 
@@ -157,12 +157,12 @@ class Segment:
         return slots
 
     def run(self, program: Program, slots: list[Any], *given: Any, **how: Any) -> None:
-        """Run a program of its own, as `watched.run` does; alone among those of its ranks' groups."""
+        """Run a program of its own, as `run_program` does; alone among those of its ranks' groups."""
         if not self.ranks.groups:
-            watched.run(program, slots, *given, **how)
+            run_program(program, slots, *given, **how)
             return
         with one_thread(self.ranks.groups):
-            watched.run(program, slots, *given, **how)
+            run_program(program, slots, *given, **how)
 
     def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         found = list(tensors)
@@ -310,7 +310,7 @@ def _run_backward(segment: Segment, back: Backward, program: Program, slots: lis
         with contextlib.suppress(RuntimeError):  # of a device that takes nothing any more
             for k in back.zeroed:  # which a graph that is kept reads again
                 if slots[k] is not None:
-                    scale_of_amax.lower_again(slots[k].data)  # saved scales lie beside them, of one version
+                    quantizers.lower_again(slots[k].data)  # saved scales lie beside them, of one version
         raise
 
 
@@ -362,7 +362,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     )
     stops = any(map(stops_gradients, graph.nodes))
     groups = tuple(dict.fromkeys([one.group for one in joint_ops([n.op for n in graph.nodes])]))
-    inner = {v.index for v in graph.values if graph.producer(v.index) is not None and not graph.leaves(v.index)}
+    inner = {v.index for v in graph.values if graph.makers[v.index] is not None and v.index not in graph.results}
     last = {v: k for k, segment in enumerate(plan.segments) for v in segment.values_in if v in inner}
     there = [tuple(v for v in s.values_in if last.get(v) == k) for k, s in enumerate(plan.segments)]
     return tuple(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import io
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -18,11 +18,25 @@ from rich.text import Text
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
-from te_fuser.fuser.show.gains import Gain, gains
-from te_fuser.fuser.show.pass_page import last_attempt, makers_of_steps, pass_page
-from te_fuser.fuser.show.sources import sources
-from te_fuser.fuser.show.step_rows import StepRow, place, step_rows
-from te_fuser.fuser.show.words import and_others, count, few, grouped, multiple, range_of, span
+from te_fuser.fuser.show.html_page import fragment, page
+from te_fuser.fuser.show.step_rows import (
+    Gain,
+    StepRow,
+    and_others,
+    count,
+    few,
+    gains,
+    grouped,
+    last_attempt,
+    makers_of_steps,
+    multiple,
+    pass_page,
+    place,
+    range_of,
+    sources,
+    span,
+    step_rows,
+)
 from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
@@ -73,7 +87,16 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return fragment(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one page that needs nothing else: steps as bars as wide as their time, memory kept, refusals.
+
+        Returns:
+            The path.
+        """
+        Path(path).write_text(page(self), encoding="utf-8")
+        return Path(path)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._pages()
@@ -252,8 +275,12 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
-    unsorted = [k for k in plan.kept if k.owner == "activation"]
-    activations = sorted(unsorted, key=lambda k: (-k.bytes, _kept_at(plan, k)))
+
+    def order(kept: Kept) -> tuple[int, int]:
+        number = kept.ref.index
+        return -kept.bytes, (plan.graph.makers[number] or 0) if kept.ref.kind is VALUE else number
+
+    activations = sorted([k for k in plan.kept if k.owner == "activation"], key=order)
     for (_, size), entries in grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
         name, maker = _kept_name(plan, entries[0])
         where = f" of {maker}" if maker else ""
@@ -282,14 +309,9 @@ _OTHERS = {
 }
 
 
-def _kept_at(plan: Plan, kept: Kept) -> int:
-    number = kept.ref.index
-    return (plan.graph.producer(number) or 0) if kept.ref.kind is VALUE else number
-
-
 def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
     """What a kept tensor is, and the op that makes it."""
-    makers = {"values": plan.graph.producer, "nodes": lambda number: number}
+    makers = {"values": plan.graph.makers.__getitem__, "nodes": lambda number: number}
     made_by = makers.get(kept.ref.kind.counts)
     maker = None if made_by is None else made_by(kept.ref.index)
     return kept.ref.label(plan.graph), "" if maker is None else f"op {maker} ({place(plan.graph.nodes[maker])})"

@@ -1,21 +1,67 @@
-"""The steps of a plan as rows: what each covers, reads and writes, takes and keeps, and what bounds it."""
+"""Plans as rows of text: steps and what bounds them, gains of 8 bits, passes and what they changed, generated code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.padding import Padding
+from rich.text import Text
 
 from te_fuser.dtypes import name_of
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
 from te_fuser.fuser.plan.overlap import awaited, said_of
 from te_fuser.fuser.plan.plan import Kept, Plan, size_text
-from te_fuser.fuser.show.words import count
 
 if TYPE_CHECKING:
+    from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.passes import PassRecord
     from te_fuser.fuser.show.measure import Measured
     from te_fuser.fuser.steps.step import Step
+
+
+def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """The entries by what `key` says of each, in the order of the first of each."""
+    found: dict[Any, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
+
+
+def count(number: int, noun: str, ending: str = "s") -> str:
+    """So many of them ("1 op", "2 ops"); of several words the first has the ending."""
+    if number == 1:
+        return f"1 {noun}"
+    first, _, rest = noun.partition(" ")
+    return f"{number} {first}{ending}{' ' + rest if rest else ''}"
+
+
+def multiple(number: int) -> str:
+    """What stands before that which is there so often: "2 x ", nothing before one."""
+    return f"{number} x " if number > 1 else ""
+
+
+def and_others(number: int) -> str:
+    """What stands behind the first of several: " and 2 others like it"."""
+    return f" and {count(number - 1, 'other')} like it" if number > 1 else ""
+
+
+def span(ops: tuple[int, int]) -> str:
+    """The first and the last op: "3-5", or "3"."""
+    return str(ops[0]) if ops[0] == ops[1] else f"{ops[0]}-{ops[1]}"
+
+
+def range_of(first: int, last: int) -> str:
+    """The ops from the first to the last: "ops 3-5", or "op 3"."""
+    return f"op {first}" if first == last else f"ops {first}-{last}"
+
+
+def few(texts: Sequence[str], most: int) -> list[str]:
+    """The first `most`, and how many more there are."""
+    return list(texts) if len(texts) <= most else [*texts[:most], f"{len(texts) - most} more places"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +187,102 @@ def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
     together = limits | calls
     # A launch or a call is a cost, not a limit to come near to: the share is that of the work.
     return max(together, key=lambda name: together[name]), max(limits.values())
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Matrix products that a plan runs in 8 bits, forward and backward together.
+
+    Attributes:
+        path: their op's place in the model.
+        dtype: the name of their own precision.
+        seconds: the predicted time of the steps that multiply them, with what these do beside.
+        own_seconds: that of as many products alone, of factors in `dtype`.
+    """
+
+    path: str
+    dtype: str
+    seconds: float
+    own_seconds: float
+
+
+def gains(plan: Plan) -> list[Gain]:
+    """One for each op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
+    found: dict[int, Gain] = {}
+    for step in plan.steps:
+        nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
+        node = next((node for node in nodes if getattr(node.op, "multiplies_8_bits", False)), None)
+        if node is None or not step.cost.flops:
+            continue
+        before = found.get(node.index)
+        x, y = plan.graph.values[node.input].spec, plan.graph.values[node.output].spec
+        taken = step.seconds + (before.seconds if before else 0.0)
+        # The time of its products in y's dtype, with nothing beside them.
+        one = node.op.flops(x, {})
+        read = (step.cost.flops / one) * (x.rows * (x.features + y.features) + one / (2 * x.rows)) * y.dtype.itemsize
+        cost = type(step.cost)(read=read, flops=step.cost.flops, launches=round(step.cost.flops / one))
+        own = plan.device.seconds(cost, name_of(y.dtype)) + (before.own_seconds if before else 0.0)
+        found[node.index] = Gain(node.path, name_of(y.dtype), taken, own)
+    return [found[index] for index in sorted(found)]
+
+
+_MOST = 12  # entries of one pass
+
+
+def last_attempt(records: Sequence[PassRecord]) -> list[PassRecord]:
+    """The records of one plan: those from the last beginnings on, where planning began anew."""
+    starts = {r.name: k for k, r in enumerate(records) if not r.before and r.name in ("list", "cover")}
+    first, second = starts.get("list", 0), starts.get("cover", len(records))
+    return [r for r in records[first:second] if r.over == "ops"] + [*records[second:]]
+
+
+def pass_page(records: Sequence[PassRecord]) -> Iterable[Text | Padding]:
+    """A line for each pass, and below it the entries that it added (+), took away (-) and changed (~)."""
+    yield Text("\nPasses", style="bold")
+    width = max([len(r.name) for r in records], default=0)
+    for record in records:
+        if not record.before:
+            yield Text(f"{record.name:<{width}}  {count(len(record.after), record.over.removesuffix('s'))}")
+            continue
+        marked = [("-", record.removed), ("+", record.added), ("~", record.changed)]
+        counts = [f"{mark}{len(texts)}" for mark, texts in marked if texts] + ["another order"] * record.moved
+        yield Text(f"{record.name:<{width}}  {', '.join(counts) or 'no change'}")
+        listed = marked if record.over == "steps" else marked[:2]
+        lines = [f"{mark} {text}" for mark, texts in listed for text in texts]
+        more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+        yield from (Padding(Text(line), (0, 0, 0, 4)) for line in [*lines[:_MOST], *more])
+    made = Counter(maker for _, maker in makers_of_steps(records))
+    yield Text(f"Steps made by: {', '.join(f'{name} {number}' for name, number in made.items()) or 'none'}")
+
+
+def makers_of_steps(records: Sequence[PassRecord]) -> list[tuple[str, str]]:
+    """(step as text, the pass that made it) of each step of the plan; "cover": the covers of the graph have it."""
+    found: dict[str, str] = {}
+    steps = [r for r in records if r.over == "steps"]
+    for record in steps:
+        for text in record.added:
+            found.setdefault(text, record.name)
+    return [(text, found[text]) for text, _ in steps[-1].after] if steps else []
+
+
+def sources(plans: Sequence[Plan]) -> dict[str, str]:
+    """Heading -> generated code, of each distinct kernel of the plans; equal kernels come once."""
+    found: dict[str, tuple[Plan, KernelDescription, list[str]]] = {}
+    for plan in plans:
+        for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
+            for step in steps:
+                d = step.task.description
+                if d is None or d.key not in plan.generated:
+                    continue
+                _, _, users = found.setdefault(d.key, (plan, d, []))
+                users.append(f"{direction}, {range_of(step.start, step.stop - 1)}")
+    return {f"{d.name}: {'; '.join(few(users, 4))}": _text(plan, d) for plan, d, users in found.values()}
+
+
+def _text(plan: Plan, description: KernelDescription) -> str:
+    """A row kernel as it runs: C++, CUDA, or its formula."""
+    from te_fuser.codegen import compiler, cuda
+
+    if plan.target == "cpp":
+        return compiler.source_of(description)
+    return cuda.generate(description, plan.device.arch).source if plan.target == "cuda" else str(description)

@@ -1,24 +1,27 @@
-"""Opaque ops as tasks: forward, or a node of backward; in one step, or in one that starts and one that waits."""
+"""Methods of ops and registered fusions as tasks, in one step, or in one that starts and one that waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fuser import _native
 from te_fuser.distributed.share import stream_of
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
-from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
-from te_fuser.fusions.match import Cost
+from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
+from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, outputs_by_name
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.unfused_operation import UnfusedOperation, by_name
 from te_fuser.record import record
 
 if TYPE_CHECKING:
+    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fusions.registry import Fusion
     from te_fuser.kernels.peers import PeersOf
     from te_fuser.ops.tensor_function import TensorFunction
 
@@ -220,3 +223,205 @@ def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str
         kind = type(found).__name__
         raise TypeError(f"{label}: its backward must give a tensor as the gradient of {name!r}, got {kind}")
     return found
+
+
+class RowProduct(NamedTuple):
+    """A native product of rows: its `make`, and the names of what it takes, in order, and gives."""
+
+    make: Callable[..., Any]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@record()
+class FusionTask(Task):
+    """A registered fusion in one direction.
+
+    Attributes:
+        gradient: which node of a backward fusion whose nodes run apart.
+        body: what was chosen to run here; None: what the fusion declares.
+        covered: what a fusion that launches kernels written by hand sees of the ops that this direction covers.
+        by_blocks: whether it runs with a tensor that comes by blocks, as its body can.
+    """
+
+    what = "fusion"
+
+    fusion: Fusion
+    direction: str
+    nodes: tuple[Node, ...]
+    needed: frozenset[str] = frozenset()
+    gradient: Gradient | None = None
+    body: Body | None = None
+    covered: Match | None = None
+    by_blocks: bool = False
+
+    @property
+    def identity(self) -> Any:
+        return self.fusion, self.direction, self.needed, self.gradient, self.body, self.written, self.by_blocks
+
+    @functools.cached_property
+    def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
+        if self._blocks is not None:
+            return self._blocks.written
+        if self.fusion.compiles is None or self.covered is None:
+            return ()
+        return tuple(self.fusion.asked("compiles", self.covered, self.direction, self.needed))
+
+    @property
+    def _blocks(self) -> ByBlocks | None:
+        return self.body.by_blocks if self.by_blocks and self.body is not None else None
+
+    @property
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return self.body is not None and self.body.plain
+
+    @property
+    def hangs(self) -> bool:  # type: ignore[override]
+        return self.gradient is not None
+
+    @property
+    def call(self) -> str:  # type: ignore[override]
+        if self.own_memory:
+            return "product"
+        return "function" if self._takes() else "method"
+
+    def sums(self, step: Step) -> list[Ref]:
+        return [r for name, r in step.outputs if name in self.fusion.sums]
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """In a native step where its body is a plain function of tensors."""
+        fusion, slots, takes = self.fusion, bench.slots, self._takes()
+        if not takes:
+            return FusionRunner(step, self, slots)
+        read, made = dict(step.inputs), {made_name(name): slots[r] for name, r in step.outputs}
+        missing = [name for name in takes if name not in read]
+        if missing:
+            raise ValueError(
+                f"fusion {fusion.name!r} takes {missing[0]!r}, which it has not (there are {sorted(read)})"
+            )
+        inputs = [slots[read[name]] for name in takes]
+        return _native.FunctionStep(
+            f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in self._gives()]
+        )
+
+    def called(self, step: Step) -> Called | None:
+        takes, read = self._takes(), dict(step.inputs)
+        # What has memory of its own is a native product, which runs in the loop.
+        if self.own_memory or not takes or any(name not in read for name in takes):
+            return None
+        alone = len(step.outputs) == len(self._gives()) == 1
+        return Called(self.function(), tuple(read[name] for name in takes)) if alone else None
+
+    @property
+    def row_product(self) -> RowProduct | None:  # type: ignore[override]
+        """What it runs as, where that is a native product of which each row depends on that row of its first tensor."""
+        if self.body is None or not self.body.by_rows or self._blocks is not None:
+            return None
+        return RowProduct(self.body.function, self._takes(), self._gives())
+
+    def _gives(self) -> tuple[str, ...]:
+        """What its body gives, read or not."""
+        return self.fusion.gives if self.gradient is None else self.gradient.produces
+
+    def _takes(self) -> tuple[str, ...]:
+        """The tensors that its body is a plain function of; none: it is called with what it covers."""
+        if self.gradient is not None:
+            return self.gradient.takes
+        joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
+        if joint_backward:
+            return ()
+        return tuple([taken for name in self.fusion.takes for taken in self.forms_of(self._from_start(name))])
+
+    def forms_of(self, name: str) -> tuple[str, ...]:
+        """What it takes for a tensor: the tensor, or that by blocks."""
+        blocks = self._blocks
+        return (name,) if blocks is None or name != blocks.name else blocks.names
+
+    @property
+    def takes_blocks(self) -> ByBlocks | None:  # type: ignore[override]
+        blocks = None if self.body is None or self.by_blocks else self.body.by_blocks
+        return blocks if blocks is not None and blocks.needs <= self.needed else None
+
+    def taking_blocks(self) -> FusionTask:
+        return self if self.takes_blocks is None else replace(self, by_blocks=True)
+
+    def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> FusionTask | None:
+        """A backward that says that it can."""
+        able = None if self.body is None or self.gradient is not None else self.body.in_blocks
+        if able is None or not set(names) <= set(able.names):
+            return None
+        if (blocks.dtype, blocks.layouts) != (able.dtype, able.layouts):
+            return None
+        return replace(self, needed=self.needed.union(f"{n}.{layout}" for n in names for layout in blocks.layouts))
+
+    def _from_start(self, name: str) -> str:
+        """A name that may count ops from the end, by their number from the beginning."""
+        if not name.startswith("-"):
+            return name
+        number, _, rest = name.partition(".")
+        return f"{len(self.nodes) + int(number)}.{rest}"
+
+    def runs_by(self) -> str:
+        return self.body.describe() if self.body is not None and self.body.describe is not None else ""
+
+    def function(self) -> Callable[..., Any]:
+        """What was chosen here, or what the fusion declares: a plain function of tensors, or a body of (m, x)."""
+        if self._blocks is not None:
+            return self._blocks.function
+        if self.body is not None:
+            return self.body.function
+        declared = self.fusion.run_forward if self.direction == "forward" else self.fusion.run_backward
+        assert declared is not None
+        return declared if self.gradient is None else getattr(declared, self.gradient.method)  # type: ignore[no-any-return]
+
+
+class FusionRunner:
+    """Runs a registered fusion in one direction."""
+
+    __slots__ = (
+        "_first",
+        "_forward",
+        "_function",
+        "_inputs",
+        "_label",
+        "_needed",
+        "_ops",
+        "_outputs",
+        "_shared",
+        "_streams",
+    )
+
+    def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
+        self._forward = task.direction == "forward"
+        self._function = task.function()
+        self._ops = tuple(n.op for n in task.nodes)
+        self._needed = task.needed
+        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._first = dict(self._inputs)[task.forms_of("input" if self._forward else "dy")[0]]
+        self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
+        self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.traits.draws)
+        self._shared = frozenset(
+            [k for k, n in self._streams if n.draw.share is not None and n.draw.share.ranks_draw_apart]
+        )
+        self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
+
+    def __call__(self, slots: Slots, later: object = None) -> None:
+        """Run it; where its column sums may wait, the native loop says where they are left."""
+        tensors = {name: slots[k] for name, k in self._inputs}
+        first = slots[self._first]
+        streams = {}
+        for k, node in self._streams:
+            # Read only when somebody draws from it: a seed on a GPU is waited for.
+            where = first.shape, node.op.batch_dim(), node.draw.share
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.draw.stream, *where)
+        call = FusionCall(self._ops, tensors, self._needed, streams, later, self._shared)
+        result = self._function(call, first)
+        if not self._forward:
+            made = by_name(self._label, result)
+            for name, k in self._outputs:
+                slots[k] = gradient_made(self._label, made, name)
+            return
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"{self._label}: its forward must return a tensor, got {type(result).__name__}")
+        for name, k in self._outputs:
+            slots[k] = result if name == "output" else emission_made(self._label, call.made, name)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fuser.steps.fusion_task import RowProduct
     from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.op_tasks import RowProduct
     from te_fuser.fusions.match import ByBlocks, Cost
     from te_fuser.ops.base import Spec
 
@@ -195,6 +195,11 @@ class Step:
         takes, gives = (", ".join(name for name, _ in named) for named in (self.inputs, self.outputs))
         ops = f"op {self.start}" if self.stop == self.start + 1 else f"ops {self.start}-{self.stop - 1}"
         return f"<Step {self.name}, {ops}: {takes} -> {gives}>"
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a step of backward reads what was computed again, where something was: no later one waits for it."""
+        return self.task.hangs and not self.chain
 
     def reads(self) -> list[Ref]:
         """The refs it reads."""

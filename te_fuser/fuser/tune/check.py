@@ -17,7 +17,7 @@ import torch
 from te_fuser.compare import judge_alike, neighbour
 from te_fuser.distributed.consistency import gather_values
 from te_fuser.distributed.dtensor import is_dtensor, like_dtensor, own_part
-from te_fuser.fuser.run.loading import Prepared, execute
+from te_fuser.fuser.run.loading import Executable, execute
 from te_fuser.params.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Check:
 
     def __init__(
         self,
-        default: Prepared,
+        default: Executable,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],
@@ -54,7 +54,7 @@ class Check:
         self.coarsest = default.plan.graph.coarsest
         self.wanted = self.results(default)
 
-    def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
+    def reason(self, other: Executable, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
         """Why another plan of the call, or other kernels, cannot be taken, on any rank; empty when they can.
 
         Args:
@@ -82,12 +82,12 @@ class Check:
         """Whether no rank has to look at moved data, which all run together."""
         return all(gather_values(self.groups, "tune: whether to run on moved data", settled))
 
-    def note(self, other: Prepared) -> str:
+    def note(self, other: Executable) -> str:
         """What of another plan could not be compared, in words; empty when all was."""
         drawing = _drawn_elsewhere(self.default.plan, other.plan)
         return f"not compared: {', '.join(drawing)} draws other numbers by another kernel" if drawing else ""
 
-    def results(self, prepared: Prepared) -> Results:
+    def results(self, prepared: Executable) -> Results:
         """Outputs and gradients by name."""
         return self._results(prepared, self.x, self.inputs, self.parameters)
 
@@ -106,7 +106,7 @@ class Check:
 
     def _results(
         self,
-        prepared: Prepared,
+        prepared: Executable,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],

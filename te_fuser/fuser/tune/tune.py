@@ -9,13 +9,13 @@ the model runs. Whatever is tried must first compute what the plan by prices alo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -24,20 +24,20 @@ import torch
 
 from te_fuser.codegen.entry_file import tuned_folder
 from te_fuser.distributed.consistency import first_rank_value, gather_values, shared_errors
+from te_fuser.fuser.pipeline import make_plan, with_questions
 from te_fuser.fuser.plan.plan import Plan, size_text
-from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
+from te_fuser.fuser.run.loading import Executable, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check, reason_of_any
 from te_fuser.fuser.tune.schedules import tune_schedules
-from te_fuser.fusions.library import Library, libraries
+from te_fuser.fusions.library import libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fuser.run.fuser import Fuser
+    from te_fuser.fuser.pipeline import Fuser
     from te_fuser.fuser.steps.step import KernelFunction
 
 _WARM_UP = 3
@@ -106,13 +106,13 @@ class _Rounds:
     contest: Contest
     groups: tuple[Group, ...]
 
-    def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
+    def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Executable:
         """A plan ready to run on all ranks, some of its kernels by other ones."""
         made = load(plan, self.outputs, instead=kernels)
         gather_values(self.groups, "tune: a plan is ready", None)
         return made
 
-    def call(self, prepared: Prepared) -> Callable[[], None]:
+    def call(self, prepared: Executable) -> Callable[[], None]:
         """The call by a plan."""
         return _call(prepared, self.x, self.inputs, self.parameters)
 
@@ -139,7 +139,7 @@ def tune(
     Ranks that share ops of the list go by the first one: how often each plan has its turn, how plans compare, which
     choices are tried and taken. What one of them refuses all do; what one raises all do.
     """
-    groups = fuser.call(x, inputs, outputs).listing.groups
+    groups = fuser.call(x, inputs, outputs).ops.groups
     with shared_errors(groups):
         return _tune(fuser, x, inputs, outputs, effort, contest, groups)
 
@@ -157,10 +157,10 @@ def _tune(
     store.check()  # now, not after minutes of measuring
     if groups:  # their ranks compare what they run, as in a call
         gather_values(groups, f"tune: {effort} for x {list(x.shape)}", None)
-        fuser.prepare_call(x, inputs, outputs)
+        fuser.prepare(x, inputs, outputs)
     deciding = _deciding(groups)
     call = fuser.call(x, inputs, outputs)
-    graph, options = fuser.asked(call)
+    graph, options = with_questions(lambda questions: fuser.plan_inputs(call, questions))
     parameters = [unhooked(p) for p in call.parameters]
     rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device, groups), groups)
     # What an earlier tuning left out is a candidate again.
@@ -174,7 +174,9 @@ def _tune(
         if best.target == "cuda":
             trials += _schedule_trials(best, rounds, search.check, deciding)
         for library in libraries():
-            trials += _library_trials(library, rounds.prepared(best), rounds, search.check, deciding)
+            prepared = rounds.prepared(best)
+            reason_not = functools.partial(search.check.reason, prepared)
+            trials += library.tune(rounds.call(prepared), rounds.ratio, effort.margin, reason_not, deciding)
         result = execute(rounds.prepared(best), x, inputs, parameters)
     if deciding.writes:
         store.put(list_key(graph, fuser.memory, fuser.kernels), search.choices, total)
@@ -249,7 +251,7 @@ class _Search:
     def _plan(self, choices: Choices) -> Plan:
         return make_plan(self._graph, dataclasses.replace(self._options, tuned=choices))
 
-    def _checked_by(self, prepared: Prepared) -> Check:
+    def _checked_by(self, prepared: Executable) -> Check:
         rounds = self._rounds
         return Check(prepared, rounds.x, rounds.inputs, rounds.parameters, rounds.groups)
 
@@ -267,17 +269,6 @@ def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check, deciding: Decidi
     return tune_schedules(plan, compare, rounds.effort.margin, reason_not, deciding)
 
 
-def _library_trials(
-    library: Library, prepared: Prepared, rounds: _Rounds, check: Check, deciding: Deciding
-) -> list[Trial]:
-    """Other algorithms of what the model runs of a library."""
-
-    def reason_not(within: AbstractContextManager[None]) -> str:
-        return check.reason(prepared, within)
-
-    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not, deciding)
-
-
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
     """(place, choice) of every fusion that fits somewhere: the other choice than the plan's."""
     taken = {(s.name, s.start, s.stop) for s in plan.steps if s.task.what == "fusion"}
@@ -291,7 +282,7 @@ def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
 
 
 def _call(
-    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+    prepared: Executable, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
     """One forward and, where there is one, backward; gradients that tensors hold are left alone."""
     wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]

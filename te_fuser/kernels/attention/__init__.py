@@ -12,14 +12,11 @@ What decides is in `problem.py` and `conditions.py`, how a kernel is called in `
 
 from __future__ import annotations
 
+from te_fuser.kernels.attention.cudnn import CudaCudnn, CudaCudnnFrontend
+from te_fuser.kernels.attention.flash_attn_4 import CudaFlashAttn4
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Provider, Speed
-from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
-from te_fuser.kernels.attention.providers.cudnn import CudaCudnn
-from te_fuser.kernels.attention.providers.cudnn_frontend import CudaCudnnFrontend
-from te_fuser.kernels.attention.providers.efficient import CudaEfficient
-from te_fuser.kernels.attention.providers.flash import CudaFlash
-from te_fuser.kernels.attention.providers.flash_attn_4 import CudaFlashAttn4
+from te_fuser.kernels.attention.pytorch import CpuFlash, CudaEfficient, CudaFlash
 
 __all__ = ["PROVIDERS", "AttentionProblem", "Provider", "Speed"]
 

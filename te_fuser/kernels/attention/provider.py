@@ -1,26 +1,20 @@
-"""What every provider of attention is: what it can do, how fast, and how it is called below autograd.
-
-Letters of shapes are those of `views.py`.
-"""
+"""Providers of attention: what each can do, how fast, and how it is called below autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.kernels.attention.blank_rows import Blank, by_torch
-from te_fuser.kernels.attention.conditions import Condition
-from te_fuser.kernels.attention.problem import AttentionProblem
-from te_fuser.kernels.attention.separate import Separate, Tensors
-from te_fuser.kernels.attention.views import AttentionInputs, Gradients, Views, views_of
+from te_fuser.kernels.attention.lengths import Blank, Sides, blank_by_torch
+from te_fuser.kernels.attention.problem import AttentionProblem, Condition
+from te_fuser.kernels.attention.views import AttentionInputs, Gradients, HeadsCall, PackedCall, Tensors, call_of
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,12 +32,12 @@ class Speed:
 
     @classmethod
     def constant(cls, forward: float, backward: float) -> Speed:
-        """The same share for every problem."""
+        """One share for every problem."""
         every = {(wide, drops): (1.0 / forward, 1.0 / backward) for wide in (False, True) for drops in (False, True)}
         return cls(every, {False: (0.0, 0.0), True: (0.0, 0.0)})
 
     def times(self, forward: float, backward: float) -> Speed:
-        """That of a kernel which takes so many times as long."""
+        """Speed of a kernel that takes so many times as long."""
 
         def longer(pair: tuple[float, float]) -> tuple[float, float]:
             return pair[0] * forward, pair[1] * backward
@@ -64,8 +58,8 @@ class Speed:
 class Provider:
     """One way to compute attention, forward and backward; use the instances in `PROVIDERS`.
 
-    `emits` are the tensors that forward gives and backward takes; backward also takes the packed input, the output and,
-    where there is one, the mask. Call both with grad mode off, as inside an autograd Function. Plans go by `speed`.
+    `emits` are the tensors that forward gives and backward takes; backward also takes the inputs, the output and what
+    hides. HeadsCall both with grad mode off, as inside an autograd Function. Plans go by `speed`.
     """
 
     name: ClassVar[str]
@@ -78,6 +72,7 @@ class Provider:
     by_lengths: ClassVar[tuple[float, float]] = (1.0, 1.0)  # times as long as one that skips what is behind lengths
     on_cuda: ClassVar[bool] = False
     calls: ClassVar[tuple[float, float]] = (30.0, 46.0)  # of PyTorch, that its step takes the host as long as, each way
+    hides_later: ClassVar[bool] = False  # of packed heads, beside a mask; else the bias hides them, too
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
@@ -101,128 +96,89 @@ class Provider:
     def forward(
         self,
         settings: AttentionSettings,
-        qkv: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        tensors: Tensors,
+        blank: Blank | None = blank_by_torch,
         random: RandomStream | None = None,
     ) -> tuple[torch.Tensor, Saved]:
         """The output, and for each name in `emits` a tensor.
 
-        `random` is there for providers that draw from it.
+        Args:
+            tensors: inputs and what hides, by name.
+            blank: for kernels that are told lengths and leave rows out; None: nobody reads those.
+            random: for providers that draw from it.
         """
-        views = views_of(settings, qkv.shape)
-        if not qkv.numel():
-            empty = {name: qkv.new_empty(0, dtype=torch.float32) for name in self.emits}
-            return qkv.new_empty(views.output_shape), empty
-        out, saved = self._run(self._call(views, self._readable(qkv), mask))
-        y = views.merge_output(out)
-        y = y if y.dtype == qkv.dtype else y.to(qkv.dtype)
-        blind = None if mask is None else self._blind(views, mask)
-        if blind is not None:
-            y.view(*blind.shape[:3], settings.heads.head_dim).masked_fill_(blind, 0.0)
+        call = self._call(settings, tensors)
+        if self._is_empty(call, tensors):
+            return self.nothing(call)
+        if not self.tells(settings):
+            inputs, hidden = self._inputs(call, tensors)
+            out, saved = self._run(inputs)
+            blind = None if hidden is None else self._blind(hidden)
+            return call.output(out if blind is None else out.masked_fill_(blind, 0.0)), saved
+        sides = Sides.of(call, tensors) if settings.beyond else None
+        y, saved = self._run_told(call, sides, tensors, blank is not None)
+        if sides is not None:
+            sides.blank({"input": y}, blank)
         return y, saved
 
     def backward(
-        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
-    ) -> torch.Tensor:
-        """The gradient of the packed input; `tensors` has "input", "output", `emits` and, if one is given, a mask."""
-        qkv = tensors["input"]
-        assert qkv is not None
-        if not qkv.numel():
-            return torch.zeros_like(qkv, memory_format=torch.contiguous_format)
-        views = views_of(settings, qkv.shape)
-        return views.pack(*self.gradients(settings, tensors, dy), dtype=qkv.dtype)
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = blank_by_torch
+    ) -> Saved:
+        """The gradients by input; `tensors` has the same, "output" and `emits`."""
+        call = self._call(settings, tensors)
+        if self._is_empty(call, tensors):
+            return call.zeros()
+        if not self.tells(settings):
+            return call.gradients(*self._gradients(call, tensors, dy))
+        sides = Sides.of(call, tensors) if settings.beyond else None
+        found = self._run_told_backward(call, sides, tensors, dy)
+        if sides is not None:
+            sides.blank({name: found[name] for name in call.inputs}, blank)
+        return found
 
-    def gradients(
-        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
-    ) -> Gradients:
-        """The same before it is packed: queries [B, G, R, S, D], keys and values [B, G, S, D], as the kernel left them.
-
-        They may have another dtype than the input. Of a provider that packs them itself they are views.
-        """
-        if self.packs:
-            return settings.heads.split(self.backward(settings, tensors, dy))
-        parts, grouped = self.gradients_apart(settings, tensors, dy)
-        return grouped(*parts)
+    def tells(self, settings: AttentionSettings) -> bool:
+        """True where `_run_told` calls the kernel: it is told what structure hides, or where gradients are stored."""
+        return False
 
     def gradients_apart(
-        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """The kernel's own three, and the views that make `gradients` of them."""
-        qkv, out, mask = tensors["input"], tensors["output"], tensors.get("attention_mask")
-        assert qkv is not None and out is not None
-        if not qkv.numel():
-            empty = settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
-            return empty, lambda *parts: parts
-        views = views_of(settings, qkv.shape)
-        saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
-        blind = None if mask is None else self._blind(views, mask)
-        if blind is not None:
-            dy = dy.view(*blind.shape[:3], settings.heads.head_dim).masked_fill(blind, 0.0).reshape(dy.shape)
-        dout = views.split_output(self._readable(dy))
-        call = self._call(views, self._readable(qkv), mask)
-        return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
-
-    def forward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
-    ) -> tuple[torch.Tensor, Saved]:
-        """The same as `forward` for what `beyond` has: inputs and what hides by name.
-
-        `blank` is for kernels that are told lengths and leave rows out; None: nobody reads those.
-        """
-        call = Separate.of(settings, tensors)
+        """Of packed heads the kernel's own three, and the views that group them for `packed_heads.Packing`."""
+        call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
-            return self.nothing(call)
-        hidden = call.hidden(tensors)
-        out, saved = self._run(self._separate_call(call, hidden))
-        return call.output(self._seeing(out, hidden)), saved
+            return settings.packed.split(call.zeros()["input"]), lambda *parts: parts
+        return self._gradients(call, tensors, dy), call.views.grouped
 
-    def backward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
-    ) -> Saved:
-        """The gradients by input."""
-        call = Separate.of(settings, tensors)
-        if call.is_empty:
-            return call.zeros()
-        hidden, y = call.hidden(tensors), tensors["output"]
-        assert y is not None
-        saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
-        out, dout = (call.split_output(self._readable(t.contiguous())) for t in (y, dy))
-        return call.gradients(
-            *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
-        )
-
-    def gradients_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+    def gradients_of_rows(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
         """The gradients of heads q [B, H, S, D], k and v [B, G, K, D], of one that is told offsets and packs none."""
         raise NotImplementedError
 
-    def nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
-        """What `forward_separate` gives where nothing is seen."""
-        return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
+    def nothing(self, call: HeadsCall) -> tuple[torch.Tensor, Saved]:
+        """Result of `forward` where nothing is seen."""
+        empty = {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
+        return call.memory().zero_(), empty
 
-    def _separate_call(self, call: Separate, hidden: torch.Tensor | None) -> AttentionInputs:
-        q, k, v = (self._readable(part) for part in call.heads)
-        call = replace(call, heads=(q, k, v))
-        return call.call(None if hidden is None else self._bias_for(hidden, call.heads))
+    def _gradients(self, call: HeadsCall, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+        inputs, hidden = self._inputs(call, tensors)
+        y = tensors["output"]
+        assert y is not None
+        saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
+        out, dout = (call.split_output(self._readable(t.contiguous())) for t in (y, dy))
+        blind = None if hidden is None else self._blind(hidden)
+        return self._run_backward(inputs, out, dout if blind is None else dout.masked_fill(blind, 0.0), saved)
 
-    def _seeing(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Rows [B, H, S, E], zeros for those that see nothing."""
-        blind = None if hidden is None else self._blind_in(hidden)
-        return rows if blind is None else rows.masked_fill(blind, 0.0)
+    def _call(self, settings: AttentionSettings, tensors: Tensors) -> HeadsCall:
+        return call_of(settings, tensors, self._readable)
 
-    def _bias_for(self, hidden: torch.Tensor, heads: Heads) -> torch.Tensor:
-        """What the kernel adds to the scores where so much is hidden."""
-        raise NotImplementedError
+    def _is_empty(self, call: HeadsCall, tensors: Tensors) -> bool:
+        """True where there is nothing to do."""
+        return call.is_empty
 
-    def _blind_in(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Which rows see nothing, [.., .., .., 1]; None: the kernel zeroes them."""
-        return None
-
-    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionInputs:
-        causal = views.settings.causal
-        if mask is None:
-            return AttentionInputs(views, *views.split(qkv), bias=None, causal=causal)
-        bias, causal = self._bias(views, mask, qkv)
-        return AttentionInputs(views, *views.split(qkv), bias=bias, causal=causal)
+    def _inputs(self, call: HeadsCall, tensors: Tensors) -> tuple[AttentionInputs, torch.Tensor | None]:
+        """Inputs of the kernel, and what a bias hides."""
+        hidden, causal = call.hidden(tensors, self.hides_later)
+        bias = None if hidden is None else self._bias(hidden, call.heads)
+        return AttentionInputs(call.settings, *call.heads, bias, causal), hidden
 
     def _run(self, call: AttentionInputs) -> tuple[torch.Tensor, Saved]:
         """The kernel's output [b, h, S, D] and what it gives for backward."""
@@ -232,17 +188,32 @@ class Provider:
         """The kernel's dq, dk, dv."""
         raise NotImplementedError
 
-    def _bias(self, views: Views, mask: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What the kernel adds to the scores, and whether it is still to hide later positions."""
+    def _run_told(
+        self, call: HeadsCall, sides: Sides | None, tensors: Tensors, all_rows: bool
+    ) -> tuple[torch.Tensor, Saved]:
+        """The op's output and what the kernel gives for backward.
+
+        Args:
+            sides: where sequences lie; None where packed heads are all that there is.
+            all_rows: whether anyone reads rows of no sequence.
+        """
         raise NotImplementedError
+
+    def _run_told_backward(self, call: HeadsCall, sides: Sides | None, tensors: Tensors, dy: torch.Tensor) -> Saved:
+        """The gradients by input."""
+        raise NotImplementedError
+
+    def _bias(self, hidden: torch.Tensor, heads: Gradients) -> torch.Tensor:
+        """Addend of the scores of these heads where so much is hidden."""
+        raise NotImplementedError
+
+    def _blind(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Rows that see nothing, [.., .., .., 1]; None: the kernel zeroes them."""
+        return None
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
         """x, or a copy that the kernel can read."""
         return x
-
-    def _blind(self, views: Views, mask: torch.Tensor) -> torch.Tensor | None:
-        """Which rows of which heads see nothing, as [.., .., H, 1] of the op's layout; None: the kernel zeroes them."""
-        return None
 
 
 # PyTorch's operators, by the schemas that their calls were written for, and whether those still hold.
@@ -256,7 +227,7 @@ def operator_of(schema: str) -> Any:
 
 
 def function_of(schema: str) -> Any:
-    """How it is called: by the function that torch itself has for it, which is the shortest way, else as it is."""
+    """The function that torch itself has for the operator, which is the shortest way, else the operator."""
     name = schema.removeprefix("aten::").partition("(")[0]
     return getattr(torch, name, None) or operator_of(schema)
 
@@ -272,7 +243,7 @@ def why_no_operator(schema: str) -> str | None:
 
 
 def fits(found: Any, known: Any) -> bool:
-    """Whether a call written for the schema `known` means the same under `found`; new arguments may have defaults."""
+    """True where a call written for the schema `known` means the same under `found`; new arguments have defaults."""
 
     def described(arguments: Any) -> list[tuple[str, str, bool]]:
         return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
@@ -285,3 +256,47 @@ def fits(found: Any, known: Any) -> bool:
         and all(a.has_default_value() and a.kwarg_only for a in added)
         and [str(r.type) for r in found.returns] == [str(r.type) for r in known.returns]
     )
+
+
+_ALIGNMENT = 16  # bytes: what the CUDA kernels load at a time
+# Added to a masked score on CUDA: it leaves nothing of a probability, and float16 holds it.
+_MASKED_SCORE = -65504.0
+
+
+class CudaProvider(Provider):
+    """Base of the CUDA kernels: aligned loads, a dense bias, and rows that see nothing made zero here.
+
+    Speeds are those measured on an H200 (torch 2.11, cuDNN 9.19): bfloat16, head_dim 64 and 128, S from 512 to 8192,
+    8192 tokens of 4096 features, dropout 0 and 0.1; medians over 790e12 operations per second. The two terms fit each
+    provider's times within some percent. Of other GPUs, and for other sizes of heads, the same shares are assumed.
+    """
+
+    on_cuda = True
+
+    def _readable(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.element_size()
+        if x.data_ptr() % _ALIGNMENT:
+            return x.clone(memory_format=torch.contiguous_format)
+        if x.is_contiguous() and x.shape[-1] * size % _ALIGNMENT == 0:
+            return x
+        if x.stride(-1) == 1 and not any(stride * size % _ALIGNMENT for stride in x.stride()[:-1]):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def _bias(self, hidden: torch.Tensor, heads: Gradients) -> torch.Tensor:
+        # Rows that see nothing see everything: what comes of it is made zero, and kernels disagree on rows of nothing
+        # (cuDNN 9.19 gave NaN for 64 positions of 128 features).
+        keys = heads[1].shape[2]
+        hidden = (hidden & ~hidden.all(-1, keepdim=True)).expand(*hidden.shape[:-1], keys)
+        # Rows of the bias start at multiples of 16 elements, as the kernels' loads need it.
+        bias = heads[0].new_zeros((*hidden.shape[:-1], -(-keys // 16) * 16))[..., :keys]
+        return bias.masked_fill_(hidden, _MASKED_SCORE)
+
+    def _blind(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return hidden.all(-1, keepdim=True)
+
+    def _saved(self, logsumexp: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> Saved:
+        """Tensors that an operator returned for backward; an empty one for nothing, so that there is one to keep."""
+        returned = (logsumexp, seed, offset)
+        kept = (logsumexp.new_empty(0) if tensor is None else tensor for tensor in returned)
+        return dict(zip(self.emits, kept, strict=True))

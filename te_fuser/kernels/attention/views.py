@@ -1,19 +1,21 @@
-"""The way between packed heads and what the kernels of attention take, without copies where strides allow it.
+"""The way between the inputs of an attention and what its kernels take, without copies where strides allow it.
 
-Legend: B samples, S positions, G key/value heads, R query heads of each, H = G * R, D features of a head;
-b, h, g: the kernel's batch, query heads and key/value heads.
+Legend: B samples, S positions, K keys, G key/value heads, R query heads of each, H = G * R, D features of a head, E of
+a value's; b, h, g: the kernel's batch, query heads and key/value heads.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from te_fuser.ops.attention.dot_product_attention import AttentionSettings
-from te_fuser.ops.attention.heads import PackedHeads
+from te_fuser.ops.attention.dot_product_attention import AttentionSettings, hidden_positions
+from te_fuser.ops.attention.heads import ApartHeads, PackedHeads, inputs_of, of_layout, pack_gradients, split_inputs
+from te_fuser.ops.attention.mask import Band
+from te_fuser.record import record
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Sizes, strides and offset of heads [b, h, S, D] in the contiguous tensor that they lie in.
@@ -22,7 +24,7 @@ _FORMS_KEPT = 512
 
 
 def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
-    """How (B, G, R) become a kernel's (b, h, g) without a copy, as far as the layout allows.
+    """(B, G, R) as a kernel's (b, h, g), without a copy as far as the layout allows.
 
     Where samples and heads lie at one stride they are all heads, and the output comes out in the op's layout; where
     only samples and groups do, those are the batch. A mask needs samples and heads apart.
@@ -37,7 +39,7 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
 
 
 def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
-    """Whether the query heads of a packed tensor have one stride, as `lead` says them."""
+    """True where the query heads of a packed tensor have one stride, as `lead` says them."""
     heads = settings.packed
     if heads.packing == "blocked" or not 1 < heads.kv_heads < heads.heads:
         return True
@@ -45,7 +47,7 @@ def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
 
 
 def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-    """Where q [b, h, S, D], k and v [b, g, S, D] lie in a contiguous packed tensor.
+    """Forms of q [b, h, S, D], k and v [b, g, S, D] in a contiguous packed tensor.
 
     Raises:
         RuntimeError: for query heads of groups that have no common stride.
@@ -61,7 +63,7 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
 
 
 def output_form(settings: AttentionSettings, samples: int, positions: int) -> HeadsForm:
-    """Where heads [b, h, S, D] lie in a contiguous output."""
+    """Form of heads [b, h, S, D] in a contiguous output."""
     heads = settings.packed
     b, h, _ = lead(settings, samples)
     y = torch.empty(*heads.leading(samples, positions), heads.heads * heads.head_dim, device="meta")
@@ -76,12 +78,6 @@ def lying(tensor: torch.Tensor, form: HeadsForm) -> torch.Tensor:
 
 def _form(t: torch.Tensor) -> HeadsForm:
     return tuple(t.shape), t.stride(), int(t.storage_offset())
-
-
-def _turned(form: HeadsForm) -> HeadsForm:
-    """Positions before heads."""
-    (b, h, length, dim), (batch, head, position, along), offset = form
-    return (b, length, h, dim), (batch, position, head, along), offset
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ class Views:
 
     @functools.cached_property
     def packed(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-        """Where queries, keys and values lie in a contiguous packed tensor.
+        """Forms of queries, keys and values in a contiguous packed tensor.
 
         Raises:
             RuntimeError: for query heads of groups that have no common stride.
@@ -108,12 +104,12 @@ class Views:
 
     @functools.cached_property
     def output(self) -> HeadsForm:
-        """Where heads lie in a contiguous output."""
+        """Form of heads in a contiguous output."""
         return output_form(self.settings, self.samples, self.positions)
 
     @functools.cached_property
     def output_shape(self) -> tuple[int, int, int]:
-        """That of the op's output."""
+        """Shape of the op's output."""
         heads = self.settings.packed
         return (*heads.leading(self.samples, self.positions), heads.heads * heads.head_dim)
 
@@ -135,31 +131,13 @@ class Views:
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
 
     def within(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same of a contiguous tensor, always views, so that a kernel can store there.
+        """Heads of a contiguous tensor, always views, so that a kernel can store there.
 
         Raises:
             RuntimeError: for query heads of groups that have no common stride.
         """
         q, k, v = self.packed
         return lying(qkv, q), lying(qkv, k), lying(qkv, v)
-
-    def by_position(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `within`, with positions before heads: q [b, S, h, D], k and v [b, S, g, D]."""
-        q, k, v = self._packed_by_position
-        return lying(qkv, q), lying(qkv, k), lying(qkv, v)
-
-    @functools.cached_property
-    def _packed_by_position(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-        q, k, v = self.packed
-        return _turned(q), _turned(k), _turned(v)
-
-    def output_by_position(self, y: torch.Tensor) -> torch.Tensor:
-        """As `split_output`, [b, S, h, D]."""
-        return lying(y.contiguous(), self._output_by_position)
-
-    @functools.cached_property
-    def _output_by_position(self) -> HeadsForm:
-        return _turned(self.output)
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [b, h, S, D], features side by side."""
@@ -197,20 +175,11 @@ def views_of(settings: AttentionSettings, shape: torch.Size) -> Views:
     return Views(settings, *settings.heads.lengths(shape))
 
 
-class Sized(Protocol):
-    """What is computed, and for how many queries."""
-
-    @property
-    def settings(self) -> AttentionSettings: ...
-    @property
-    def positions(self) -> int: ...
-
-
-@dataclass(frozen=True)
+@record(eq=False)  # made in each call
 class AttentionInputs:
-    """What a kernel is given: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
+    """Inputs of a kernel: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
 
-    views: Sized
+    settings: AttentionSettings
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -218,16 +187,156 @@ class AttentionInputs:
     causal: bool
 
     @property
-    def settings(self) -> AttentionSettings:
-        """What is computed."""
-        return self.views.settings
-
-    @property
     def positions(self) -> int:
         """S."""
-        return self.views.positions
+        return self.q.shape[2]
 
     @property
     def keys(self) -> int:
         """K; as many as queries where they are packed."""
         return self.k.shape[2]
+
+
+Tensors = Mapping[str, "torch.Tensor | None"]
+Readable = Callable[[torch.Tensor], torch.Tensor]
+
+
+@record(eq=False)  # made in each call
+class HeadsCall:
+    """A call: what is computed, its inputs by name, and their heads q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]."""
+
+    settings: AttentionSettings
+    inputs: Mapping[str, torch.Tensor]
+    heads: Gradients
+
+    @classmethod
+    def of(cls, settings: AttentionSettings, tensors: Tensors, readable: Readable = lambda x: x) -> HeadsCall:
+        """The call of these tensors; `readable` makes what heads lie in as a kernel can read it."""
+        inputs = {}
+        for name in inputs_of(settings.heads):
+            tensor = tensors[name]
+            assert tensor is not None
+            inputs[name] = tensor.detach()  # views by a split ask for gradients, also without grad mode
+        q, k, v = split_inputs(settings.heads, [*inputs.values()])
+        return cls(settings, inputs, (readable(q.flatten(1, 2)), readable(k), readable(v)))
+
+    @classmethod
+    def on_meta(
+        cls, settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype
+    ) -> HeadsCall:
+        """A call of those sizes, of which only where heads lie is known."""
+        heads = settings.heads
+        counts = {name: keys if name != "input" else positions for name in inputs_of(heads)}
+        made = {}
+        for name, count in counts.items():
+            features = heads.features_of(name) if isinstance(heads, ApartHeads) and name != "input" else heads.features
+            made[name] = torch.empty(*heads.leading(samples, count), features, dtype=dtype, device="meta")
+        return cls.of(settings, made)
+
+    @property
+    def is_empty(self) -> bool:
+        """True where a kernel has nothing to do."""
+        return not all(part.numel() for part in self.heads)
+
+    def hidden(self, tensors: Tensors, beside: bool) -> tuple[torch.Tensor | None, bool]:
+        """Mask of what the kernel has to hide, [B or 1, H or 1, S or 1, K or 1], and whether it hides later positions.
+
+        Args:
+            beside: whether the kernel hides later positions of packed heads beside a given mask.
+        """
+        q, k, _ = self.heads
+        if self.settings.is_causal:
+            return None, True
+        apart = isinstance(self.settings.heads, ApartHeads)
+        band = Band.of(self.settings.mask, tensors, (q.shape[2], k.shape[2]), apart, q.device)
+        return band.with_given(tensors.get("attention_mask")), False
+
+    def output(self, heads: torch.Tensor) -> torch.Tensor:
+        """[B, H, S, E] as the op's output."""
+        x, lead = self.inputs["input"], self.settings.heads
+        grouped = heads.unflatten(1, (lead.kv_heads, lead.per_group))
+        return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
+
+    def memory(self) -> torch.Tensor:
+        """For the output."""
+        x, heads = self.inputs["input"], self.settings.heads
+        return x.new_empty((*x.shape[:-1], heads.heads * heads.value_dim))
+
+    def split_output(self, y: torch.Tensor) -> torch.Tensor:
+        """The output or its gradient as [B, H, S, E]."""
+        return self.settings.heads.split_output(y[None] if y.dim() == 2 else y).flatten(1, 2)
+
+    def gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The kernel's, by input."""
+        heads = self.settings.heads
+        parts: Gradients = (dq.unflatten(1, (heads.kv_heads, heads.per_group)), dk, dv)
+        return pack_gradients(heads, parts, self.inputs)
+
+    def targets(self) -> Targets:
+        """Memory for the gradients; nothing is in it."""
+        inputs = {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in self.inputs.items()}
+        q, k, v = split_inputs(self.settings.heads, [*inputs.values()])
+        return Targets(inputs, (q.flatten(1, 2), k, v), q)
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """The gradients where nothing is seen."""
+        return {n: torch.zeros_like(t, memory_format=torch.contiguous_format) for n, t in self.inputs.items()}
+
+
+@record(eq=False)  # made in each call
+class PackedCall(HeadsCall):
+    """One of packed heads, of which no structure hides any; samples and heads are a kernel's as `lead` says."""
+
+    views: Views
+
+    @classmethod
+    def of(cls, settings: AttentionSettings, tensors: Tensors, readable: Readable = lambda x: x) -> PackedCall:
+        x = tensors["input"]
+        assert x is not None
+        views = views_of(settings, x.shape)
+        return cls(settings, {"input": x}, views.split(readable(x)), views)
+
+    def hidden(self, tensors: Tensors, beside: bool) -> tuple[torch.Tensor | None, bool]:
+        causal, mask = self.settings.causal, tensors.get("attention_mask")
+        if mask is None:
+            return None, causal
+        return hidden_positions(causal and not beside, mask, self.views.positions, mask.device), causal and beside
+
+    def output(self, heads: torch.Tensor) -> torch.Tensor:
+        y, dtype = self.views.merge_output(heads), self.inputs["input"].dtype
+        return y if y.dtype == dtype else y.to(dtype)
+
+    def split_output(self, y: torch.Tensor) -> torch.Tensor:
+        return self.views.split_output(y)
+
+    def gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input": self.views.pack(*self.views.grouped(dq, dk, dv), dtype=self.inputs["input"].dtype)}
+
+    def targets(self) -> Targets:
+        dx = torch.empty_like(self.inputs["input"], memory_format=torch.contiguous_format)
+        heads = self.views.within(dx)
+        return Targets({"input": dx}, heads, heads[0])
+
+
+def call_of(settings: AttentionSettings, tensors: Tensors, readable: Readable = lambda x: x) -> HeadsCall:
+    """The call of these tensors, whose heads a kernel can read."""
+    return (HeadsCall if settings.beyond else PackedCall).of(settings, tensors, readable)
+
+
+@record(eq=False)  # made in each call
+class Targets:
+    """Memory for gradients by input, and where a kernel stores those of heads q [B, H, S, D], k and v [B, G, K, D].
+
+    Query heads of several groups that have no common stride are stored beside it, and copied.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    heads: Gradients
+    queries: torch.Tensor
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The gradients, once the kernel has run."""
+        beside = self.heads[0]
+        if beside.data_ptr() != self.queries.data_ptr():
+            self.queries.copy_(beside.unflatten(1, self.queries.shape[1:3]))
+        return self.inputs

@@ -5,22 +5,29 @@ transposed; where they cannot be read as they are, a copy is. Sums are in float3
 `torch.backends.cuda.matmul.fp32_precision` (and `allow_tf32`, which sets it), read at each call. The algorithm is the
 library's first guess for the problem, or the one that `tune` found. Empty sizes give zeros, or what is added.
 
+Products of 8 bits are y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the
+other in that or in float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them.
+So all three products of a layer are this one: y of x and W, dx of dy and W^T, dW of dy^T and x^T, where transposed ones
+are at hand. Compute capability 10 takes them as they lie (`takes_any_layout`). Scales are float32 [], what 8 bits are
+multiplied by (`QuantizedTensor.scale_inverse`), read on the device at each run. Elsewhere their ops emulate them.
+
 Legend: N rows, I = in, O = out features.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from te_fuser import _native
 from te_fuser.codegen.nvrtc import nvidia_folders
+from te_fuser.config import config
 from te_fuser.dtypes import text_of
 from te_fuser.kernels.cublaslt import tuned
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for
+from te_fuser.ops.quantized_matmul import STEP
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
@@ -53,11 +60,21 @@ def refusal(
     Raises:
         KeyError: when there is no such kind.
     """
+    return refusal_of(form_of(kind, dtype, out_dtype or dtype), (m, n, k), device)
+
+
+def refusal_of(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
+    """Why cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
     why = obstacle()
     if why is not None:
         return why
+    m, n, k = sizes
+    rows = (m if form.transpose_a else k, k if form.transpose_b else n)
+    uneven = next((row for row in rows if row % STEP), None) if form.in_8_bits else None
+    if uneven is not None:
+        return f"rows of {uneven} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, dtype, out_dtype or dtype).refusal(m, n, k, index)
+    return product_of(form).refusal(*sizes, index)
 
 
 # Kind -> how the native type is configured. `forward` is y = x W^T, `dgrad` dx = dy W, `wgrad` dW = dy^T x. A call
@@ -106,22 +123,20 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
     for given in (dtype, out_dtype):
         if given not in DTYPES:
             raise TypeError(f"cuBLASLt's products are in {', '.join(map(text_of, DTYPES))}, got {text_of(given)}")
-    return native(form, functools.partial(_write_empty, kind))
+    return product_of(form)
 
 
 def form_of(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> ProductForm:
-    """How the product of that kind is configured; KeyError when there is no such kind."""
+    """Configuration of the product of that kind; KeyError when there is no such kind."""
     return ProductForm(kind, dtype, dtype, out_dtype, **KINDS[kind])  # type: ignore[arg-type]
 
 
 in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has configured
 
 
-def native(form: ProductForm, on_empty: Callable[..., None]) -> _native.CudaMatmul:
-    """The native product of a form: it runs by what was measured, and `tune` finds it.
-
-    Args:
-        on_empty: writes what a product over nothing gives.
+@functools.cache
+def product_of(form: ProductForm) -> _native.CudaMatmul:
+    """The native product of a form, one for the process: it runs by what was measured, and `tune` finds it.
 
     Raises:
         ValueError: for what does not go together.
@@ -138,42 +153,40 @@ def native(form: ProductForm, on_empty: Callable[..., None]) -> _native.CudaMatm
         fast_accumulation=form.fast_accumulation,
         scales_a=form.scales_a,
         scales_b=form.scales_b,
-        on_empty=on_empty,
+        on_empty=functools.partial(_write_empty, form),
         tuned=(functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)),
     )
     return in_use[form]
 
 
 def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
-    """What a product runs by in the sizes (m, n, k), as far as such a problem is known: each that is planned for is."""
+    """Algorithms of a product in the sizes (m, n, k), as far as such a problem is known; planned ones are."""
     known = in_use[form].problems() if form in in_use else ()
     met = [ProductProblem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
     return ", ".join(sorted(found)) or ("first heuristic" if met else "")
 
 
-def _write_empty(kind: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
-    """What a product over nothing gives: the addend and the bias alone, sums of zeros."""
-    options = KINDS[kind]
-    epilogue, add = str(options.get("epilogue", "none")), options.get("add", "none")
-    given = list(others)
-    if add == "none":
+def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> None:
+    """Write the result of a product over nothing: the addend and the bias alone, sums of zeros."""
+    out, *given = others[2:] if form.in_8_bits else others  # behind both scales
+    if form.add == "none":
         out.zero_()
-    elif add == "c":
+    elif form.add == "c":
         out.copy_(given.pop(0))
-    if epilogue in ("sum_a", "sum_b"):
-        rows = a if epilogue == "sum_a" else b
+    if form.epilogue in ("sum_a", "sum_b"):
+        rows = a if form.epilogue == "sum_a" else b
         given[0].copy_(rows.reshape(-1, rows.shape[-1]).sum(0))
-    elif epilogue.endswith("_bgrad"):
+    elif form.epilogue.endswith("_bgrad"):
         given[0].zero_()
-    elif "bias" in epilogue:
+    elif "bias" in form.epilogue:
         out += given[0]
-        if "relu" in epilogue:
-            if "aux" in epilogue:
+        if "relu" in form.epilogue:
+            if "aux" in form.epilogue:
                 _write_mask(out, given[1])
             out.relu_()
-        elif "gelu" in epilogue:
-            if "aux" in epilogue:
+        elif "gelu" in form.epilogue:
+            if "aux" in form.epilogue:
                 given[1].copy_(out)
             out.copy_(torch.nn.functional.gelu(out, approximate="tanh"))
 
@@ -200,3 +213,106 @@ def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, a
 def mask_bytes(features: int) -> int:
     """The bytes of one row of ReLU's mask."""
     return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8
+
+
+FIRST = (8, 9)  # the first compute capability with products of 8 bits
+BLOCKS = (9, 0)  # that whose products take a scale for each block of 128 numbers
+BLOCKS_SINCE = 120900  # cuBLASLt's version
+_ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose products take factors as they lie
+ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
+ONE = ("one", "one")  # a scale for each factor
+
+# What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
+# Kind -> epilogue and addend, as the native type calls them.
+KINDS_8: dict[str, tuple[str, str]] = {"plain": ("none", "none"), "bias": ("bias", "none"), "onto": ("none", "out")}
+
+
+def form_of_8(
+    kind: str,
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    fast: bool = False,
+    transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ONE,
+) -> ProductForm:
+    """A product of that kind as it is configured.
+
+    Args:
+        a, b, out: dtypes of the factors and of the result.
+        fast: sums in fewer bits than float32 has, as forward may have them.
+        transposes: whether a comes as [k, m], and b as [n, k].
+        scales: of a and b, as the native type has them.
+
+    Raises:
+        KeyError: when there is no such kind.
+    """
+    name = "quantized" + ("" if kind == "plain" else f"_{kind}")
+    return ProductForm(name, a, b, out, *transposes, *KINDS_8[kind], fast, *scales)
+
+
+def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
+    """True where a device's products of 8 bits take factors as they lie, and not along what is summed alone.
+
+    Args:
+        capability: the compute capability of a GPU that is not at hand.
+    """
+    if device.type != "cuda":
+        return False
+    return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
+
+
+def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
+    """Why a device has no products of 8 bits, in words; None where it has.
+
+    Args:
+        capability: the compute capability of a GPU that is not at hand.
+        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
+    """
+    if device.type != "cuda":
+        return f"cuBLASLt runs on cuda, the input is on {device.type}"
+    at_hand = capability is None
+    capability = capability or torch.cuda.get_device_capability(device)
+    has = ".".join(map(str, capability))
+    if capability < FIRST:
+        return f"products of 8 bits take compute capability 8.9, this GPU has {has}"
+    if scales == "mx":
+        return "products with a scale for each 32 numbers are emulated alone"
+    if scales == "block" and capability != BLOCKS:
+        return f"products with a scale for each block of 128 numbers take compute capability 9.0, this GPU has {has}"
+    if not at_hand:
+        return None
+    why, found = obstacle(), version()
+    if why is None and scales == "block" and found is not None and found < BLOCKS_SINCE:
+        has = f"{found // 10000}.{found // 100 % 100}"
+        return f"products with a scale for each block of 128 numbers take cuBLAS 12.9, this PyTorch has {has}"
+    return why
+
+
+def check_machine(device: torch.device, scales: str = "tensor") -> None:
+    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
+
+    Raises:
+        RuntimeError: with why it has no products of 8 bits, and what to do.
+    """
+    if device.type != "cuda" or config.emulate_fp8:
+        return
+    why = obstacle_on(device, scales=scales)
+    if why is not None:
+        raise RuntimeError(
+            f"FP8 on {device}: {why}; leave the region out here, or set te_fuser.config.emulate_fp8 = True to have it "
+            "emulated, which is slower than without FP8"
+        )
+
+
+def emulated_on(device: torch.device, capability: tuple[int, int] | None, scales: str) -> str:
+    """Way in which a device runs products that it has none for, in words: "", where it has such products."""
+    if device.type != "cuda":
+        return f", emulated on {device.type}: multiplied in float32"
+    why = obstacle_on(device, capability, scales)
+    if why is None:
+        return ""
+    if config.emulate_fp8:
+        return f", emulated, as te_fuser.config.emulate_fp8 says, since {why}: multiplied in float32"
+    emulated = "emulated and multiplied in float32, they run with te_fuser.config.emulate_fp8 = True"
+    return f", refused when they are called, since {why}; as planned here, {emulated}"

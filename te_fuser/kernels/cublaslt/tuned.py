@@ -38,17 +38,22 @@ class ProductForm:
     scales_b: str = "one"
 
     @property
+    def in_8_bits(self) -> bool:
+        """True where its factors are numbers of 8 bits, behind which their scales come."""
+        return self.dtype in FLOAT8.values()
+
+    @property
     def by_rows(self) -> bool:
-        """Whether each row of what it gives depends on that row of its first factor, and on no other."""
+        """True where each row of what it gives depends on that row of its first factor, and on no other."""
         return not self.transpose_a and self.scales_a == "one" and not self.epilogue.endswith("bgrad")
 
     def giving(self, dtype: torch.dtype) -> ProductForm:
-        """The same with a result in a dtype."""
+        """This form with a result in a dtype."""
         return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)
 
     def __str__(self) -> str:
         """All that tells it from others, as reports have it and files: the kind says what is not written."""
-        if self.dtype not in FLOAT8.values():
+        if not self.in_8_bits:
             return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, (self.dtype, self.out_dtype))))}"
         lying = {(False, True): "", (False, False): " by rows", (True, False): " by rows of both"}
         how = lying[self.transpose_a, self.transpose_b] + (" fast" if self.fast_accumulation else "")
@@ -82,7 +87,7 @@ class ProductProblem(NamedTuple):
 
     @property
     def flipped(self) -> tuple[bool, bool]:
-        """Whether a, b lie transposed."""
+        """True for each of a, b that lies transposed."""
         return bool(self.layout & 1), bool(self.layout & 2)
 
     def alignment(self, role: str) -> int:
@@ -90,14 +95,14 @@ class ProductProblem(NamedTuple):
         return 1 << (self.layout >> {"a": 4, "b": 8, "c": 12, "out": 16}[role] & 15)
 
     def key(self, form: ProductForm) -> str:
-        """What an algorithm depends on, whichever of several equal GPUs it runs on."""
+        """Key of what an algorithm depends on, whichever of several equal GPUs it runs on."""
         strides = ",".join(map(str, self[4:9]))
         return f"cuBLASLt {_native.cublaslt_version()}: {form} {self} strides {strides} layout {self.layout:x}"
 
 
 @dataclass(frozen=True)
 class TunedAlgorithm:
-    """What is kept for a problem: the algorithm and its place among the library's candidates, or why it was dropped."""
+    """Entry of a problem: the algorithm and its place among the library's candidates, or why it was dropped."""
 
     algorithm: bytes = b""
     candidate: int = 0
@@ -115,7 +120,7 @@ class TunedProducts:
         self._file = EntryFile(path, _FORMAT)
 
     def find(self, key: str) -> TunedAlgorithm | None:
-        """What is kept for a problem, or None; a damaged entry counts as none."""
+        """Entry of a problem, or None; a damaged one counts as none."""
         entry = self._file.entries().get(key, {})
         candidate, dropped = entry.get("candidate"), entry.get("dropped", "")
         with contextlib.suppress(TypeError, ValueError):
@@ -156,7 +161,7 @@ def store_on(device: int) -> TunedProducts | None:
 
 
 def found_for(form: ProductForm, problem: ProductProblem) -> TunedAlgorithm | None:
-    """What is kept for a problem of a product, or None."""
+    """Entry of a problem of a product, or None."""
     store = store_on(problem.device)
     return store.find(problem.key(form)) if store is not None else None
 

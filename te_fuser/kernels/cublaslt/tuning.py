@@ -141,7 +141,7 @@ def _with(choice: _Chosen, call: ModelCall) -> ModelCall:
 
 @contextlib.contextmanager
 def _by(choice: _Chosen) -> Iterator[None]:
-    """These algorithms, and the first guesses behind it."""
+    """Run by these algorithms, and by the first guesses behind it."""
     _take(choice)
     try:
         yield
@@ -225,7 +225,7 @@ def _tensor(role: str, form: ProductForm, p: ProductProblem, device: torch.devic
 
 
 def _scales(lie: str, rows: int, k: int) -> int:
-    """How many scales a factor of 8 bits has, as the native type counts them."""
+    """Count of scales that a factor of 8 bits has, as the native type counts them."""
     blocks = -(-k // 128)
     return {"one": 1, "rows": blocks * rows, "squares": -(-blocks // 4) * 4 * -(-rows // 128)}[lie]
 

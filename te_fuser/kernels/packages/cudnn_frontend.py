@@ -1,4 +1,4 @@
-"""Attention's backward as graphs of NVIDIA's Python front end of cuDNN, which store gradients by their strides.
+"""Attention as graphs of NVIDIA's Python front end of cuDNN, which read and store heads by their strides.
 
 The package (nvidia-cudnn-frontend, imported as `cudnn`) is optional, and imported when a plan for a GPU at hand first
 asks for it. One lock guards all graphs: a handle of cuDNN is not for two threads at once, and backward passes have
@@ -20,17 +20,15 @@ import torch
 
 from te_fuser.codegen.progress import Progress
 from te_fuser.kernels.attention.views import HeadsForm, lying
-from te_fuser.kernels.packages.optional import (
-    Package,
-    current_stream,
-    give_context,
-    refuse_capture,
-)
+from te_fuser.kernels.packages.optional import PACKAGES, current_stream, give_context, refuse_capture
 
-PACKAGE = Package("nvidia-cudnn-frontend", "1.32", hopper_alone=False)
+PACKAGE = PACKAGES["nvidia-cudnn-frontend"]
 _UNMADE = "a graph of cuDNN for attention that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
+_ONES = (1, 1, 1, 1)
 _lock = threading.RLock()
+# Sizes and strides of heads [b, h, S, D].
+Form = tuple[tuple[int, ...], tuple[int, ...]]
 # (package, handle) -> a graph, and the numbers of its tensors.
 Described = Callable[[Any, Any], "tuple[Any, tuple[int, ...]]"]
 P = TypeVar("P", bound="CudnnProblem")
@@ -58,7 +56,7 @@ def _version_in_use() -> int | str:
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """What a graph is built for.
+    """Problem of a graph of backward on packed heads.
 
     Attributes:
         q, k, v: where the heads lie in the packed input, and their gradients in its gradient.
@@ -76,9 +74,57 @@ class AttentionBackward:
     scale: float
     device: int
 
+    def choices(self, d: _Description) -> dict[str, Any]:
+        """Dropout with its seed and offset, scale, and whether later positions are hidden."""
+        found: dict[str, Any] = {"attn_scale": self.scale, "use_causal_mask": self.causal}
+        if self.dropout:
+            seed, offset = (d.add(name, (_ONES, _ONES), d.kinds.INT64) for name in ("seed", "offset"))
+            found["dropout"] = (self.dropout, seed, offset)
+        return found
+
+
+@dataclass(frozen=True)
+class Banded:
+    """Problem of graphs of both directions.
+
+    Attributes:
+        q, k, v, out: where heads lie, and their gradients in theirs.
+        band: (left, right), how many positions before and after its own a query sees; None: all of them.
+        from_the_end: whether positions are counted from the last query and key.
+        lengths: whether int32 lengths [b] of queries and of keys are given.
+        device: the GPU's index.
+    """
+
+    q: Form
+    k: Form
+    v: Form
+    out: Form
+    dtype: torch.dtype
+    scale: float
+    band: tuple[int | None, int | None]
+    from_the_end: bool
+    lengths: bool
+    device: int
+
+    def choices(self, d: _Description) -> dict[str, Any]:
+        """Scale, band and lengths, as both nodes take them."""
+        corners, (left, right) = d.cudnn.diagonal_alignment, self.band
+        found: dict[str, Any] = {"attn_scale": self.scale}
+        if self.band != (None, None):
+            found["diagonal_alignment"] = corners.BOTTOM_RIGHT if self.from_the_end else corners.TOP_LEFT
+        if left is not None:
+            found["diagonal_band_left_bound"] = left + 1  # it counts the query's own position
+        if right is not None:
+            found["diagonal_band_right_bound"] = right
+        if self.lengths:
+            ones = ((self.q[0][0], 1, 1, 1), _ONES)
+            given = {name: d.add(name, ones, d.kinds.INT32) for name in ("seq_len_q", "seq_len_kv")}
+            found |= {"use_padding_mask": True, **given}
+        return found
+
 
 class CudnnProblem(Protocol):
-    """What a graph is built for: something on a device, which the words of an error show."""
+    """Problem of a graph: something on a device, which the words of an error show."""
 
     @property
     def device(self) -> int: ...
@@ -156,10 +202,12 @@ class CudnnGraph:
 
 
 class BackwardGraph(CudnnGraph):
-    """That of attention's backward on packed heads."""
+    """Graph of attention's backward on packed heads."""
 
     def __init__(self, problem: AttentionBackward) -> None:
-        super().__init__(problem, lambda cudnn, handle: _described(cudnn, problem, handle), "backward of attention")
+        super().__init__(
+            problem, lambda cudnn, handle: _described_backward(cudnn, problem, handle), "backward of attention"
+        )
         self._problem = problem
         self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
 
@@ -192,7 +240,7 @@ def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
 
 
 def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Callable[[list[int], int], None] | None:
-    """What the front end's `execute` ends in: f(addresses in the order of numbers, workspace), half of its time.
+    """End of the front end's `execute`: f(addresses in the order of numbers, workspace), half of its time.
 
     None where this version of the front end has it no more, or the plan is none of cuDNN's own.
     """
@@ -213,16 +261,12 @@ def _launch_by_addresses(graph: Any, uids: tuple[int, ...], handle: Any) -> Call
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
-    """A graph for a problem, or why cuDNN does not take it.
-
-    Raises:
-        RuntimeError: when the current stream is being captured.
-    """
+    """A graph for a problem, or why cuDNN does not take it. RuntimeError when the current stream is being captured."""
     return made(problem, BackwardGraph, "backward")
 
 
 def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
-    """What makes a graph of a problem, or why cuDNN does not take it.
+    """Make a graph of a problem, or say why cuDNN does not take it.
 
     Raises:
         RuntimeError: when the current stream is being captured.
@@ -237,33 +281,6 @@ def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
                 return f"cuDNN has no {direction} for it: {type(error).__name__}: {error}"
 
 
-def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
-    """The graph as the front end is told it, and the numbers of its tensors in the order in which `run` gives them."""
-    kinds, io = cudnn.data_type, getattr(cudnn.data_type, _IO_TYPES[p.dtype])
-    graph = cudnn.pygraph(
-        io_data_type=io, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
-    )
-    uids: list[int] = []
-
-    def add(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
-        uids.append(len(uids) + 1)
-        return graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind, uid=uids[-1])
-
-    names = {"q": p.q, "k": p.k, "v": p.v, "o": p.out, "dO": p.out}
-    read = {name: add(name, sizes, strides, io) for name, (sizes, strides, _) in names.items()}
-    b, h, length, _ = p.q[0]
-    read["stats"] = add("stats", (b, h, length, 1), (h * length, length, 1, 1), kinds.FLOAT)
-    ones = (1, 1, 1, 1)
-    if p.dropout:
-        seed, offset = (add(name, ones, ones, kinds.INT64) for name in ("seed", "offset"))
-        read["dropout"] = (p.dropout, seed, offset)
-    gradients = graph.sdpa_backward(**read, attn_scale=p.scale, use_causal_mask=p.causal)
-    for gradient, (sizes, strides, _) in zip(gradients, (p.q, p.k, p.v), strict=True):
-        uids.append(len(uids) + 1)
-        gradient.set_output(True).set_uid(uids[-1]).set_dim(sizes).set_stride(strides).set_data_type(io)
-    return graph, tuple(uids)
-
-
 @functools.cache
 def _package() -> Any:
     """The front end, which takes the cuDNN beside PyTorch, or the one that is loaded."""
@@ -275,3 +292,72 @@ def _package() -> Any:
 def _handle(device: int) -> Any:
     """cuDNN's handle on a device, made while it is the current one."""
     return _package().create_handle()
+
+
+def graphs_for(problem: Banded) -> tuple[CudnnGraph, CudnnGraph] | str:
+    """Forward and backward, or why cuDNN does not take it.
+
+    Forward runs on q, k, v, lengths of queries and keys if there are any, the output, and the log of sums of
+    exponentials [b, h, S, 1]; backward on q, k, v, the output, its gradient, that log, the lengths, dq, dk, dv.
+    """
+
+    def of(described: Callable[[Any, Banded, Any], tuple[Any, tuple[int, ...]]], direction: str) -> CudnnGraph | str:
+        what = f"{direction} of attention"
+        return made(
+            problem, lambda p: CudnnGraph(p, lambda cudnn, handle: described(cudnn, p, handle), what), direction
+        )
+
+    forward, backward = of(_described_forward, "forward"), of(_described_backward, "backward")
+    if isinstance(forward, str) or isinstance(backward, str):
+        return forward if isinstance(forward, str) else str(backward)
+    return forward, backward
+
+
+class _Description:
+    """A graph in the making; tensors are numbered in the order in which they are added."""
+
+    def __init__(self, cudnn: Any, p: Banded | AttentionBackward, handle: Any) -> None:
+        self.kinds, self.p, self.cudnn = cudnn.data_type, p, cudnn
+        self.io = getattr(self.kinds, _IO_TYPES[p.dtype])
+        wide = self.kinds.FLOAT
+        self.graph = cudnn.pygraph(
+            io_data_type=self.io, intermediate_data_type=wide, compute_data_type=wide, handle=handle
+        )
+        self.uids: list[int] = []
+        b, h, length, _ = p.q[0]
+        self.stats: Form = (b, h, length, 1), (h * length, length, 1, 1)  # where the log of sums lies
+
+    def add(self, name: str, form: Form | HeadsForm, kind: Any = None) -> Any:
+        """A tensor that is read."""
+        kind = self.io if kind is None else kind
+        return self.graph.tensor(name=name, dim=form[0], stride=form[1], data_type=kind, uid=self._next())
+
+    def give(self, tensor: Any, form: Form | HeadsForm, kind: Any = None) -> None:
+        """One that is written."""
+        tensor.set_output(True).set_uid(self._next()).set_dim(form[0]).set_stride(form[1])
+        tensor.set_data_type(self.io if kind is None else kind)
+
+    def _next(self) -> int:
+        self.uids.append(len(self.uids) + 1)
+        return self.uids[-1]
+
+
+def _described_forward(cudnn: Any, p: Banded, handle: Any) -> tuple[Any, tuple[int, ...]]:
+    d = _Description(cudnn, p, handle)
+    read = {name: d.add(name, form) for name, form in (("q", p.q), ("k", p.k), ("v", p.v))}
+    out, stats = d.graph.sdpa(**read, **p.choices(d), generate_stats=True)
+    d.give(out, p.out)
+    d.give(stats, d.stats, d.kinds.FLOAT)
+    return d.graph, tuple(d.uids)
+
+
+def _described_backward(cudnn: Any, p: Banded | AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
+    """The graph as the front end is told it, and the numbers of its tensors in the order in which they are given."""
+    d = _Description(cudnn, p, handle)
+    read = {name: d.add(name, form) for name, form in zip(("q", "k", "v"), (p.q, p.k, p.v), strict=True)}
+    read |= {name: d.add(name, p.out) for name in ("o", "dO")}
+    read["stats"] = d.add("stats", d.stats, d.kinds.FLOAT)
+    gradients = d.graph.sdpa_backward(**read, **p.choices(d))
+    for gradient, form in zip(gradients, (p.q, p.k, p.v), strict=True):
+        d.give(gradient, form)
+    return d.graph, tuple(d.uids)

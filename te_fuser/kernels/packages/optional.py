@@ -1,4 +1,4 @@
-"""What packages that may be installed beside PyTorch and run kernels have in common: are they there, may they run now.
+"""Packages that may be installed beside PyTorch and run kernels: a table, are they there, may they run now.
 
 Their versions are looked up without importing them.
 """
@@ -78,11 +78,11 @@ class Package:
         return f"{self.name} {version} is not as it was in {self.oldest}: {'; '.join(gone)}" if gone else None
 
     def requirement(self, cuda: str) -> str:
-        """What pip is told where PyTorch is built for that CUDA."""
+        """Requirement for pip where PyTorch is built for that CUDA."""
         return f"{self.name}{'[cu13]' if self._needs_libraries(cuda) else ''}>={self.oldest}"
 
     def state(self, cuda: str | None, capability: tuple[int, int] | None) -> str:
-        """Whether it is there and fits the CUDA that PyTorch is built for, and a GPU of that capability, in words."""
+        """State in words: is it there, does it fit PyTorch's CUDA and a GPU of that capability."""
         version = version_of(self.name)
         there = "not installed" if version is None else f"version {version}"
         unfit = self._unfit(cuda, capability)
@@ -107,6 +107,17 @@ class Package:
             return None
         wanted = "9 alone" if self.hopper_alone else "9.0 and newer"
         return f"it is used on compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
+
+
+# All of them: attention's backward that packs its gradient itself; attention on Hopper; products with epilogues there.
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package("nvidia-cudnn-frontend", "1.32", hopper_alone=False),
+        Package("flash-attn-4", "4.0.0b36", libraries_13="nvidia-cutlass-dsl-libs-cu13"),
+        Package("quack-kernels", "0.6.5", libraries_13="nvidia-cutlass-dsl-libs-cu13"),
+    )
+}
 
 
 def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
@@ -134,11 +145,7 @@ def current_stream(device: int) -> int:
 
 
 def refuse_capture(needed: str) -> None:
-    """Refuse to make what a call needs while its stream is captured.
-
-    Raises:
-        RuntimeError: when it is.
-    """
+    """Refuse to make what a call needs while its stream is captured. RuntimeError when it is."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"this call needs {needed}, and its stream is being captured into a CUDA graph: run the model once with "
@@ -168,7 +175,7 @@ class FirstRuns:
         tensors: Sequence[torch.Tensor | None],
         failed: Callable[[Exception], Exception],
     ) -> Any:
-        """What prepare() made at the form's first run, called with the tensors on a device.
+        """Call what prepare() made at the form's first run with the tensors on a device.
 
         Raises:
             RuntimeError: when a form that did not run yet meets a stream that is being captured.

@@ -1,4 +1,4 @@
-"""What follows a product in its kernel, in the terms of the package quack-kernels; imported where that is installed."""
+"""Epilogues of products, in the terms of the package quack-kernels; imported where that is installed."""
 
 from __future__ import annotations
 

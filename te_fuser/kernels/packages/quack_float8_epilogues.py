@@ -1,4 +1,4 @@
-"""What follows a product of 8 bits in its kernel, in the terms of quack-kernels; imported where that is installed."""
+"""Epilogues of products of 8 bits, in the terms of quack-kernels; imported where that is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sum_with_bias(acc: Any, a_inverse: Any, b_inverse: Any, bias: Any) -> dict[s
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias")})
 def sum_with_bias_and_addend(acc: Any, c: Any, a_inverse: Any, b_inverse: Any, bias: Any) -> dict[str, Any]:
-    """The same + c, which has a number for each of the result."""
+    """h + c, which has a number for each of the result."""
     return {"D": acc * (a_inverse * b_inverse) + bias + c}
 
 

@@ -1,4 +1,4 @@
-"""What follows a product of a gated MLP in its kernel, in the terms of quack-kernels; imported where that is installed.
+"""Epilogues of products of a gated MLP, in the terms of quack-kernels; imported where that is installed.
 
 Apart from `quack_epilogues`, so that what another version of the package does not take here leaves those as they are.
 """

@@ -1,4 +1,4 @@
-"""What epilogues in 8 bits are made of, in the terms of quack-kernels and its language; imported where it is."""
+"""Pieces of epilogues in 8 bits, in the terms of quack-kernels and its language; imported where it is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LargestMagnitude(Scalar):  # type: ignore[misc, unused-ignore]
         )
 
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        """The same of a part of the tile."""
+        """State of a part of the tile."""
         largest, places, rows, columns = state
         return largest, places[None, None, None, epi_coord[0], epi_coord[1]], rows, columns
 

@@ -18,7 +18,7 @@ import torch
 
 from te_fuser.ops import op_table
 from te_fuser.ops.attention import math as attention_math
-from te_fuser.ops.attention.context import SharedAttention, own_sinks, whole_sinks
+from te_fuser.ops.attention.head_parallel import SharedAttention, own_sinks, whole_sinks
 from te_fuser.ops.attention.heads import (
     LAYOUTS,
     PACKINGS,
@@ -37,8 +37,16 @@ from te_fuser.ops.attention.heads import (
     split_inputs,
 )
 from te_fuser.ops.attention.mask import COUNTS, HIDDEN_BY, PADDINGS, SAYS_MASK, AttentionMask, Band
-from te_fuser.ops.attention.math import Terms, kept, raised
-from te_fuser.ops.attention.scores import AttentionScores, Places, alibi_slopes, at_places, summed_by_place
+from te_fuser.ops.attention.math import (
+    AttentionScores,
+    Places,
+    Terms,
+    alibi_slopes,
+    at_places,
+    kept,
+    raised,
+    summed_by_place,
+)
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look, must_say
 from te_fuser.ops.parameters import empty, fill
@@ -53,7 +61,8 @@ STRUCTURES = (APART_KEYS, *HIDDEN_BY)
 class AttentionSettings:
     """What one attention computes, as a kernel is told it; `dropout` is 0 where nothing is drawn.
 
-    `mask` and `scores` say what is asked for beyond `causal` and `masked`.
+    `mask` and `scores` say what is asked for beyond `causal` and `masked`; `beyond` says that in words, and whether
+    heads are apart.
     """
 
     heads: AnyHeads
@@ -64,14 +73,15 @@ class AttentionSettings:
     # Views are looked up by settings in each call: the hash stays short.
     mask: AttentionMask = field(default=AttentionMask(), hash=False)
     scores: AttentionScores = field(default=AttentionScores(), hash=False)
+    beyond: tuple[str, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        apart = (APART_KEYS,) * isinstance(self.heads, ApartHeads)
+        object.__setattr__(self, "beyond", (*apart, *self.mask.beyond, *self.scores.beyond))
 
     @property
     def packed(self) -> PackedHeads:
-        """Where packed heads lie.
-
-        Raises:
-            TypeError: for heads that are apart.
-        """
+        """Where packed heads lie. TypeError for heads that are apart."""
         if not isinstance(self.heads, PackedHeads):
             raise TypeError(f"these heads are not packed: {self.heads}")
         return self.heads
@@ -80,12 +90,6 @@ class AttentionSettings:
     def is_causal(self) -> bool:
         """Whether later positions, counted from the first, are all that is hidden."""
         return self.causal and not self.masked and not self.mask.beyond
-
-    @property
-    def beyond(self) -> tuple[str, ...]:
-        """What it asks for beyond packed heads, later positions and a given mask, in words."""
-        apart = (APART_KEYS,) * isinstance(self.heads, ApartHeads)
-        return (*apart, *self.mask.beyond, *self.scores.beyond)
 
 
 def hidden_positions(causal: bool, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
@@ -379,11 +383,7 @@ class DotProductAttention(SharedAttention):
         return (dx, found) if found else dx
 
     def _lifted(self, x: Spec) -> Spec:
-        """Tokens as one sample.
-
-        Raises:
-            ValueError: when they have another number of dimensions.
-        """
+        """Tokens as one sample. ValueError when they have another number of dimensions."""
         if self.layout != TOKENS:
             return x
         if len(x.shape) != 2:

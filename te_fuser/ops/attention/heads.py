@@ -6,7 +6,7 @@ size of a head, E that of a value's. Query head g * R + r reads key/value head g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,24 +41,7 @@ def one_of(argument: str, value: str, names: Collection[str], theirs: Mapping[st
     return value
 
 
-def _split_interleaved(x: torch.Tensor, heads: PackedHeads) -> Parts:
-    groups, per_group, dim = heads.kv_heads, heads.per_group, heads.head_dim
-    parts = x.view(*x.shape[:2], groups, per_group + 2, dim)
-    return parts[..., :per_group, :], parts[..., per_group, :], parts[..., per_group + 1, :]
-
-
-def _split_blocked(x: torch.Tensor, heads: PackedHeads) -> Parts:
-    groups, per_group, dim = heads.kv_heads, heads.per_group, heads.head_dim
-    q, k, v = x.split((heads.heads * dim, groups * dim, groups * dim), -1)
-    rows = x.shape[:2]
-    return q.view(*rows, groups, per_group, dim), k.view(*rows, groups, dim), v.view(*rows, groups, dim)
-
-
-# Name of a packing -> how it is taken apart.
-PACKINGS: dict[str, Callable[..., Parts]] = {
-    "interleaved": _split_interleaved,
-    "blocked": _split_blocked,
-}
+PACKINGS = ("interleaved", "blocked")
 
 
 @dataclass(frozen=True)
@@ -191,12 +174,14 @@ class PackedHeads(Heads):
     def split(self, x: torch.Tensor) -> Parts:
         """Queries [B, G, R, S, D], keys and values [B, G, S, D], all views of x."""
         sequence, batch = LAYOUTS[self.layout]
-        q, k, v = PACKINGS[self.packing](x, self)
-        return (
-            q.permute(batch, 2, 3, sequence, 4),
-            k.permute(batch, 2, sequence, 3),
-            v.permute(batch, 2, sequence, 3),
-        )
+        rows, groups, per_group, dim = x.shape[:2], self.kv_heads, self.per_group, self.head_dim
+        if self.packing == "interleaved":
+            parts = x.view(*rows, groups, per_group + 2, dim)
+            q, k, v = parts[..., :per_group, :], parts[..., per_group, :], parts[..., per_group + 1, :]
+        else:
+            q, k, v = x.split((self.heads * dim, groups * dim, groups * dim), -1)
+            q, k, v = q.view(*rows, groups, per_group, dim), k.view(*rows, groups, dim), v.view(*rows, groups, dim)
+        return (q.permute(batch, 2, 3, sequence, 4), k.permute(batch, 2, sequence, 3), v.permute(batch, 2, sequence, 3))
 
     def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The inverse of `split`, in a new tensor."""

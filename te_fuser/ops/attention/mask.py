@@ -16,12 +16,7 @@ from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import check_name, may_look, whole_number, yes_or_no
 
 # Name of a mask -> (hides later positions, is given a boolean tensor).
-MASKS = {
-    "none": (False, False),
-    "causal": (True, False),
-    "given": (False, True),
-    "causal_and_given": (True, True),
-}
+MASKS = {"none": (False, False), "causal": (True, False), "given": (False, True), "causal_and_given": (True, True)}
 # The masks in words, for who gives none; Transformer Engine's words and what they are here.
 SAYS_MASK = (
     '"none", "causal" (a position sees those up to its own), "given" (the call gives a boolean tensor, True = hidden), '

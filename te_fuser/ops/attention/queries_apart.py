@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from te_fuser.ops.attention.head_parallel import OfHeads
 from te_fuser.ops.attention.heads import PackedHeads
-from te_fuser.ops.attention.of_heads import OfHeads
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_features
 

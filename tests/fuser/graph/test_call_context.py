@@ -118,4 +118,4 @@ def test_only_so_many_listings_are_kept(scaled: Scaled) -> None:
     for by in range(1, 30):
         with factor(float(by)):
             torch.testing.assert_close(model(x), plain * by)
-    assert len(model._prepared()[0].fuser._within) <= 8
+    assert len(model._prepared()[0].fuser._lists.within) <= 8

@@ -28,9 +28,9 @@ def test_edges():
     assert names(graph) == ["Fork", "MatMul", "Bias", "Output", "Add", "Add"]
     fork, matmul, bias, output, add, add_call = graph.nodes
     assert matmul.input == fork.output and bias.input == matmul.output and graph.output == add_call.output
-    assert graph.consumers(fork.named_out[0]) == [add.index] and graph.producer(fork.named_out[0]) == 0
-    assert graph.named_outputs == {"/o": output.named_out[0]} and graph.leaves(output.named_out[0])
-    assert graph.producer(graph.named_inputs["c"]) is None and graph.consumers(graph.named_inputs["c"]) == [5]
+    assert graph.readers[fork.named_out[0]] == [add.index] and graph.makers[fork.named_out[0]] == 0
+    assert graph.named_outputs == {"/o": output.named_out[0]} and output.named_out[0] in graph.results
+    assert graph.makers[graph.named_inputs["c"]] is None and graph.readers[graph.named_inputs["c"]] == [5]
     assert [n.label for n in (matmul, bias)] == ["op 1 (MatMul '1.matmul')", "op 2 (Bias '1.bias')"]
 
 
@@ -40,7 +40,7 @@ def test_views_are_in_the_memory_of_what_they_view():
     values = [graph.stored(graph.ref(n.output)).index for n in graph.nodes]
     gelu = graph.nodes[3].output
     assert values == [0, 0, 0, gelu, gelu]
-    assert len({graph.root(n.output) for n in graph.nodes}) == 4  # Identity alone is a name
+    assert len({graph.roots[n.output] for n in graph.nodes}) == 4  # Identity alone is a name
 
 
 def test_what_shares_storage():
@@ -49,10 +49,10 @@ def test_what_shares_storage():
     ).eval()
     graph = graph_of(model, outputs=("o",))
     fork, identity, dropout, gelu, output, add = graph.nodes
-    assert {graph.root(v) for v in (fork.output, *fork.named_out, identity.output, dropout.output)} == {0}
-    assert {graph.root(v) for v in (gelu.output, output.output, *output.named_out)} == {gelu.output}
-    assert graph.root(add.output) == add.output
-    assert graph_of(model.train(), outputs=("o",)).root(dropout.output) == dropout.output
+    assert {graph.roots[v] for v in (fork.output, *fork.named_out, identity.output, dropout.output)} == {0}
+    assert {graph.roots[v] for v in (gelu.output, output.output, *output.named_out)} == {gelu.output}
+    assert graph.roots[add.output] == add.output
+    assert graph_of(model.train(), outputs=("o",)).roots[dropout.output] == dropout.output
 
 
 def needs(model, x, **inputs):

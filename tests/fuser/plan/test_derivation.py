@@ -103,15 +103,15 @@ def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
 def test_results_and_refusals_are_those_of_the_stretch() -> None:
     graph = plan(branch(), branch()).graph
     for start, stop in ((0, 2), (7, 11)):
-        shared, exact = derivation.DerivedStretch(graph, start, stop, {}), Stretch(graph, start, stop)
+        shared, exact = derivation.DerivedStretch(graph, start, stop), Stretch(graph, start, stop)
         for _ in range(2):
             assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(start, stop, frozenset())
 
 
 def test_what_a_range_does_not_make_is_no_part_of_what_its_kernels_depend_on(derived: list[str]) -> None:
     graph = plan(branch()).graph
-    shared, none = derivation.DerivedStretch(graph, 0, 2, {}), frozenset[int]()
-    made = {graph.root(v) for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
+    shared, none = derivation.DerivedStretch(graph, 0, 2), frozenset[int]()
+    made = {graph.roots[v] for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
     others = frozenset(range(len(graph.values))) - made
     derivation.forget()
     derived.clear()

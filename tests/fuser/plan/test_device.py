@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.device import DEVICES, Device, _estimated, cpu_device, device_named, device_of
-from te_fuser.fuser.run import fuser
 from te_fuser.fusions import Cost
 from tests.settings import CPUS
 
@@ -102,7 +102,7 @@ def test_the_nearest_known_gpu_is_by_capability(capability: tuple[int, int], mon
 
 def test_a_plan_says_that_its_device_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     device = at_hand(monkeypatch, "NVIDIA L20", (8, 9), multi_processor_count=92)
-    monkeypatch.setattr(fuser, "device_of", lambda device_at_hand: device)
+    monkeypatch.setattr(pipeline, "device_of", lambda device_at_hand: device)
     model, x = Sequential(ops.LayerNorm(8)), torch.randn(3, 8)
     plan, text = model.plan(x), str(model.explain(x))
     (note,) = plan.notes

@@ -190,7 +190,7 @@ def test_reasons() -> None:
 
 def test_a_gpu_at_hand_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "obstacle", lambda group, device: f"{group.title} has none on {device}")
-    monkeypatch.setattr("te_fuser.fuser.run.fuser.device_of", lambda device: DEVICES["h200"])
+    monkeypatch.setattr("te_fuser.fuser.pipeline.device_of", lambda device: DEVICES["h200"])
     plan = te_fuser.Sequential(ops.AllGather(group()), ops.MatMul(8, 8)).plan(torch.empty(64, 8))
     assert why(plan) == {"tp has none on cpu"}
 

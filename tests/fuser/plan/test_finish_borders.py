@@ -9,9 +9,9 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import finish
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser
 from te_fuser.recipe import DelayedScaling
 
 F, FFN = 64, 128
@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(name: str, ranks: bool, region: bool, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setattr(fuser, "has_ranks", lambda: ranks)
+    monkeypatch.setattr(pipeline, "has_ranks", lambda: ranks)
     with torch.device("meta"):
         model = LISTS[name]().to(torch.bfloat16)
     x = torch.empty(256, F, dtype=torch.bfloat16, device="meta", requires_grad=True)

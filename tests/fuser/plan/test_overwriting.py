@@ -14,14 +14,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from te_fuser import Residual, Sequential, ops
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan import finish, overwriting, planner
+from te_fuser.fuser.plan import finish, overwriting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
-from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
-from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.op_tasks import FusionTask, OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -86,7 +86,7 @@ def pairs(plan_steps: tuple[Step, ...]) -> dict[str, tuple[tuple[str, str], ...]
 def without(model: Sequential, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What `run` gives by plans that overwrite nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(planner, "PASSES", {n: p for n, p in planner.PASSES.items() if n != "overwrite"})
+        patch.setattr(pipeline, "PLAN_PASSES", {n: p for n, p in pipeline.PLAN_PASSES.items() if n != "overwrite"})
         other = mlp(*list(model)[4:])
         other.load_state_dict(model.state_dict())
         assert not pairs(other.plan(x_of()).backward)
@@ -169,7 +169,7 @@ def test_small_tensors_are_not_overwritten(ours: None, monkeypatch: pytest.Monke
     assert list(pairs(model.plan(x_of()).backward)) == ["bias_gelu_bwd"]
     monkeypatch.setattr(overwriting, "LEAST_BYTES", ROWS * HIDDEN * 4 + 1)
     plan = mlp(ops.LayerNorm(WIDTH)).plan(x_of())
-    again = overwriting.with_overwriting(plan, Prices(Problem(plan.graph, Options(plan.device))))
+    again = overwriting.mark_overwrites(plan, Prices(Problem(plan.graph, Options(plan.device))))
     assert not pairs(plan.backward) and again.backward == plan.backward
 
 

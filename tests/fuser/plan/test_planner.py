@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph.refs import RECOMPUTED, STATISTIC, VALUE
-from te_fuser.fuser.plan.keeping import LAMBDA
-from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.plan.plan import LAMBDA
+from te_fuser.fuser.steps.op_tasks import FusionTask
 from te_fuser.fusions import Cost, Details
 from tests.twins import assert_as_meant, sequential, tensor
 

@@ -14,13 +14,12 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.graph import alike
+from te_fuser.fuser.graph import builder
 from te_fuser.fuser.plan import covers, derivation
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.op_tasks import FusionTask, OpTask
 from te_fuser.fusions import registry
 from tests.plans.models import (
     BF16,
@@ -86,7 +85,7 @@ def _lines(case: Case, memory: Any) -> list[str]:
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No section is like another one."""
     numbers = itertools.count()
-    monkeypatch.setattr(alike, "likeness", lambda op: next(numbers))
+    monkeypatch.setattr(builder, "likeness", lambda op: next(numbers))
 
 
 @pytest.mark.parametrize("memory", MEMORY)

@@ -21,7 +21,7 @@ def function_of(model: Sequential, x: torch.Tensor, **inputs: Any) -> Callable[.
     first, again = model(x, **inputs), model(x, **inputs)
     torch.testing.assert_close(again, first)
     (part,) = model._prepared()
-    known = part.fuser._known  # type: ignore[union-attr]
+    known = part.fuser._last  # type: ignore[union-attr]
     assert known is not None
     return known.function
 

@@ -242,10 +242,6 @@ def test_measuring_needs_the_device_at_hand() -> None:
         mlp().explain(sample(), device="h200", measure=True)
 
 
-def test_html_is_the_text() -> None:
-    assert mlp().explain(sample())._repr_html_().startswith("<pre>Plan: 9 ops")
-
-
 def test_without_an_input_it_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"torch.empty of its shape will do"):
         mlp().explain()

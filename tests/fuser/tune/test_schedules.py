@@ -20,8 +20,8 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.codegen.schedule import Schedule
 from te_fuser.codegen.tuned_schedules import store_for
+from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser as fuser_module
 from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune import schedules
@@ -40,7 +40,7 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
     as_new_process(monkeypatch, tmp_path, GPU_NAME)
     monkeypatch.setattr(nvrtc, "compile_source", lambda *known, **options: Compiled(b"nowhere:-", ()))
-    monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
+    monkeypatch.setattr(pipeline, "target_for", lambda *_: "cuda")
     with in_place(library) as fake:
         yield fake
     forget_written()

@@ -14,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser.distributed.exchange import Exchange, Transport, UnderWay
 from te_fuser.distributed.group import Group
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import capturing
 from tests.gpu.ranks.models import SIZES, backward, batch, by_nccl, device, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import te_fuser as te
-from te_fuser.fuser.plan.host import capturing
+from te_fuser.fuser.plan.device import capturing
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.gpu.ranks.models import batch, by_nccl, gradients, mesh, own
@@ -86,6 +86,23 @@ def test_errors_are_those_of_the_whole_model(by: str, preset: str, sequence_para
             assert usual < 0.25 * wanted.norm().item(), (name, usual)
     if by == "delayed":
         assert_near_states(shared, whole_one)
+
+
+@pytest.mark.parametrize("by", RECIPES)
+@on_ranks
+def test_steps_do_not_wait_for_the_gpu(by: str) -> None:
+    """From the third on: nothing is copied to it that lies in pages which may move, nor read from it at once."""
+    if not by_nccl():
+        return
+    m, x = cut("LayerNormMLP"), own(batch()).contiguous().requires_grad_()
+    for number in range(5):
+        torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
+        try:
+            with te.autocast(recipe=RECIPES[by], amax_reduction_group=dist.group.WORLD):
+                y = m(x)
+            y.backward(y.detach())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_near_states(m: Any, twin: Any) -> None:

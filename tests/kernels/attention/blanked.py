@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from te_fuser.kernels.attention.blank_rows import Blanks, Side
+from te_fuser.kernels.attention.lengths import Blanks, Side
 
 
 def numbers(*values: int) -> torch.Tensor:

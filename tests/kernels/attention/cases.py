@@ -64,10 +64,10 @@ def by_op(op, x, dy, mask=None):
 def by_provider(provider, op, x, dy, mask=None):
     """The same by a provider."""
     settings = op.settings()
-    y, saved = provider.forward(settings, x, mask)
+    given = {"input": x, "attention_mask": mask}
+    y, saved = provider.forward(settings, given)
     assert tuple(saved) == provider.emits and all(isinstance(t, torch.Tensor) for t in saved.values())
-    known = {"input": x, "output": y, "attention_mask": mask, **saved}
-    return y, provider.backward(settings, known, dy)
+    return y, provider.backward(settings, {**given, "output": y, **saved}, dy)["input"]
 
 
 def assert_matches(provider, op, x, dy, mask=None, tolerance=1e-12):
@@ -80,18 +80,6 @@ def strided(t):
     """The same numbers [..., n] in other places: features apart, rows of an odd length, behind another tensor's."""
     behind = torch.stack((torch.zeros_like(t), t))[1]
     return t.mT.contiguous().mT, torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]], behind
-
-
-def assert_gradients_are_views_of_the_packed_one(provider):
-    """Those of queries, keys and values before packing."""
-    op, x, dy = make(kv_heads=2, packing="blocked")
-    with torch.no_grad():
-        y, saved = provider.forward(op.settings(), x)
-        tensors = {"input": x, "output": y, **saved}
-        parts = provider.gradients(op.settings(), tensors, dy)
-        packed = provider.backward(op.settings(), tensors, dy)
-    for part, want in zip(parts, op.packed.split(packed), strict=True):
-        assert torch.equal(part, want)
 
 
 def in_threads(runs):

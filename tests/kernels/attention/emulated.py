@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from te_fuser.codegen.written import TextKernel
-from te_fuser.kernels.attention.blank_rows import BlankRows
-from te_fuser.kernels.attention.moved_rows import FindTokens, MoveRows
+from te_fuser.kernels.attention.lengths import BlankRows
+from te_fuser.kernels.attention.padding import FindTokens, MoveRows
 
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -119,9 +119,9 @@ def by_provider(provider: object, op: ops.DotProductAttention, tensors: Tensors,
     """The same by a provider."""
     sink = {} if op.sink is None else {"sink": op.sink.detach()}
     known = {**tensors, **sink}
-    y, saved = provider.forward_separate(op.settings(), known)
+    y, saved = provider.forward(op.settings(), known)
     assert tuple(saved) == provider.emits
-    return {"output": y, **provider.backward_separate(op.settings(), {**known, "output": y, **saved}, dy)}
+    return {"output": y, **provider.backward(op.settings(), {**known, "output": y, **saved}, dy)}
 
 
 def output_gradient(op: ops.DotProductAttention, tensors: Tensors) -> torch.Tensor:

@@ -10,9 +10,8 @@ import torch
 
 from te_fuser import ops
 from te_fuser.kernels.attention import AttentionProblem
-from te_fuser.kernels.attention.blank_rows import by_kernel, by_torch
-from te_fuser.kernels.attention.moved_rows import CompactByKernel, CompactByTorch
-from te_fuser.kernels.attention.padding import Padded, reason_not, why_not_moved
+from te_fuser.kernels.attention.lengths import blank_by_kernel, blank_by_torch
+from te_fuser.kernels.attention.padding import CompactByKernel, CompactByTorch, Padded, reason_not, why_not_moved
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
 from tests.fake_cuda import FakeDriver
@@ -39,9 +38,9 @@ def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: st
     op, tensors = case(name, layout, kind)
     settings, dy = op.settings(), structured.output_gradient(op, tensors)
     want = structured.by_op(op, tensors, dy)
-    y, saved = provider.forward_separate(settings, tensors, by_torch)
+    y, saved = provider.forward(settings, tensors, blank_by_torch)
     assert tuple(saved) == provider.provider.emits
-    ours = provider.backward_separate(settings, {**tensors, "output": y, **saved}, dy, by_torch)
+    ours = provider.backward(settings, {**tensors, "output": y, **saved}, dy, blank_by_torch)
     assert {"output", *ours} == want.keys()
     for key, found in {"output": y, **ours}.items():
         torch.testing.assert_close(found, want[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
@@ -59,9 +58,9 @@ def test_by_kernels(provider: Padded, name: str, layout: str, kind: str, emulate
     op, tensors = case(name, layout, kind, dtype=torch.bfloat16)
     settings, dy = op.settings(), structured.output_gradient(op, tensors)
     found = []
-    for way, blank in ((provider, by_torch), (replace(provider, rows=CompactByKernel), by_kernel)):
-        y, saved = way.forward_separate(settings, tensors, blank)
-        made = way.backward_separate(settings, {**tensors, "output": y, **saved}, dy, blank)
+    for way, blank in ((provider, blank_by_torch), (replace(provider, rows=CompactByKernel), blank_by_kernel)):
+        y, saved = way.forward(settings, tensors, blank)
+        made = way.backward(settings, {**tensors, "output": y, **saved}, dy, blank)
         found.append({"output": y, **made})
     for key, want in found[0].items():
         assert torch.equal(found[1][key], want), key
@@ -70,8 +69,8 @@ def test_by_kernels(provider: Padded, name: str, layout: str, kind: str, emulate
 def test_nothing_to_attend_to(provider: Padded) -> None:
     op, tensors = case("packed", "batch_first", "end")
     tensors = {"input": tensors["input"][:, :0], "padding": tensors["padding"][..., :0]}
-    y, saved = provider.forward_separate(op.settings(), tensors, by_torch)
-    found = provider.backward_separate(op.settings(), {**tensors, "output": y, **saved}, y, by_torch)
+    y, saved = provider.forward(op.settings(), tensors, blank_by_torch)
+    found = provider.backward(op.settings(), {**tensors, "output": y, **saved}, y, blank_by_torch)
     assert y.shape == (B, 0, 32) and found["input"].shape == tensors["input"].shape
 
 

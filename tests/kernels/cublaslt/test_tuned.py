@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products, tuned
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, TunedAlgorithm, TunedProducts
 from tests.fake_cublaslt import FakeCublasLt
@@ -21,7 +20,7 @@ from tests.kernels.cublaslt.process import a_new_process
 
 BF16, F32 = torch.bfloat16, torch.float32
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
-LAYOUTS = [quantized_matmul.ALONG, (False, False), (True, False)]
+LAYOUTS = [products.ALONG, (False, False), (True, False)]
 BLOCKS = [("rows", "squares"), ("squares", "rows"), ("rows", "rows")]
 pytestmark = pytest.mark.usefixtures("a_gpu")
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("a_gpu")
 X, W, OUT = torch.randn(5, 32), torch.randn(6, 32), torch.empty(5, 6)
 X8, W8, ONE = X.to(E4M3), W.to(E4M3), torch.ones(())
 WIDE = products.form_of("forward", F32, F32)
-NARROW = quantized_matmul.form_of("plain", E4M3, E4M3, F32, True)
+NARROW = products.form_of_8("plain", E4M3, E4M3, F32, True)
 
 
 def run_wide() -> None:
@@ -39,7 +38,7 @@ def run_wide() -> None:
 
 def run_narrow(fast: bool = True) -> None:
     """The same of 8 bits, or by the product that sums in float32."""
-    quantized_matmul.configured(quantized_matmul.form_of("plain", E4M3, E4M3, F32, fast))((X8, W8, ONE, ONE, OUT))
+    products.product_of(products.form_of_8("plain", E4M3, E4M3, F32, fast))((X8, W8, ONE, ONE, OUT))
 
 
 # By form: the same problem again, another problem, another product.
@@ -73,11 +72,11 @@ def keep(which: str, candidate: int) -> tuple[TunedProducts, ProductProblem, byt
 def forms() -> Iterator[ProductForm]:
     """All that a product is configured by."""
     yield from (products.form_of(kind, BF16, out) for kind in products.KINDS for out in (BF16, F32))
-    for kind, pair, out, fast in itertools.product(quantized_matmul.KINDS, PAIRS, products.DTYPES, (False, True)):
+    for kind, pair, out, fast in itertools.product(products.KINDS_8, PAIRS, products.DTYPES, (False, True)):
         for transposes in LAYOUTS:
-            yield quantized_matmul.form_of(kind, *pair, out, fast, transposes)
+            yield products.form_of_8(kind, *pair, out, fast, transposes)
         if not fast:
-            yield from (quantized_matmul.form_of(kind, *pair, out, fast, scales=scales) for scales in BLOCKS)
+            yield from (products.form_of_8(kind, *pair, out, fast, scales=scales) for scales in BLOCKS)
 
 
 def test_problem_says_what_it_is_and_forms_are_kept_apart() -> None:
@@ -91,8 +90,8 @@ def test_problem_says_what_it_is_and_forms_are_kept_apart() -> None:
     assert len(keys) == 10 and len(keys | {p.key(products.form_of("dgrad", F32, F32))}) == 11
     found = [*forms()]
     assert len({p.key(form) for form in found}) == len({*found}) == len(found)
-    blocks = quantized_matmul.form_of("onto", E5M2, E4M3, F32, False, scales=("rows", "squares"))
-    by_rows = quantized_matmul.form_of("bias", E4M3, E4M3, BF16, False, (False, False))
+    blocks = products.form_of_8("onto", E5M2, E4M3, F32, False, scales=("rows", "squares"))
+    by_rows = products.form_of_8("bias", E4M3, E4M3, BF16, False, (False, False))
     assert [*map(str, (products.form_of("wgrad_onto", BF16, F32), WIDE, NARROW, blocks, by_rows))] == [
         "wgrad_onto bfloat16 to float32",
         "forward float32",

@@ -13,7 +13,6 @@ import torch
 import te_fuser
 from te_fuser import Sequential, _native, ops
 from te_fuser.fuser.tune import tune as tuning
-from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductProblem
@@ -53,12 +52,12 @@ def ones(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
 A, B, ONE, OUT = ones(5, 32), ones(6, 32), torch.ones(()), torch.empty(5, 6)
 WIDE = A.float(), B.float(), torch.empty(5, 6)
 HOW = "plain", E4M3, E4M3, F32
-FORM = quantized_matmul.form_of(*HOW, True)
+FORM = products.form_of_8(*HOW, True)
 
 
 def native(fast: bool) -> _native.CudaMatmul:
     """The product of that form, or of the one that sums in float32."""
-    return quantized_matmul.configured(quantized_matmul.form_of(*HOW, fast))
+    return products.product_of(products.form_of_8(*HOW, fast))
 
 
 def run(fast: bool = True) -> None:
@@ -76,7 +75,7 @@ def ran(fake: FakeCublasLt, call: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "transposes", "scales"),
     [
-        *itertools.product(quantized_matmul.KINDS, LAYOUTS, [("one", "one")]),
+        *itertools.product(products.KINDS_8, LAYOUTS, [("one", "one")]),
         *itertools.product(("plain", "onto"), LAYOUTS[:1], BLOCKS),
     ],
 )
@@ -86,8 +85,8 @@ def test_an_example_is_the_very_problem(
     """Also where rows lie apart; with as many scales as the product wants."""
     fake.any_layout, (m, n, k) = 1, (16, 48, 1280)
     for a, b in PAIRS:
-        form = quantized_matmul.form_of(kind, a, b, F32, False, transposes, scales)
-        product = quantized_matmul.configured(form)
+        form = products.form_of_8(kind, a, b, F32, False, transposes, scales)
+        product = products.product_of(form)
         counts = [module._scales(lie, rows, k) for lie, rows in zip(scales, (m, n), strict=True)]
         shapes = (k, m) if transposes[0] else (m, k), (n, k) if transposes[1] else (k, n)
         for apart in (0, 16):

@@ -10,7 +10,7 @@ import types
 
 import torch
 
-from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
+from te_fuser.kernels.attention import cudnn as attention_cudnn_frontend
 from te_fuser.kernels.packages import cudnn_frontend
 from tests.kernels.attention import varlen
 from tests.kernels.packages import fake_packages

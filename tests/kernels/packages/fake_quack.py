@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from te_fuser.kernels.packages import quack_matmul
+from te_fuser.kernels.packages import quack
 from tests.kernels.packages import fake_packages
 
 VERSION = "0.6.5"
@@ -116,7 +116,7 @@ class Package:
             name: types.ModuleType(name)
             for name in ("quack.activation", "quack.epilogue.frontend", "quack.epilogue.ops")
         }
-        config = self.modules[quack_matmul._CONFIG] = types.ModuleType(quack_matmul._CONFIG)
+        config = self.modules[quack._CONFIG] = types.ModuleType(quack._CONFIG)
         config.GemmConfig = GemmConfig
         for function in (dgelu_tanh_approx, gelu_tanh_approx, dswiglu):
             setattr(self.modules["quack.activation"], function.__name__, function)
@@ -184,9 +184,9 @@ def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    fake_packages.in_place(patch, quack_matmul, package.modules, VERSION)
+    fake_packages.in_place(patch, quack, package.modules, VERSION)
     # Written in the package's terms, so they are made anew from this one.
-    for name in (quack_matmul._EPILOGUES, quack_matmul._GATED_EPILOGUES):
+    for name in (quack._EPILOGUES, quack._GATED_EPILOGUES):
         spec = importlib.util.find_spec(name)
         package.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package.modules[name])
@@ -196,6 +196,6 @@ def in_place(patch):
 
 def forget():
     """Drop what was kept of another package."""
-    for kept in (quack_matmul.module, quack_matmul._config, quack_matmul.unusable, quack_matmul.unusable_by_gates):
+    for kept in (quack.module, quack._config, quack.unusable, quack.unusable_by_gates):
         kept.cache_clear()
-    quack_matmul.runs.forget()
+    quack.runs.forget()

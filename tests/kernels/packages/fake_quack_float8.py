@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from te_fuser.kernels.packages import quack_float8, quack_matmul
+from te_fuser.kernels.packages import quack
 from tests.kernels.packages import fake_packages
 
 VERSION = "0.6.5"
@@ -99,8 +99,8 @@ class Package:
             "quack.activation": {"sigmoid": torch.sigmoid},
             "quack.epilogue.frontend": {"gemm_epilogue": self.gemm_epilogue},
             "quack.epilogue.ops": {"RowVecLoad": RowVecLoad},
-            quack_float8._HOST: {"run_gemm_epi_plan": self.run_gemm_epi_plan},
-            quack_float8._HOPPER: {"GemmSm90": GemmSm90},
+            quack._HOST: {"run_gemm_epi_plan": self.run_gemm_epi_plan},
+            quack._HOPPER: {"GemmSm90": GemmSm90},
             PIECES: {"LargestMagnitude": LargestMagnitude, "as_bfloat16": as_bfloat16},
         }
         self.modules = {name: types.ModuleType(name) for name in there}
@@ -155,8 +155,8 @@ def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    fake_packages.in_place(patch, quack_matmul, package.modules, VERSION)
-    name = quack_float8._EPILOGUES  # written in the package's terms, so it is made anew from this one
+    fake_packages.in_place(patch, quack, package.modules, VERSION)
+    name = quack._EPILOGUES_8  # written in the package's terms, so it is made anew from this one
     spec = importlib.util.find_spec(name)
     package.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package.modules[name])
@@ -166,6 +166,6 @@ def in_place(patch):
 
 def forget():
     """Drop what was kept of another package."""
-    for kept in (quack_matmul.module, quack_float8.unusable):
+    for kept in (quack.module, quack.unusable_8):
         kept.cache_clear()
-    quack_matmul.runs.forget()
+    quack.runs.forget()

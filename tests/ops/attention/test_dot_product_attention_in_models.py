@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan.planner import make_plan
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.pipeline import make_plan
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -171,7 +171,7 @@ def test_verified_with_its_inputs():
 def test_one_plan_for_many_lengths(scores, monkeypatch):
     """Nothing that is asked of sizes ties a plan to one of them."""
     made = []
-    monkeypatch.setattr(fuser, "make_plan", lambda *given: made.append(0) or make_plan(*given))
+    monkeypatch.setattr(pipeline, "make_plan", lambda *given: made.append(0) or make_plan(*given))
     apart = ops.AttentionMask(causal=True, corner="bottom_right", key_lengths="n")
     models = {
         "apart": ops.DotProductAttention(2, 4, packing="apart", mask=apart, layout="batch_first", scores=scores),

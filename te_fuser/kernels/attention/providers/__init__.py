@@ -1,1 +1,0 @@
-"""Ways to run attention, one file for each provider."""

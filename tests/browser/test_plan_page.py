@@ -1,0 +1,114 @@
+"""The page of an explanation in a browser: a script that is added to a copy of it looks, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--disable-quic"]  # fmt: skip
+WIDE, NARROW = 1400, 400
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two layers on a GPU that is not here."""
+    h = 1024
+    attention = ops.DotProductAttention(8, h // 8, mask="causal", layout="batch_first")
+    layer = te_fuser.Sequential(
+        te_fuser.Residual(ops.LayerNorm(h), ops.Linear(h, 3 * h), attention, ops.Linear(h, h), ops.Dropout(0.1)),
+        te_fuser.Residual(ops.LayerNorm(h), ops.Linear(h, 4 * h), ops.GELU(), ops.Linear(4 * h, h), ops.Dropout(0.1)),
+    ).bfloat16()
+    x = torch.zeros(2, 512, h, dtype=torch.bfloat16, requires_grad=True)
+    path: Path = layer.explain(x, device="h200").to_html(tmp_path_factory.mktemp("page") / "plan.html")
+    return path
+
+
+def run(folder: Path, *arguments: str) -> str:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *QUIET, f"--user-data-dir={folder}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:
+    """What a script gives, as JSON, in a window of that width; an error of the page fails it."""
+    copy = folder / "copy.html"
+    ending = f"""<div id="frame"></div><script>
+    addEventListener('error', e => document.body.setAttribute('data-error', e.message));
+    addEventListener('load', () => setTimeout(() => document.body.setAttribute('data-found', JSON.stringify((() => {{
+    {script} }})())), 50));</script></body>"""
+    copy.write_text(page.read_text().replace("</body>", ending))
+    text = run(
+        folder / "profile",
+        f"--window-size={width},900",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        f"file://{copy}",
+    )
+    assert "data-error" not in text.partition("<body")[2].partition(">")[0]
+    found = re.search(r'data-found="([^"]*)"', text)
+    assert found is not None, text[-500:]
+    return json.loads(unescape(found[1]))
+
+
+def test_a_bar_shows_its_facts_when_it_has_the_focus(page: Path, tmp_path: Path) -> None:
+    """As under a pointer; keyboards reach each bar in turn."""
+    script = """
+    const bars = [...document.querySelectorAll('.lane a')], tip = bars[1].nextSibling;
+    const before = getComputedStyle(tip).display;
+    bars[1].focus();
+    return [before, getComputedStyle(tip).display, tip.innerText, bars.every(b => b.tabIndex === 0)];"""
+    before, after, text, reached = looked(page, tmp_path, script)
+    assert (before, after, reached) == ("none", "block", True)
+    assert "limit: products" in text and "ops 2-3: MatMul" in text, text
+
+
+def test_a_bar_leads_to_its_row_and_unfolds_the_table(page: Path, tmp_path: Path) -> None:
+    script = """
+    const row = document.getElementById('step-0-forward-1'), table = row.closest('details'), closed = !table.open;
+    document.querySelectorAll('.lane a')[1].click();
+    return [closed, table.open, location.hash, row.getBoundingClientRect().height > 0];"""
+    closed, unfolded, place, seen = looked(page, tmp_path, script)
+    assert closed and place == "#step-0-forward-1"
+    assert unfolded and seen
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_nothing_is_wider_than_the_window(page: Path, tmp_path: Path, width: int) -> None:
+    """Tables scroll by themselves; all folds are open."""
+    script = f"""
+    const frame = document.querySelector('.te-fuser');
+    frame.style.width = '{width - 24}px';
+    document.querySelectorAll('details').forEach(d => d.open = true);
+    const parts = [...frame.querySelectorAll('h2,h3,p,ol,svg,.scroll')];
+    const right = part => part.getBoundingClientRect().right;
+    return [parts.length, Math.max(...parts.map(right)) - right(frame)];"""
+    count, beyond = looked(page, tmp_path, script, width)
+    assert count > 10 and beyond <= 0
+
+
+def test_dark_windows_have_dark_pages(page: Path, tmp_path: Path) -> None:
+    script = "return getComputedStyle(document.querySelector('.te-fuser')).backgroundColor;"
+    assert looked(page, tmp_path, script) == "rgb(255, 255, 255)"
+    dark = page.read_text().replace("@media(prefers-color-scheme:dark)", "@media all")
+    (tmp_path / "dark.html").write_text(dark)
+    assert looked(tmp_path / "dark.html", tmp_path, script) == "rgb(18, 24, 31)"
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_a_screenshot_is_no_blank_page(page: Path, tmp_path: Path, width: int) -> None:
+    run(tmp_path / "profile", f"--window-size={width},900", f"--screenshot={tmp_path / 'page.png'}", f"file://{page}")
+    assert (tmp_path / "page.png").stat().st_size > 10_000

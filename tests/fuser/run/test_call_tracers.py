@@ -1,0 +1,247 @@
+"""Tracers and forward-mode derivatives are refused at every call; what is advised instead works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_fuser import Residual, Sequential, autocast, ops, sequential
+from te_fuser.fuser import pipeline
+from te_fuser.recipe import DelayedScaling
+from tests.needs import needs_follower
+
+
+class Reference(torch.nn.Module):
+    """A model's reference as a module."""
+
+    def __init__(self, model: Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model.reference(x)
+
+
+def made(**options: Any) -> Sequential:
+    """A model of row ops, products, attention and a branch; nothing is drawn in eval mode."""
+    return Sequential(
+        ops.LayerNorm(8),
+        ops.Linear(8, 24),
+        ops.DotProductAttention(2, 4, dropout=0.1, mask="none", layout="sequence_first"),
+        Residual(ops.Linear(8, 16), ops.SwiGLU(), ops.Dropout(0.1)),
+        **options,
+    ).eval()
+
+
+X = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+
+
+def with_tangent(model: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+
+
+def with_parameter_tangent(model: Sequential) -> Any:
+    with forward_ad.dual_level():
+        weight = model[0].weight
+        model[0]._parameters["weight"] = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        try:
+            return model(X)
+        finally:
+            model[0]._parameters["weight"] = weight
+
+
+def under_fake_tensors(model: Sequential) -> Any:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        return model(X)
+
+
+REFUSED: dict[str, tuple[Callable[[Sequential], Any], str]] = {
+    "make_fx": (lambda m: make_fx(m)(X), "under make_fx.*model.reference"),
+    "make_fx before dispatch": (lambda m: make_fx(m, pre_dispatch=True)(X), "under make_fx.*model.reference"),
+    "make_fx of fake tensors": (lambda m: make_fx(m, tracing_mode="fake")(X), "got FakeTensor.*model.reference"),
+    "fake tensors": (under_fake_tensors, "FakeTensorMode.*model.reference"),
+    "jit": (lambda m: torch.jit.trace(m, X), "torch.jit.trace.*model.reference"),
+    "export": (lambda m: torch.export.export(m, (X,)), "got FakeTensor.*model.reference"),
+    "symbolic_trace": (torch.fx.symbolic_trace, "symbolic_trace.*is_leaf_module"),
+    "tangent": (with_tangent, "forward-mode.*model.reference"),
+    "parameter's tangent": (with_parameter_tangent, "forward-mode.*model.reference"),
+    "jvp": (lambda m: torch.func.jvp(m, (X,), (X,)), "torch.func.*model.reference"),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_every_call(
+    name: str, called: bool, frozen: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, text = REFUSED[name]
+    model = made(verify=verify).requires_grad_(not frozen)
+    want = model(X) if called else made_alike(model)(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "execute", lambda *_: pytest.fail("something runs"))
+        with pytest.raises(TypeError, match=text):
+            trace(model)
+    assert torch.equal(model(X), want)
+
+
+def made_alike(model: Sequential) -> Sequential:
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("op", [ops.LayerNorm(8), ops.Linear(8, 8)])
+def test_ops_alone_refuse_and_stay_as_they_were(op: ops.FusableOperation, called: bool) -> None:
+    op = copy.deepcopy(op)
+    want = op(X) if called else copy.deepcopy(op)(X)
+    for trace, _ in REFUSED.values():
+        if trace is not with_parameter_tangent:
+            with pytest.raises(TypeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
+                trace(op)  # type: ignore[arg-type]
+    assert torch.equal(op(X), want)
+
+
+def test_what_a_single_op_advises_for_double_backward_works() -> None:
+    op, x = ops.GELU(), X.double().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
+        torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    assert torch.autograd.gradgradcheck(Sequential(op).reference, x)
+
+
+def test_other_modes_see_the_call() -> None:
+    with FlopCounterMode(display=False):
+        assert torch.equal(made_alike(model := made())(X), model(X))
+
+
+def test_a_dual_level_without_tangents_runs() -> None:
+    model = made()
+    with forward_ad.dual_level():
+        assert torch.equal(model(X), model(X))
+
+
+TRACED: dict[str, Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "make_fx": lambda m: make_fx(m)(X),
+    "jit": lambda m: torch.jit.trace(m, X),
+    "export": lambda m: torch.export.export(m, (X,)).module(),
+}
+FOLLOWED: dict[str, Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "strict export": lambda m: torch.export.export(m, (X,), strict=True).module(),
+    "compile": lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("name", [*TRACED, *[pytest.param(name, marks=needs_follower) for name in FOLLOWED]])
+def test_the_reference_can_be_traced(name: str) -> None:
+    model = made()
+    traced = {**TRACED, **FOLLOWED}[name](Reference(model))
+    torch.testing.assert_close(traced(X), model(X))
+    torch.testing.assert_close(traced(2 * X), model(2 * X))
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_compilers_that_do_not_follow_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # it runs as it is what it did not follow once
+    monkeypatch.setattr(sequential, "_FOLLOWED", False)
+    model = made()
+    with pytest.raises(Exception, match=r"need PyTorch 2\.13; leave fullgraph away, export with strict=False"):
+        FOLLOWED[name](Reference(model))(X)
+    in_parts = torch.compile(Reference(model), backend="eager")
+    torch.testing.assert_close(in_parts(X), model(X))
+    torch._dynamo.reset()
+
+
+REGION = DelayedScaling(amax_history_len=2)
+
+
+@pytest.fixture
+def in_8_bits() -> Sequential:
+    """A model that has scales."""
+    model, x = Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16)), torch.randn(3, 16)
+    for _ in range(2):
+        with autocast(recipe=REGION):
+            model(x).sum().backward()
+    return model.eval()
+
+
+def test_the_reference_is_exported_in_8_bits(in_8_bits: Sequential) -> None:
+    x = torch.randn(3, 16)
+    with torch.no_grad(), autocast(recipe=REGION):
+        exported = torch.export.export(Reference(in_8_bits), (x,), strict=False).module()
+        for given in (x, 3 * x):
+            torch.testing.assert_close(exported(given), in_8_bits(given))
+
+
+@needs_follower
+def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> None:
+    x = torch.randn(3, 16)
+    compiled = torch.compile(Reference(in_8_bits), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
+        with autocast(recipe=REGION):
+            for refused in (compiled, lambda x: torch.export.export(Reference(in_8_bits), (x,), strict=True)):
+                with pytest.raises(Exception, match="torch.compile cannot follow regions of FP8"):
+                    refused(x)
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=needs_follower)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_reference_is_exported_for_any_number_of_rows(gradients: bool, strict: bool) -> None:
+    model = Sequential(ops.LayerNorm(8), ops.Linear(8, 24), ops.GELU(), ops.Linear(24, 8))
+    rows = {0: torch.export.Dim("rows")}
+    with torch.set_grad_enabled(gradients):
+        program = torch.export.export(Reference(model), (X,), dynamic_shapes=(rows,), strict=strict)
+        x = torch.randn(5, 2, 8)
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_the_reference_has_forward_mode_derivatives() -> None:
+    model = made().double()
+    x, dx = X.double(), torch.randn_like(X).double()
+    _, tangent = torch.func.jvp(model.reference, (x,), (dx,))
+    eps = 1e-6
+    torch.testing.assert_close(tangent, (model(x + eps * dx) - model(x - eps * dx)) / (2 * eps), rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_may_be_a_leaf() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return isinstance(module, Sequential) or super().is_leaf_module(module, name)
+
+    whole = torch.nn.Sequential(made(), torch.nn.Tanh())
+    graphed = torch.fx.GraphModule(whole, Tracer().trace(whole))
+    assert torch.equal(graphed(X), whole(X))
+
+
+@pytest.mark.parametrize("change", ["hook", "list", "option", "inner option"])
+def test_changes_are_seen_after_refused_traces(change: str) -> None:
+    """torch.export leaves copies of the lists and dicts that are attributes of modules."""
+    model, seen = made(), list[str]()
+    model(X)
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(model, X)
+    with pytest.raises(TypeError, match="FakeTensor"):
+        torch.export.export(model, (X,), strict=False)
+    if change == "hook":
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+        try:
+            model(X)
+        finally:
+            hook.remove()
+        assert seen[:3] == ["LayerNorm", "Linear", "DotProductAttention"]
+    elif change == "list":
+        want = 2.0 * model(X)
+        model.append(ops.Scale(value=2.0))
+        torch.testing.assert_close(model(X), want)
+    else:
+        (model[-1] if change == "inner option" else model).memory = "lean"
+        assert model.plans(X)[-1].memory == "lean"

@@ -1,0 +1,355 @@
+"""The Fuser: when it plans again and when not, ops alone, and threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fusions import Details
+from te_fuser.kernels.attention import problem
+from te_fuser.ops import op_table
+from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
+from tests.fuser.models import mlp, our_mlp
+from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
+
+X = tensor(6, 8)
+
+
+# ---------------------------------------------------------------------------------------------- the plan cache
+
+
+def step(model, x=X):
+    if torch.is_grad_enabled():
+        model(x).sum().backward()
+        x.grad = None
+    else:
+        model(x)
+
+
+def test_equal_calls_are_planned_once(planned):
+    model = mlp()
+    for _ in range(3):
+        step(model)
+    assert len(planned) == 1
+
+
+def test_grad_and_no_grad_alternate_without_planning(planned):
+    model = mlp()
+    for _ in range(4):
+        step(model)
+        with torch.no_grad():
+            step(model)
+        with torch.inference_mode():
+            step(model)
+    assert len(planned) == 2
+
+
+def test_train_and_eval_alternate_without_planning(planned):
+    model = mlp()
+    for _ in range(4):
+        step(model.train())
+        step(model.eval())
+    assert len(planned) == 2
+    torch.testing.assert_close(model(X), model(X))
+
+
+# What may change between two calls -> whether it takes another plan.
+CHANGES = {
+    "nothing": (lambda m: (X,), False),
+    "parameter_of_the_same_shape": (
+        lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones_like(m[1].weight))),
+        False,
+    ),
+    "parameter_data": (lambda m: m[1].weight.data.fill_(1.0), False),
+    "load_state_dict": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict()), False),
+    "load_state_dict_assign": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict(), assign=True), False),
+    "frozen": (lambda m: m[1].weight.requires_grad_(False), True),
+    "p": (lambda m: setattr(m[3], "p", 0.5), True),
+    "eps": (lambda m: setattr(m[0], "eps", 0.5), True),
+    "memory": (lambda m: setattr(m, "memory", "lean"), True),
+    "no_bias": (lambda m: setattr(m[4], "bias", None), True),
+    "eval_of_one": (lambda m: m[3].eval(), True),
+    "replaced_op": (lambda m: m.__setitem__(2, ops.ReLU()), True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_takes_another_plan(name, planned):
+    change, again = CHANGES[name]
+    model = mlp()
+    step(model)
+    change(model)
+    step(model)
+    assert len(planned) == 1 + again
+    assert_as_meant(model, X)
+
+
+# Two shapes -> whether the second is planned anew, and whether it then runs what the first does.
+SHAPES = {
+    "rows_of_the_same_power_of_two": ((48, 8), (33, 8), False, True),
+    "rows_of_another_power_of_two": ((48, 8), (32, 8), True, True),
+    "as_many_rows_otherwise": ((4, 8, 8), (8, 4, 8), True, True),
+    "lengths_of_the_same_powers_of_two": ((3, 7, 8), (4, 5, 8), False, True),
+    "dimensions": ((32, 8), (4, 8, 8), True, True),
+    "empty": ((16, 8), (0, 8), True, True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_which_shapes_share_a_plan(name, planned):
+    first, second, again, alike = SHAPES[name]
+    model = mlp()
+    assert_as_meant(model, tensor(*first))
+    assert_as_meant(model, tensor(*second))
+    assert len(planned) == 1 + again and len(model.plans_kept()) == 2 - alike
+    assert_as_meant(model, tensor(*first))
+    assert len(planned) == 1 + again
+
+
+def test_a_plan_is_not_reused_where_an_op_cannot_take_the_shape():
+    model = sequential(ops.GELU(), ops.Reshape(4, 12, 8), ops.Bias(8))
+    model(tensor(48, 8))
+    with pytest.raises(ValueError, match=r"op 1 \(Reshape '1'\): .* holds 384 elements, got 256"):
+        model(tensor(32, 8))
+    other = sequential(ops.Linear(8, 8), ops.Add("c"))
+    other(tensor(48, 8), c=tensor(48, 8))
+    with pytest.raises(ValueError, match=r"op 2 \(Add '1'\): 'c' has shape \[32, 8\], the main input \[48, 8\]"):
+        other(tensor(48, 8), c=tensor(32, 8))
+
+
+def test_a_plan_is_not_reused_where_a_condition_changes_its_mind(planned):
+    seen = []
+
+    @te_fuser.fusion(forward=[ops.SiLU], when=lambda m: m.x.rows > 40, cost=lambda m: fusions.Cost(seconds=0.0))
+    def many_rows(m, x):
+        seen.append(x.shape[0])
+        return F.silu(x)
+
+    model = sequential(ops.SiLU())
+    for rows in (32, 48, 33, 32, 48):
+        model(tensor(rows, 8, grad=False))
+    assert seen == [48, 48] and len(planned) == 3  # of 33 and 48, which are of one power of two, too
+
+
+SWITCHES = {
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_attention_is_planned_again_when_a_switch_is_set(name, planned):
+    asked, switch = SWITCHES[name]
+    before = asked()
+    attending = sequential(
+        ops.Linear(8, 24),
+        te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="none", layout="sequence_first")),
+        dtype=torch.float32,
+    )
+    without = mlp()
+    x = tensor(5, 3, 8, dtype=torch.float32)
+    try:
+        for _ in range(2):
+            for value in (before, not before):
+                switch(value)
+                step(attending, x)
+                step(without)
+    finally:
+        switch(before)
+    assert len(planned) == 3  # twice for attention, whose two plans are kept; nothing else looks at it
+
+
+def test_the_switches_are_those_that_attention_looks_at():
+    assert set(problem.SWITCHES.values()) == set(KERNEL_SWITCHES.values())
+
+
+@op_table.global_state.row(lambda: Chosen.on)
+class Chosen(ops.ReLU):
+    """Its fusion is taken where a switch of the user's own says so."""
+
+    on = False
+
+
+def test_a_plan_follows_the_state_that_an_op_names():
+    entry = fusions.fusion(
+        forward=[Chosen],
+        name="chosen",
+        when=lambda m: Chosen.on,
+        cost=lambda m: fusions.Cost(seconds=1e-9),
+        details=Details(registered=False),
+    )(lambda m, x: x.relu())
+    model = sequential(ops.Linear(8, 8), Chosen())
+    fuser = te_fuser.Fuser(list(model), kernels="reference")
+    with fusions.only(entry), torch.no_grad():
+        taken = []
+        for Chosen.on in (False, True, False):
+            taken.append("chosen" in [s.name for s in fuser.prepare(X, {})[0].plan.forward])
+            torch.testing.assert_close(fuser(X), model.reference(X))
+    assert taken == [False, True, False]
+
+
+def test_dtypes(planned):
+    model, x = our_mlp(), tensor(6, 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
+        model.to(dtype)
+        y = model(x.detach().to(dtype).requires_grad_())
+        assert y.dtype == dtype
+        y.sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {dtype}
+        model.zero_grad()
+    assert len(planned) == 3
+    randomize(model)
+    assert_as_meant(model, x)
+
+
+def test_input_that_needs_no_gradient(planned):
+    model = mlp()
+    for x in (X, X.detach(), X, X.detach()):
+        assert_as_meant(model, x)
+    assert len(planned) == 2
+
+
+def test_what_was_used_longest_ago_is_forgotten(monkeypatch, planned):
+    monkeypatch.setattr(te_fuser.config, "plans_kept", 2)
+    monkeypatch.setattr(te_fuser.config, "shapes_kept", 3)
+    model = our_mlp()
+    made = []
+    for rows in (4, 8, 7, 4, 16, 3, 5):  # 16 rows take the place of 8, not of 4
+        model(tensor(rows, 8, grad=False))
+        made.append(len(planned))
+    assert made == [1, 2, 2, 2, 3, 3, 4]
+    (kept,) = model.plans_kept()  # both plans run the same
+    assert [tuple(shape) for (shape,) in kept.shapes] == [(5, 8), (3, 8)]
+    for rows in range(1, 20):
+        model(tensor(rows, 8, grad=False))
+    fuser = model._prepared()[0].fuser
+    assert len(fuser._cache._plans.items()) == 2 and len(fuser._cache._shapes.items()) == 3
+    assert_as_meant(model, tensor(3, 8))
+
+
+def test_sixty_five_lengths_in_turn_are_planned_once(planned):
+    model = our_mlp()
+    for _ in range(2):
+        for rows in range(1, 300):
+            model(tensor(rows, 8, grad=False))
+    assert len(planned) == 10  # 1, 2, 4, ... 512 rows
+
+
+def test_a_plan_in_the_making_holds_up_no_known_shape():
+    begun, going_on = threading.Event(), threading.Event()
+
+    def when(m):
+        if m.x.rows > 40:
+            begun.set()
+            assert going_on.wait(60)
+        return "never"
+
+    te_fuser.fusion(forward=[ops.SiLU], name="slowly_planned", when=when)(lambda m, x: x)
+    try:
+        model, made = sequential(ops.SiLU()), []
+        model(tensor(8, 8, grad=False))
+        planning = threading.Thread(target=lambda: made.append(model(tensor(48, 8, grad=False))))
+        planning.start()
+        assert begun.wait(60)
+        known = threading.Thread(target=lambda: made.append(model(tensor(8, 8, grad=False))))
+        known.start()
+        known.join(60)
+        assert [y.shape[0] for y in made] == [8]
+        going_on.set()
+        planning.join(60)
+        assert [y.shape[0] for y in made] == [8, 48]
+    finally:
+        going_on.set()
+        fusions.unregister("slowly_planned")
+
+
+# ---------------------------------------------------------------------------------------------- ops alone
+
+
+ALONE = {
+    "linear": lambda: ops.Linear(8, 8),
+    "layer_norm": lambda: ops.LayerNorm(8),
+    "swiglu": ops.SwiGLU,
+    "matmul": lambda: ops.MatMul(8, 8),
+    "fork": lambda: ops.Fork("a"),
+    "output": lambda: ops.Output("a"),
+    "reshape": lambda: ops.Reshape(3, 16),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_ops_alone_plan_once(name, planned):
+    op = randomize(ALONE[name]().double())
+    leaves = {"input": X, **dict(op.named_parameters())}
+    made, grads = results_and_gradients(op, leaves, X)
+    for _ in range(2):
+        op(X)
+    assert len(planned) == 1
+    whole = te_fuser.Sequential(op, kernels="reference")
+    want, want_grads = results_and_gradients(whole.reference, leaves, X)
+    torch.testing.assert_close(made, want)
+    assert_same_gradients(grads, want_grads)
+
+
+def test_an_op_alone_plans_again_when_it_changes(planned):
+    op = ops.Linear(8, 8).double()
+    op(X)
+    op.bias = None
+    torch.testing.assert_close(op(X), F.linear(X, op.weight))
+    op.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
+    torch.testing.assert_close(op(X), F.linear(X, op.weight))
+    assert len(planned) == 2
+
+
+def test_add_alone_takes_its_input_by_name():
+    other = tensor(6, 8, seed=2)
+    torch.testing.assert_close(ops.Add("other")(X, other=other), X + other)
+    with pytest.raises(ValueError, match=r"op 0 \(Add '0'\) reads 'other'.*pass it: model\(x, other=\.\.\.\)"):
+        ops.Add("other")(X)
+
+
+def test_a_fuser_of_ops():
+    up, down = ops.Linear(8, 16).double(), ops.Linear(16, 8).double()
+    fuser = te_fuser.Fuser([ops.Fork("a"), up, ops.Output("mid"), ops.GELU(), down, ops.Add("a")], kernels="reference")
+    y, mid = fuser(X, outputs=("mid",))
+    torch.testing.assert_close(mid, F.linear(X, up.weight, up.bias))
+    torch.testing.assert_close(y, X + F.linear(F.gelu(mid, approximate="tanh"), down.weight, down.bias))
+    down.bias = None
+    torch.testing.assert_close(fuser(X), X + F.linear(F.gelu(mid, approximate="tanh"), down.weight))
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_call_one_model():
+    model = mlp()
+    model.eval()
+    inputs = [tensor(1 + k % 5, 8, seed=k) for k in range(24)]
+    want = [results_and_gradients(model.reference, {"input": x}, x) for x in inputs]
+    fresh, failures = mlp().eval(), []
+    barrier = threading.Barrier(4)
+
+    def work(first):
+        barrier.wait()
+        try:
+            for k in range(first, len(inputs), 4):
+                made, grads = results_and_gradients(fresh, {"input": inputs[k]}, inputs[k])
+                torch.testing.assert_close(made, want[k][0])
+                assert_same_gradients(grads, want[k][1])
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures

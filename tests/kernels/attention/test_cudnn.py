@@ -1,0 +1,240 @@
+"""The provider whose backward is a graph of cuDNN's front end, with a front end that computes on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from te_fuser.kernels.attention import AttentionProblem
+from te_fuser.kernels.attention.cudnn import _graph
+from te_fuser.kernels.packages import cudnn_frontend
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
+from te_fuser.ops.base import Spec
+from tests.kernels.attention.cases import (
+    BY_NAME,
+    LAYOUTS,
+    PACKINGS,
+    assert_matches,
+    by_provider,
+    in_threads,
+    make,
+    problem,
+    strided,
+)
+from tests.kernels.packages import fake_cudnn
+from tests.kernels.played import Played
+
+PROVIDER = BY_NAME["cuda_cudnn_frontend"]
+
+
+@pytest.fixture
+def front_end(monkeypatch):
+    """A front end in place, and PyTorch's forward played."""
+    package = fake_cudnn.in_place(monkeypatch)
+    monkeypatch.setattr(PROVIDER, "_forward", Played(PROVIDER, 0))
+    yield package
+    fake_cudnn.forget()
+
+
+def takes(op, samples):
+    """Whether there are strides for the gradient."""
+    settings = op.settings()
+    return PROVIDER.reason_not(problem(settings=settings, samples=samples)) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_gradients_are_stored_where_they_lie_packed(layout, packing, front_end):
+    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
+        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
+        if not takes(op, samples):
+            assert (packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2)
+            continue
+        assert_matches(PROVIDER, op, x, dy)
+        dx = by_provider(PROVIDER, op, x, dy)[1]
+        assert dx.is_contiguous() and dx.untyped_storage().nbytes() == dx.nbytes and not dx._is_view()
+
+
+def test_inputs_of_other_strides(front_end):
+    op, x, dy = make(layout="batch_first", mask="causal")
+    for other in strided(x):
+        assert_matches(PROVIDER, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
+        assert_matches(PROVIDER, op, x, gradient)
+    assert len(front_end.graphs) == 1  # they are copied, and need no graph of their own
+
+
+def test_heads_without_a_common_stride_are_refused():
+    grouped = {"heads": 4, "kv_heads": 2, "layout": "batch_first"}
+    for options, samples, taken in (
+        (grouped, 2, False),
+        (grouped, 1, True),
+        ({**grouped, "packing": "blocked"}, 2, True),
+        ({**grouped, "layout": "sequence_first"}, 2, True),
+        ({**grouped, "kv_heads": 1}, 2, True),
+        ({**grouped, "kv_heads": 4}, 2, True),
+    ):
+        settings = DotProductAttention(head_dim=64, **options, mask="none").settings()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cudnn_frontend.PACKAGE, "version", lambda: fake_cudnn.VERSION)
+            reason = PROVIDER.reason_not(problem(settings=settings, samples=samples))
+        assert (reason is None) == taken
+        assert taken or "no common stride in packing='interleaved' with layout='batch_first'" in reason
+
+
+def at_hand(**changes):
+    return problem(backward_on=0, **changes)
+
+
+def test_on_a_gpu_at_hand_cudnn_is_asked_while_planning_and_loads_at_the_first_run(front_end):
+    assert PROVIDER.reason_not(at_hand()) is None
+    assert [graph.done for graph in front_end.graphs] == [list(fake_cudnn.Graph.STEPS[:-1])]
+    assert PROVIDER.reason_not(at_hand()) is None and len(front_end.graphs) == 1
+    for k, changes in enumerate(({"positions": 256}, {"samples": 3}, {"dropout": 0.1}, {"dtype": torch.float16})):
+        assert PROVIDER.reason_not(at_hand(**changes)) is None and len(front_end.graphs) == k + 2
+    assert len(front_end.handles) == 1
+
+
+def test_without_a_backward_or_rows_nothing_is_built(front_end):
+    assert PROVIDER.reason_not(problem()) is None
+    assert PROVIDER.reason_not(at_hand(samples=0)) is None and PROVIDER.reason_not(at_hand(positions=0)) is None
+    assert front_end.graphs == []
+    op = DotProductAttention(4, 8, mask="none", layout="sequence_first")
+    x = Spec((9, 3, 96), torch.bfloat16, torch.device("cuda", 3))
+    assert AttentionProblem.of(op.settings(), x, (9, 0), needs_grad=True).backward_on is None
+
+
+def test_backward_takes_the_graph_that_planning_built(front_end):
+    op, x, dy = make()
+    y, saved = PROVIDER.forward(op.settings(), {"input": x})
+    for _ in range(2):
+        PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)["input"]
+    assert len(front_end.graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [fake_cudnn.GraphNotSupported("no engine"), RuntimeError("no engine"), TypeError("no engine")]
+)
+def test_what_cudnn_refuses_is_a_reason(error, front_end):
+    front_end.refuses = error
+    reason = f"cuDNN has no backward for it: {type(error).__name__}: no engine"
+    assert PROVIDER.reason_not(at_hand()) == reason
+    assert PROVIDER.reason_not(at_hand()) is not None and len(front_end.graphs) == 1
+    op, x, dy = make()
+    with pytest.raises(RuntimeError, match=r"no engine; te_fuser\.fusions\.disabled\('attention_cuda_cudnn_frontend'"):
+        by_provider(PROVIDER, op, x, dy)
+
+
+def test_another_cudnn_than_pytorchs_is_a_reason(front_end):
+    front_end.version = 92000
+    assert "has loaded cuDNN 92000, PyTorch 91900" in PROVIDER.reason_not(at_hand())
+    assert PROVIDER.reason_not(problem()) is None
+
+
+def test_a_front_end_that_does_not_load_is_a_reason(front_end, monkeypatch):
+    def broken(name):
+        raise ImportError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(cudnn_frontend.importlib, "import_module", broken)
+    assert PROVIDER.reason_not(at_hand()) == (
+        "nvidia-cudnn-frontend does not load: ImportError: libcudnn.so.9: cannot open shared object file"
+    )
+
+
+@pytest.mark.parametrize("where", ["fails", "does_not_load"])
+def test_what_fails_in_a_run_is_raised_in_words(where, front_end):
+    setattr(front_end, where, RuntimeError("misaligned"))
+    op, x, dy = make()
+    with pytest.raises(RuntimeError, match=r"backward of attention failed for AttentionBackward\(q=.*: misaligned"):
+        by_provider(PROVIDER, op, x, dy)
+
+
+def test_a_capture_without_the_graph_is_refused(front_end, monkeypatch):
+    op, x, dy = make()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for ask in (lambda: by_provider(PROVIDER, op, x, dy), lambda: PROVIDER.reason_not(at_hand())):
+        with pytest.raises(RuntimeError, match=r"graph of cuDNN .* is not built yet.*run the model once"):
+            ask()
+    assert front_end.graphs == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert PROVIDER.reason_not(at_hand()) is None
+    settings, (samples, positions) = op.settings(), op.packed.lengths(x.shape)
+    assert isinstance(_graph(settings, samples, positions, x.dtype, x.device.index), cudnn_frontend.BackwardGraph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the model once"):  # it is planned, and not loaded
+        by_provider(PROVIDER, op, x, dy)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    want = by_provider(PROVIDER, op, x, dy)[1]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(by_provider(PROVIDER, op, x, dy)[1], want)
+
+
+def test_dropout_takes_what_forward_drew(front_end):
+    op, x, dy = make(dropout=0.25)
+    by_provider(PROVIDER, op, x, dy)
+    (graph,) = front_end.graphs
+    assert graph.dropout[0] == 0.25 and front_end.last["seed"] == 7 and front_end.last["offset"] == 9
+    by_provider(PROVIDER, op.eval(), x, dy)
+    assert front_end.graphs[1].dropout is None and "seed" not in front_end.last
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_graph_runs_on_addresses_or_else_on_tensors(dropout, front_end):
+    for layout, packing in itertools.product(LAYOUTS, PACKINGS):
+        op, x, dy = make(mask="causal", dropout=dropout, layout=layout, packing=packing)
+        found = []
+        for front_end.takes_addresses in (True, False):
+            fake_cudnn.forget()
+            before = front_end.by_addresses
+            found.append(by_provider(PROVIDER, op, x, dy)[1])
+            assert front_end.by_addresses == before + front_end.takes_addresses
+        assert torch.equal(*found)
+
+
+def test_threads_run_one_after_the_other(front_end):
+    """A handle is not for two threads at once."""
+    op, x, dy = make()
+    want, running, results = by_provider(PROVIDER, op, x, dy)[1], [], []
+    front_end.takes_addresses = False
+    fake_cudnn.forget()
+    by_provider(PROVIDER, op, x, dy)
+    execute = front_end.graphs[1].execute
+
+    def watched(*args, **kwargs):
+        running.append(threading.get_ident())
+        assert len(set(running)) == 1
+        threading.Event().wait(0.01)
+        execute(*args, **kwargs)
+        running.clear()
+
+    front_end.graphs[1].execute = watched
+    in_threads([lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])] * 4)
+    assert len(results) == 4 and all(torch.equal(result, want) for result in results)
+
+
+_AT_EXIT = """
+import sys
+from te_fuser.kernels.attention import cudnn as attention_cudnn_frontend
+from te_fuser.kernels.packages import cudnn_frontend
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
+import torch
+
+class Graph:
+    def __del__(self):
+        print("too late" if sys.is_finalizing() else "in time")
+
+cudnn_frontend.graph_for = lambda problem: Graph()
+op = DotProductAttention(2, 8, mask="none", layout="sequence_first")
+attention_cudnn_frontend._graph(op.settings(), 1, 4, torch.bfloat16, 0)
+"""
+
+
+def test_no_graph_outlives_the_interpreter() -> None:
+    """The front end's bindings print a line to the terminal for each object that does."""
+    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, check=True)
+    assert ended.stdout == "in time\n"

@@ -1,0 +1,184 @@
+"""The provider that calls FlashAttention-4, with a package that computes on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from te_fuser.kernels.packages import flash_attn_4
+from te_fuser.ops.attention.dot_product_attention import DotProductAttention
+from tests.kernels.attention.cases import (
+    BY_NAME,
+    LAYOUTS,
+    PACKINGS,
+    assert_matches,
+    by_provider,
+    make,
+    problem,
+    strided,
+)
+from tests.kernels.packages import fake_flash_attn
+
+PROVIDER = BY_NAME["cuda_flash_attn_4"]
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package in place."""
+    yield fake_flash_attn.in_place(monkeypatch)
+    fake_flash_attn.forget()
+
+
+def wide(**changes):
+    """A problem on an H200, of heads of 128 features."""
+    return problem(**changes) if "settings" in changes else problem(**{"head_dim": 128, **changes})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_heads_are_read_and_stored_where_they_lie_packed(layout, packing, package):
+    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
+        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
+        if PROVIDER.reason_not(wide(settings=op.settings(), samples=samples)) is not None:
+            assert (packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2)
+            continue
+        assert_matches(PROVIDER, op, x, dy)
+        y, dx = by_provider(PROVIDER, op, x, dy)
+        assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in (y, dx))
+        assert not dx._is_view() and not y._is_view()
+        (_, ahead), (_, back) = package.calls[-2:]
+        inside = {"q": x, "k": x, "v": x, "out": y, "dq": dx, "dk": dx, "dv": dx, "dout": dy}
+        for name, tensor in (ahead | back).items():
+            assert tensor.untyped_storage().data_ptr() == inside[name].untyped_storage().data_ptr(), name
+        for name in "qkv":
+            assert back[f"d{name}"].stride() == back[name].stride()
+
+
+def test_the_scale_and_the_mask_are_passed(package):
+    for mask, scale in itertools.product(("none", "causal"), (None, 0.7)):
+        op, x, dy = make(mask=mask, scale=scale)
+        assert_matches(PROVIDER, op, x, dy)
+
+
+def test_inputs_of_other_strides(package):
+    op, x, dy = make(layout="batch_first", mask="causal")
+    off, dy_off = (torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (x, dy))
+    for other in (*strided(x), off):
+        assert_matches(PROVIDER, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape), dy_off):
+        assert_matches(PROVIDER, op, x, gradient)
+
+
+def test_heads_without_a_common_stride_are_refused(package):
+    settings = DotProductAttention(4, 128, kv_heads=2, layout="batch_first", mask="none").settings()
+    assert "no common stride in packing='interleaved'" in PROVIDER.reason_not(wide(settings=settings))
+
+
+@pytest.fixture
+def at_hand(package, monkeypatch):
+    """A machine with a GPU, on which the package is imported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return package
+
+
+def test_on_a_machine_with_a_gpu_it_is_imported_while_planning(at_hand):
+    assert PROVIDER.reason_not(wide()) is None and PROVIDER.reason_not(wide(dropout=0.1)) is not None
+    assert at_hand.calls == []
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])
+def test_what_an_import_raises_is_a_reason_and_is_tried_once(error, at_hand, monkeypatch):
+    tried = []
+
+    def broken(name):
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(flash_attn_4.importlib, "import_module", broken)
+    for _ in range(2):
+        assert PROVIDER.reason_not(wide()) == f"flash-attn-4 does not load: {type(error).__name__}: {error}"
+    assert tried == ["flash_attn.cute.interface"]
+    # Without an import nothing is said of other problems than what is wrong with them.
+    assert "it has no dropout" in PROVIDER.reason_not(wide(dropout=0.5))
+
+
+def test_functions_that_changed_are_a_reason(at_hand, monkeypatch):
+    def changed(q, k, v, softmax_scale, causal, lse):
+        raise AssertionError
+
+    monkeypatch.setattr(at_hand, "_flash_attn_fwd", changed, raising=False)
+    monkeypatch.delattr(at_hand, "_flash_attn_bwd")
+    assert PROVIDER.reason_not(wide()) == (
+        "flash-attn-4 4.0.0b36 is not as it was in 4.0.0b36: "
+        "_flash_attn_fwd takes no out, return_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap, "
+        "window_size_left, window_size_right, learnable_sink; it has no _flash_attn_bwd; "
+        "it has no _flash_attn_fwd.compile_cache; it has no _flash_attn_bwd.compile_cache"
+    )
+
+
+def test_later_calls_launch_what_the_first_did_without_the_package(package):
+    """New memory each time, with zeros where the package wants them."""
+    for mask, kv_heads in itertools.product(("none", "causal"), (4, 1)):
+        op, x, dy = make(mask=mask, kv_heads=kv_heads)
+        by_provider(PROVIDER, op, x, dy)
+        entered, others = package.entered, (t.flip(0).contiguous() for t in (x, dy))
+        assert_matches(PROVIDER, op, *others)
+        assert_matches(PROVIDER, op, x, dy)
+        assert package.entered == entered
+    assert len(flash_attn_4.runs) == 8
+
+
+def test_a_call_in_which_pytorch_computes_something_goes_by_the_package(package):
+    package.copies = True
+    op, x, dy = make(mask="causal")
+    for k in range(3):
+        entered = package.entered
+        assert_matches(PROVIDER, op, x, dy + k)
+        assert k == 0 or package.entered == entered + 1
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_fails_in_a_run_is_raised_in_words(direction, package):
+    op, x, dy = make(mask="causal")
+    with torch.no_grad():
+        y, saved = PROVIDER.forward(op.settings(), {"input": x})
+        runs = {
+            "forward": lambda: PROVIDER.forward(op.settings(), {"input": x.flip(0)}),
+            "backward": lambda: PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)["input"],
+        }
+        package.fails = AssertionError("inputs must be on CUDA device")
+        words = rf"flash-attn-4's {direction} of attention failed for queries \[.*causal=True: AssertionError: inputs"
+        with pytest.raises(RuntimeError, match=words + r".*disabled\('attention_cuda_flash_attn_4'\) plans without it"):
+            runs[direction]()
+        package.fails = torch.OutOfMemoryError("full")
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            runs[direction]()
+
+
+def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    op, x, dy = make(mask="causal")
+    settings = op.settings()
+    with torch.no_grad():
+        capturing = True
+        with pytest.raises(RuntimeError, match=r"compiled at their first run.*run the model once with inputs like"):
+            PROVIDER.forward(settings, {"input": x})
+        assert package.calls == []
+        capturing = False
+        y, saved = PROVIDER.forward(settings, {"input": x})
+        tensors = {"input": x, "output": y, **saved}
+        capturing = True
+        with pytest.raises(RuntimeError, match="run the model once"):
+            PROVIDER.backward(settings, tensors, dy)["input"]
+        capturing = False
+        want = PROVIDER.backward(settings, tensors, dy)["input"]
+        capturing = True
+        assert torch.equal(PROVIDER.forward(settings, {"input": x})[0], y)
+        assert torch.equal(PROVIDER.backward(settings, tensors, dy)["input"], want)
+        longer = make(mask="causal", positions=9)[1]
+        for other, there in ((make()[0], x), (op, longer)):
+            with pytest.raises(RuntimeError, match="run the model once"):
+                PROVIDER.forward(other.settings(), {"input": there})

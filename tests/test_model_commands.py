@@ -1,0 +1,168 @@
+"""The verbs of te-fuser that take a model: explain, verify, bench; and doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser import cli, fusions, ops
+from te_fuser.codegen import compiler
+
+MODELS = """
+import torch
+import te_fuser
+from te_fuser import ops
+
+
+def build():
+    return te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 12), ops.GELU(), ops.Linear(12, 8))
+
+
+def plain():
+    return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU())
+
+
+def ids():
+    return te_fuser.Sequential(torch.nn.Embedding(5, 8), ops.LayerNorm(8))
+
+
+def number():
+    return 5
+
+
+def convolution():
+    return torch.nn.Conv2d(1, 1, 1)
+
+
+made = build()
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    (tmp_path / "some_models.py").write_text(MODELS)
+    return str(tmp_path / "some_models.py")
+
+
+@pytest.mark.parametrize("name", ["build", "made", "plain"])
+def test_explain_prints_the_plans(name: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{models}:{name}", "--input", "3,5,8", "--device", "h200"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("Plan: ") and "input [3, 5, 8] float32, on h200" in told.out and "Backward" in told.out
+    assert ("converted by te_fuser.from_torch" in told.err) == (name == "plain")
+
+
+def test_explain_without_gradients_and_of_ids(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{models}:build", "--input", "3,8", "--inference", "--dtype", "bfloat16"]) == 0
+    assert "No backward: nothing in this call needs a gradient." in capsys.readouterr().out
+    assert cli.main(["explain", f"{models}:ids", "--input", "3,4", "--dtype", "int64"]) == 0
+    assert "input [3, 4, 8] float32" in capsys.readouterr().out
+
+
+def test_explain_as_data_and_as_a_page(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert cli.main(["explain", f"{models}:build", "--input", "3,8", "--json", "--html", str(page)]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["forward"] and plan["backward"] and plan["kept_bytes"] > 0 and plan["device"]
+    assert {"step", "kind", "ops", "seconds", "read", "written", "limit", "share"} == plan["forward"][0].keys()
+    assert all(refused["reason"] for refused in plan["refused"]) and plan["refused"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_verify_ends_with_what_it_found(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", f"{models}:build", "--input", "3,8"]) == 0
+    assert "checks passed" in capsys.readouterr().out
+
+    @fusions.register
+    class Wrong(fusions.Fusion):
+        name = "wrong_gelu"
+        pattern = (ops.GELU,)
+
+        def cost(self, m: fusions.Match) -> fusions.Cost:
+            return fusions.Cost(seconds=0.0)
+
+        def forward(self, m: fusions.Match, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    try:
+        assert cli.main(["verify", f"{models}:build", "--input", "3,8", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert not found["passed"] and "failed" in found["report"]
+    finally:
+        fusions.unregister("wrong_gelu")
+
+
+def test_bench_times_all_ways(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", f"{models}:build", "--input", "3,8", "--rounds", "1", "--no-compile"]
+    assert cli.main([*arguments, "--json", "--plot", str(tmp_path / "times.svg")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["milliseconds"]) == ["eager", "te_fuser"] and min(found["milliseconds"].values()) > 0
+    assert (tmp_path / "times.svg").stat().st_size > 1000
+    assert cli.main([*arguments, "--inference"]) == 0
+    assert "of te_fuser's" in capsys.readouterr().out
+
+
+def test_what_torch_compile_cannot_do_is_left_out_by_name(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", lambda model: refuse)
+    assert cli.main(["bench", f"{models}:build", "--input", "3,8", "--rounds", "1"]) == 0
+    assert "torch.compile  left out: RuntimeError: no compiler here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("{models}:other", [], "has no 'other'"),
+        ("nowhere.py:build", [], "there is no file nowhere.py"),
+        ("no_such_package.x:build", [], "there is no module 'no_such_package.x'"),
+        ("build", [], "'build' names no model: write file.py:name or package.module:name"),
+        ("{models}:number", [], "gives int: name a torch.nn.Module, or a function that does"),
+        ("{models}:convolution", [], "is no te_fuser.Sequential, and from_torch does not take it"),
+        ("{models}:build", ["--dtype", "number"], "--dtype number is none of torch's"),
+        ("{models}:build", ["--device", "b9"], "b9"),
+    ],
+)
+def test_wrong_words_are_answered_and_end_with_2(
+    model: str, options: list[str], words: str, models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["explain", model.format(models=models), "--input", "3,8", *options]
+    assert cli.main(given) == 2
+    told = capsys.readouterr()
+    assert words in told.err and told.err.startswith("te-fuser explain: ") and not told.out
+
+
+def test_sizes_are_numbers(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", f"{models}:build", "--input", "3x8"]) == 2
+    assert "--input 3x8: give sizes with commas between them, as 8,128,512" in capsys.readouterr().err
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("ok    C++ compiler:") for line in lines) and lines[-1].startswith("te_fuser runs here")
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["parts"]["torch"]["ok"]
+
+
+def test_doctor_fails_without_what_kernels_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiler, "find_compiler", lambda _: None)
+    assert cli.main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "FAILS C++ compiler:" in told and told.splitlines()[-1].startswith("C++ compiler is missing")
+
+
+def test_each_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command.name, "--help"])
+        assert ended.value.code == 0 and f"example: te-fuser {command.name}" in capsys.readouterr().out
