@@ -1,4 +1,4 @@
-"""The site that ./dev docs builds: its pages and llms.txt. Links, anchors and the nav are checked by the strict build."""
+"""The site that ./dev docs builds: its pages and llms.txt. The strict build checks links, anchors and the nav."""
 
 from __future__ import annotations
 
