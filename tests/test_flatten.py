@@ -74,7 +74,7 @@ def test_a_list_that_verifies_does_so_in_one_that_does_not(monkeypatch: pytest.M
     verify = importlib.import_module("te_fuser.verify")  # te_fuser.verify is its function
     seen: list[int] = []
     run = verify.run_verified
-    monkeypatch.setattr(verify, "run_verified", lambda f, *call: seen.append(len(f._given)) or run(f, *call))
+    monkeypatch.setattr(verify, "run_verified", lambda f, *call: seen.append(len(f._lists.given)) or run(f, *call))
     model = sequential(ops.Bias(8), te_fuser.Sequential(ops.GELU(), ops.Bias(8), verify=True), ops.SiLU())
     want = model.reference(X)
     torch.testing.assert_close(model(X), want)

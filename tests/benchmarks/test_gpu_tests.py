@@ -36,6 +36,7 @@ def test_what_ranks_run_together_is_apart(capsys: pytest.CaptureFixture[str]) ->
     together = gpu_tests.parts(ranks=2)
     assert [*together] == [
         "consistency",
+        "gone",
         "in-flight",
         "measuring",
         "peer-products",

@@ -224,7 +224,7 @@ def test_the_second_call_is_known(check: bool) -> None:
         model(IDS, **{CACHE: cache})
         model(IDS[:, :1], **{CACHE: cache})
     lists: Any = [made for m in model.model.layers for made in m.__dict__["_te_fuser"].lists.values()]
-    assert len(lists) == 6 and all(made._structure.alone._known is not None for made in lists)
+    assert len(lists) == 6 and all(made._structure.alone._last is not None for made in lists)
 
 
 def test_under_inference_mode() -> None:
