@@ -118,7 +118,7 @@ class BackwardCandidates:
         return Edge(node.index, node.index + 1, node.traits.role, tuple(steps), bytes_kept, recomputes=gathered)
 
     def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
-        """Steps that gather once more what some ops have gathered, where it is not kept, and the refs of that."""
+        """Steps that gather once more what some ops have gathered and nobody keeps, and the refs that they give."""
         steps: list[Step] = []
         again = [(n, ref) for n in nodes if (ref := self.graph.ref(n.output)) in self.problem.gathered_again]
         for node, ref in again:
@@ -167,7 +167,7 @@ class BackwardCandidates:
     # --------------------------------------------------------------------------------------- row ops
 
     def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
-        """Backward kernels of a range, one for each set of values to compute again for hanging nodes, not to keep."""
+        """Backward kernels of a range, one for each set of values computed again, not kept, for hanging nodes."""
         wanted = self.problem.recomputable(start, stop)
         subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
         variants = [self._variant(found, stretch, start, stop, again) for again in subsets]
@@ -341,7 +341,7 @@ class BackwardCandidates:
         return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken, *inner])
 
     def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
-        """Mismatch of gradient dtypes, in words: as those of `taken` arrive, or as the ops give theirs; else None."""
+        """Reason for which gradient dtypes do not fit, of `taken` as they arrive or as the ops give theirs; or None."""
         for v in (self.graph.values[v] for v in taken):
             if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
                 return f"the gradient of {plain(v.name)} arrives in {text_of(v.gradient)}, not in its own dtype"

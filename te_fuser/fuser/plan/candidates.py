@@ -86,7 +86,7 @@ class Found:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """All of them."""
+        """Every candidate, of row ops first."""
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
@@ -179,7 +179,7 @@ class _Move(NamedTuple):
     refs: Mapping[Ref, Ref]
 
     def edge(self, edge: Edge) -> Edge:
-        """A candidate there."""
+        """The candidate at its place there."""
         by, whole = self.by, edge.whole
         if whole is not None:
             whole = whole[0] + by, whole[1] + by
@@ -189,7 +189,7 @@ class _Move(NamedTuple):
         return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
 
     def step(self, step: Step, whole: tuple[int, int] | None) -> Step:
-        """A step there, where a fusion matches the ops `whole` if it is one's."""
+        """The step at its place there; `whole`: the ops that its fusion matches there, if it is one's."""
         problem, task, by, refs = self.problem, step.task, self.by, self.refs
         start, stop = step.start + by, step.stop + by
         if isinstance(task, KernelTask):

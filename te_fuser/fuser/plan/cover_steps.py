@@ -84,7 +84,7 @@ def without_idle(backward: list[Step]) -> list[Step]:
 
 
 def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
-    """Everything that backward steps read and none of them makes."""
+    """Tensors that backward steps read and none of them makes."""
     graph = problem.graph
     found: dict[Ref, Kept] = {}
     made = {r for s in backward for _, r in s.outputs}
@@ -126,7 +126,7 @@ def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
 
 
 def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
-    """Before the first step that reads a form that no step makes, the step that does; `made` are there before.
+    """Put before the first step that reads a form which no step makes the step that does; `made` are there before.
 
     Parameters in another dtype, and what is read transposed of which other code than a generated kernel makes the rows.
     """

@@ -282,7 +282,7 @@ class Covering:
 
 
 def _all(ways: list[Way | None]) -> list[Way] | None:
-    """All of them; None where one is missing."""
+    """The ways; None where one is missing."""
     return None if None in ways else ways  # type: ignore[return-value]
 
 

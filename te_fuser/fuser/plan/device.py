@@ -191,7 +191,7 @@ class Device:
 def _rates(
     float32: float, half: float, float64: float, float16: float | None = None, narrow: float = 0.0
 ) -> dict[str, float]:
-    """By dtype, from 10**12 operations per second; `narrow`: how many times as fast those in 8 bits are, if any."""
+    """Rates by dtype, from 10**12 operations per second; `narrow`: how many times as fast 8 bits are, if at all."""
     rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
     rates |= dict.fromkeys(dtypes.FLOAT8, narrow * half) if narrow else {}
     return {dtype: rate * 1e12 for dtype, rate in rates.items()}

@@ -226,7 +226,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
 
 
 def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
-    """For each op what the steps of both directions take that begin before it; last what all take."""
+    """Seconds, for each op, of the steps of both directions that begin before it; last, those of all steps."""
     seconds = [0.0] * (len(problem.nodes) + 1)
     for placed in (*covers.forward, *covers.backward):
         by = placed.by

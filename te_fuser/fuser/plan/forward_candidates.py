@@ -123,7 +123,7 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
-        """By stretch the statistics that backward reads."""
+        """Stretch -> the statistics that backward reads of it."""
         found: dict[int, list[str]] = {}
         for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
             found.setdefault(stretch, []).append(name)

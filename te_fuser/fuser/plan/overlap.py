@@ -180,7 +180,7 @@ class _Order:
         return min(parts.laid_out(in_order), parts.laid_out(where), key=lambda made: seconds(made, self._device))
 
     def _filled(self, parts: _StepsByFreedom) -> dict[int, int]:
-        """By the number of a free step the start that it runs behind, of those for which that is a gain.
+        """Number of a free step -> the start that it runs behind, where that is a gain.
 
         First each gap takes of those that could run since the gap before it, then of those that none has taken.
         """
@@ -296,7 +296,7 @@ def free_steps(steps: Sequence[Step]) -> Steps:
 
 
 def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
-    """For each free step the place in the chain of the last one before it that neither starts anything nor waits."""
+    """Place in the chain, for each free step, of the last one before it that neither starts anything nor waits."""
     places, freed = {id(s): k for k, s in enumerate(chain)}, {id(s) for s in free}
     found, last = [], -1
     for step in steps:

@@ -25,7 +25,7 @@ _TIE = 0.05e-6  # seconds: shown as nothing
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it.
+    """Objective that ways minimize: seconds, and bytes kept for backward, each worth `weight` passes over it.
 
     Attributes:
         share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
@@ -152,7 +152,7 @@ def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge]
 
 
 def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
-    """For each value that a kernel computes again, or could, what the other choice would take."""
+    """Choices for the values that a kernel computes again, or could, each with what the other would take."""
     prices, graph = aim.prices, aim.prices.graph
     made = {frozenset(e.recomputes): e for e in variants}
     chosen = frozenset(best.recomputes)
@@ -177,7 +177,7 @@ def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] |
 
 
 def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
-    """Of each fusion that lost, what the best way with it in it would take more than the chosen one."""
+    """Reasons for which fusions lost: how much more the best way with each would take than the chosen one."""
     taken, section = {*way.edges}, way.found.section
     losers = [e for e in way.compared if e.fusion is not None and e not in taken]
     if not losers:

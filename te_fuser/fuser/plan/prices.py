@@ -121,12 +121,12 @@ class CostModel:
         return self.problem.options.device.seconds(cost, dtypes.name_of(self.graph.arithmetic(node)))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
-        """One launch that reads and writes these tensors once."""
+        """Cost of one launch that reads and writes these tensors once."""
         read = sum(self.size(r) for r in {r for _, r in inputs})
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
 
     def of_nothing(self) -> Cost:
-        """No launch, as of views."""
+        """Cost without a launch, as of views."""
         return Cost(launches=0)
 
     def of_sum(self, ref: Ref, additions: int) -> Cost:
@@ -135,21 +135,21 @@ class CostModel:
         return Cost(2 * size * additions, size * additions, 0.0, additions)
 
     def of_sums_over_ranks(self, refs: Iterable[Ref], ranks: int) -> Cost:
-        """Tensors laid together, added up over ranks and laid apart; nothing for none, as to wait for that."""
+        """Cost of tensors laid together, added up over ranks and laid apart; of none, as to wait for that, nothing."""
         size = sum(map(self.size, refs))
         if not size:
             return Cost(launches=0)
         return Cost(2 * size, 2 * size, launches=2, sent=2 * size * (ranks - 1) / ranks, ranks=ranks, beside=1.0)
 
     def of_kernel(self, kernel: KernelTask, node: Node) -> Cost:
-        """A row kernel for what an op gets."""
+        """Cost of a row kernel for what an op gets."""
         if not kernel.computes:
             return Cost(launches=0)
         spec, generated = self.graph.values[node.input].spec, self.problem.options.target != "torch"
         return kernel_cost(kernel.description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1], generated)
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
-        """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        """Cost of an opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
         assert isinstance(node.op, UnfusedOperation)
         sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
         if node.op.views and not sent:
@@ -191,7 +191,7 @@ class CostModel:
     def of_node(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
     ) -> Cost:
-        """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
+        """Cost of node k of a backward fusion whose nodes run apart: as stated, else one launch with one product."""
         c = _stated(fusion, self._seen(match), "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work

@@ -115,7 +115,7 @@ def _find_matches(
 
 
 def _likeness(graph: Graph, node: Node) -> Hashable:
-    """Equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
+    """Key, equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
     x, y = graph.values[node.input], graph.values[node.output]
     parameters = [(name, graph.parameter_specs[p].key) for name, p in node.parameters.items()]
     named = [(name, graph.values[v].spec.key) for name, v in node.named_in.items()]
@@ -229,7 +229,7 @@ class Problem:
         return [(g[0].index, g[-1].index + 1) for (row, _), nodes in groups if row and (g := list(nodes))]
 
     def _ranges(self) -> list[list[tuple[int, int]]]:
-        """By stretch the ranges worth a kernel: between its ends and those of matched fusions; lone ops."""
+        """Ranges worth a kernel, by stretch: between its ends and those of matched fusions; lone ops."""
         parts = [f.covers(d, start, stop) for f, start, stop in self.matches for d in ("forward", "backward")]
         points = sorted({p for part in parts for p in part})
         found = []

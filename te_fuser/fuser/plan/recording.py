@@ -164,7 +164,7 @@ def _forward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Named) -> Cost:
-    """One operation."""
+    """Cost of one operation."""
     return _VIEW if call.nodes[0].op.views else prices.of_launch(inputs, outputs, _flops(prices.graph, call))
 
 
@@ -184,7 +184,7 @@ def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
-    """Operations that give some gradients each, one after the other, and read what is kept for these."""
+    """Cost of operations that give some gradients each, one after the other, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
     operations = [outputs] if call.function.at_once else [(o,) for o in outputs]

@@ -125,7 +125,7 @@ def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _values(problem: Problem) -> list[int]:
-    """By value a number: equal where everything is equal that does not depend on the section."""
+    """Number of each value, equal where everything is equal that does not depend on the section."""
     graph, known, read = problem.graph, dict[Hashable, int](), problem.transposed
     numbers = []
     for v, asked in zip(graph.values, problem.asked.values, strict=True):
@@ -171,7 +171,7 @@ def _section(
 
 
 def _node_key(node: Node, numbers: Mapping[int, int], parameters: Mapping[int, int]) -> Hashable:
-    """Everything that candidates depend on of an op, by numbers within its section."""
+    """Key of all that candidates depend on of an op, by numbers within its section."""
     return (
         node.traits.number,
         numbers[node.input],

@@ -434,7 +434,7 @@ class Stretch:
         return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
 
     def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
-        """This rank's share of what ops draw for, and how ranks share it for each op; (None, []) where it is whole.
+        """Share of this rank in what ops draw for, and how ranks share it for each op; (None, []) where it is whole.
 
         Raises:
             NotOneKernel: when ranks share what these ops draw for in different ways.
