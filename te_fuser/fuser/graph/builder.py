@@ -46,7 +46,7 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 
 def likeness(op: FusableOperation) -> Hashable:
-    """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
+    """Key, equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
     own = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
     found = [what for what in own if Aside not in what[1].__mro__]
     buffers = set(op._buffers)
@@ -95,7 +95,7 @@ class Kinds:
         self._known: dict[Hashable, Traits] = {}
 
     def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Traits:
-        """That of an op.
+        """Traits of an op; of ops that are alike the first is checked.
 
         Raises:
             TypeError, ValueError: when it says of itself what cannot be.
@@ -110,7 +110,7 @@ class Kinds:
 
 
 class Inferred(NamedTuple):
-    """What is known of the outputs of ops that are alike: the specs, and which can have gradients.
+    """Inferred outputs of ops that are alike: the specs, and which can have gradients.
 
     Attributes:
         same: whether the output is the input.
@@ -122,7 +122,7 @@ class Inferred(NamedTuple):
 
 
 def is_identity(op: RowOp, given: Spec) -> bool:
-    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    """True where the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
     if op_table.hands_through.of(type(op)):
         return True
     if op.arguments():
@@ -150,7 +150,7 @@ class Names:
         self._exported: dict[str, list[tuple[str, int]]] = {}
 
     def bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
-        """From here on a name stands for what an op gives.
+        """Bind a name, from here on, to what an op gives.
 
         Raises:
             ValueError: when somebody opened it before, and nobody read it yet.
@@ -168,14 +168,14 @@ class Names:
             self._opened[name] = label
 
     def read(self, name: str) -> int | None:
-        """What an op reads by this name; None where no op before it binds it."""
+        """Value that an op reads by this name; None where no op before it binds it."""
         if name not in self._bound:
             return None
         self._read.add(name)
         return self._bound[name]
 
     def exported(self, name: str) -> int:
-        """What a caller gets who asks for this output.
+        """Value that a caller gets who asks for this output.
 
         Raises:
             ValueError: when there is none, or several.
@@ -350,7 +350,7 @@ class GraphBuilder:
         return like, named_in
 
     def _tie_features(self, value: int) -> None:
-        """What a formula reads has so many features in every call of a plan."""
+        """Tie the number of features of a value that a formula reads: every call of a plan has as many."""
         v = self.values[value]
         if type(v.spec.features) is not int:
             self.values[value] = dataclasses.replace(v, spec=_with_tied_features(v.spec))
@@ -381,7 +381,7 @@ class GraphBuilder:
         return self.names.inputs[name]
 
     def _told(self, label: str, op: FusableOperation, like: str, x: Spec, named: Mapping[str, Spec]) -> Inferred:
-        """What an op says of its outputs; once for all that are alike."""
+        """Outputs of an op, inferred once for all ops that are alike."""
         key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
             try:

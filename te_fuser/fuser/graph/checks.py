@@ -1,4 +1,4 @@
-"""What the graph refuses: parameters, named inputs and ops that do not fit, each with the op's name and what to do."""
+"""Checks that refuse parameters, named inputs and ops that do not fit, each with the op's name and what to do."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Graph:
 
     @functools.cached_property
     def roots(self) -> list[int]:
-        """By value the one that it is, under another name."""
+        """Value -> the value that it is under another name, or itself."""
         found: list[int] = []
         for v in self.values:  # an alias comes after what it is one of
             found.append(v.index if v.alias_of is None else found[v.alias_of])
@@ -154,7 +154,7 @@ class Graph:
 
     @functools.cached_property
     def related(self) -> list[tuple[int, int, int]]:
-        """By value the one that it is, the first that is the same tensor, and the first in the same memory."""
+        """Values by value: the one that it is, the first that is the same tensor, the first in the same memory."""
         return [
             (root, self._firsts[ref], self._storages[root] if ref.form == AS_MADE else root)
             for root, ref in zip(self.roots, self._refs, strict=True)
@@ -162,7 +162,7 @@ class Graph:
 
     @functools.cached_property
     def readers(self) -> list[list[int]]:
-        """By value the nodes that read it."""
+        """Nodes that read each value."""
         found: list[list[int]] = [[] for _ in self.values]
         for n in self.nodes:
             for value in {n.input, *n.named_in.values()}:
@@ -171,7 +171,7 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> list[int | None]:
-        """By value the node that makes it; None for inputs of the call."""
+        """Node that makes each value; None for inputs of the call."""
         found: list[int | None] = [None] * len(self.values)
         for n in self.nodes:
             for value in (n.output, *n.named_out):
@@ -184,16 +184,16 @@ class Graph:
         return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
-        """The same with plain sizes."""
+        """The graph with plain sizes."""
         return self._seen(Spec.exact)
 
     def rounded(self) -> Graph:
-        """The same as prices see it: with plain sizes, those of the call rounded up to the grid."""
+        """The graph as prices see it: with plain sizes, those of the call rounded up to the grid."""
         return self._seen(Spec.rounded)
 
     @property
     def is_on_grid(self) -> bool:
-        """Whether the sizes of the call are as prices see them."""
+        """True where the sizes of the call are as prices see them."""
         specs = {id(v.spec): v.spec for v in self.values}
         return all(spec.exact() == spec.rounded() for spec in specs.values())
 
@@ -228,7 +228,7 @@ class Graph:
         return self._refs[value]
 
     def again(self, value: int) -> Ref:
-        """The same tensor, computed again in backward."""
+        """Tensor of a value as backward computes it again."""
         return self._refs[value]._replace(kind=RECOMPUTED)
 
     def first(self, value: int) -> int:
@@ -244,12 +244,12 @@ class Graph:
         return self._refs[self._storages[ref.index]] if ref.kind is VALUE and ref.form == AS_MADE else ref
 
     def owner(self, ref: Ref) -> str:
-        """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
+        """Owner of a tensor's memory where it is kept for backward; empty for one that is never kept."""
         given = ref.kind is VALUE and ref.form.layout == "rows" and self.makers[self.stored(ref).index] is None
         return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
-        """Whether somebody upstream of this value needs a gradient."""
+        """True where somebody upstream of this value needs a gradient."""
         return self.values[value].needs_grad
 
     def leaving(self, start: int, stop: int) -> list[int]:
@@ -259,7 +259,7 @@ class Graph:
 
 
 def is_differentiable(op: FusableOperation, name: str, spec: Spec) -> bool:
-    """Whether an output of an op can have a gradient."""
+    """True for an output of an op that can have a gradient."""
     declared = isinstance(op, UnfusedOperation) and name in op.non_differentiable
     return spec.dtype.is_floating_point and not declared
 
@@ -319,7 +319,7 @@ def _given(node: Node) -> list[int]:
 
 
 def _able(node: Node) -> tuple[str, ...]:
-    """What an op calls those; the same for all that are alike and read inputs of the same names."""
+    """Names of inputs to which an op gives gradients; equal for ops that are alike and read inputs of equal names."""
     names = ("input", *[n for n in node.named_in if node.traits.reads[n].gradient])
     if node.traits.is_row:
         return names
@@ -337,7 +337,7 @@ def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
 
 
 def stops_gradients(node: Node) -> bool:
-    """Whether an op hands no gradient on to its main input, though its own code may be such that autograd would."""
+    """True for an op that hands no gradient on to its main input, even where autograd would through its own code."""
     declared = isinstance(node.op, UnfusedOperation) and "output" in node.op.non_differentiable
     return declared or node.input not in _given(node)
 

@@ -96,7 +96,7 @@ def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
 
 
 class _Flow:
-    """What is known of the main value and of named ones, from op to op."""
+    """Specs of the main value and of named ones, from op to op."""
 
     def __init__(self, call: CallSpecs, target: torch.dtype) -> None:
         self.target, self.x, self.parameters = target, call.x, call.parameters
@@ -152,7 +152,7 @@ def _casts(
 def add_placements(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list, each op with those of its parameters whose gradients are to be added up over ranks that share the list.
 
-    What draws gets what a rank has of its input.
+    An op that draws gets this rank's share of its input.
 
     Raises:
         ValueError: naming an op that cannot take what it gets.
@@ -173,7 +173,7 @@ def with_placements(listed: Sequence[ListedOp]) -> Sequence[ListedOp]:
 
 
 def _entries(listed: Sequence[ListedOp]) -> Entering:
-    """By ranks that share ops of the list, what enters it: what is known, else what the first of these ops takes."""
+    """Entries by ranks that share ops of the list: as known at its first op, else as the first of these ops takes."""
     found = {**listed[0].entering} if listed else {}
     for one in joint_ops([item.lowered.op for item in listed]):
         if one.takes is not None:
@@ -255,7 +255,7 @@ class _Walk:
 
 
 def _share(x: Placement, group: Group, other: Share | None) -> Share:
-    """What a rank has of an op's input, for what the op draws; `other`: by groups that cut sequences before.
+    """A rank's share of an op's input, for what the op draws; `other`: that by groups that cut sequences before.
 
     Raises:
         ValueError: where rows are cut along two dimensions.

@@ -54,7 +54,7 @@ class ListedOp:
     entering: Entering = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
-        """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
+        """A copy whose op keeps the attributes of now, in this mode; plans are made of such copies.
 
         It does not keep the owners of its parameters alive.
         """
@@ -100,7 +100,7 @@ def emptied(module: torch.nn.Module, blanks: dict[Any, torch.nn.Parameter]) -> N
 
 @record()
 class ParameterSpecs:
-    """What planning knows of a parameter: never its values.
+    """Properties of a parameter that planning knows: never its values.
 
     Attributes:
         kind: the class of the tensor.
@@ -118,7 +118,7 @@ class ParameterSpecs:
 
     @classmethod
     def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
-        """What is known of a parameter that is `t` in this call.
+        """Specs of a parameter that is `t` in this call.
 
         Raises:
             TypeError: for one whose memory has its numbers with the other sign.
@@ -142,7 +142,7 @@ class ParameterSpecs:
 
 @dataclass(frozen=True)
 class CallSpecs:
-    """What planning knows of one call.
+    """Properties of one call that planning knows.
 
     Attributes:
         named: name -> the spec of a named input, and whether it needs a gradient.
@@ -196,7 +196,7 @@ class CallSpecs:
         return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around, capability)
 
     def stand_ins(self) -> StandIns:
-        """What stands for the parameters that are computed."""
+        """Stand-ins for the parameters that are computed."""
         return {key: p.stand_in for key, p in self.parameters.items() if p.computed}
 
 
@@ -278,7 +278,7 @@ class Parameters:
 
 
 def results_like(graph: Graph, outputs: Sequence[str], device: torch.device) -> Any:
-    """What stands for the results of a call, where x is on `device`: y, or (y, *outputs)."""
+    """Stand-ins for the results of a call, where x is on `device`: y, or (y, *outputs)."""
     values = [graph.values[v] for v in (graph.output, *(graph.named_outputs[n] for n in outputs))]
     with looking() as look:
         made = tuple(look.made(v.spec.shape, v.spec.dtype, device, v.needs_grad) for v in values)

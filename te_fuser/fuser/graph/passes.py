@@ -73,7 +73,7 @@ _records: ContextVar[list[PassRecord] | None] = ContextVar("pass records", defau
 
 @contextmanager
 def record_passes() -> Iterator[list[PassRecord]]:
-    """Passes that run in here are recorded, in their order."""
+    """Record the passes that run in here, in their order."""
     records: list[PassRecord] = []
     token = _records.set(records)
     try:

@@ -1,6 +1,6 @@
-"""How plans name tensors before they become slots: a kind, what identifies it within that, and the form it is in.
+"""Names of tensors in plans, before they become slots: a kind, what identifies it within that, and its form.
 
-Who wants to know something of a ref asks the row of its kind.
+The row of a ref's kind knows everything else about it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What a tensor is stored in, and how it lies.
+    """Dtype and layout in which a tensor is stored.
 
     Attributes:
         dtype: None: what it is made in.
@@ -48,7 +48,7 @@ AS_MADE = Form()
 
 
 def form_named(name: str) -> tuple[str, Form | None]:
-    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", Form(float32)).
+    """Tensor that a fusion names, and the form that it wants: "input.float32" is ("input", Form(float32)).
 
     "input.transposed" is ("input", Form(layout="transposed")), in the dtype that it has.
     """
@@ -60,7 +60,7 @@ def form_named(name: str) -> tuple[str, Form | None]:
 
 @dataclass(frozen=True, eq=False)
 class RefKind:
-    """What refs of one kind have in common.
+    """Properties that refs of one kind share.
 
     Attributes:
         name: for people.
@@ -101,22 +101,22 @@ class Ref(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """Whose memory it is where it is kept; empty: it is never kept."""
+        """Owner of its memory where it is kept; empty for one that is never kept."""
         return self.kind.owner if self.form == AS_MADE or not self.kind.owner else "activation"
 
     @property
     def by_rows(self) -> Ref:
-        """The same tensor as it lies by rows."""
+        """The tensor in the layout of rows."""
         return self if self.form.layout == "rows" else self._replace(form=self.form._replace(layout="rows"))
 
     @property
     def transposed(self) -> Ref:
-        """The same tensor as it lies transposed."""
+        """The tensor in the transposed layout."""
         return self._replace(form=self.form._replace(layout="transposed"))
 
     @property
     def is_of_a_value(self) -> bool:
-        """Whether it has the rows of a value."""
+        """True where it has the rows of a value."""
         return self.kind.counts == "values"
 
     def spec(self, graph: Graph) -> Spec | None:
@@ -129,7 +129,7 @@ class Ref(NamedTuple):
         return self.kind.bytes(graph, self) if spec is None else bytes_of(spec)
 
     def label(self, graph: Graph) -> str:
-        """What people call it."""
+        """Label for people."""
         return self.name if self.kind.label is None else self.kind.label(graph, self)
 
 
@@ -224,7 +224,7 @@ def parameter_gradient_ref(index: int) -> Ref:
 
 
 def own_term_ref(index: int) -> Ref:
-    """What a rank has of the gradient of a parameter, where that is a sum over ranks."""
+    """A rank's own term of the gradient of a parameter, where that is a sum over ranks."""
     return Ref(PARAMETER_GRADIENT, index, name="of this rank")
 
 
@@ -234,10 +234,10 @@ def statistic_ref(stretch: int, digest: str) -> Ref:
 
 
 def emitted_ref(node: int, name: str) -> Ref:
-    """What an opaque op emits for its backward."""
+    """Emission of an opaque op for its backward."""
     return Ref(EMITTED, node, name=name)
 
 
 def saved_ref(start: int, fusion: str, name: str) -> Ref:
-    """What a joint fusion saves for its own backward."""
+    """Tensor that a joint fusion saves for its own backward."""
     return Ref(SAVED, start, name=f"{fusion}: {name}")

@@ -78,7 +78,7 @@ class BackwardCandidates:
         self.withheld = limits.forbidden - limits.given
 
     def edges(self, section: Section) -> Found:
-        """Those of a section; an op may be left without any under these limits."""
+        """Candidates of a section; under these limits an op may have none."""
         found = Found(section)
         find_rows(self.problem, found, self._row)
         made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row]
@@ -87,7 +87,7 @@ class BackwardCandidates:
         return found
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
-        """What the candidates of a section depend on beside it."""
+        """Limits on values and ops of a section: all that its candidates depend on outside it."""
         limits = self.limits
         if not (limits.forbidden or limits.given or limits.silent):
             return ()
@@ -118,7 +118,7 @@ class BackwardCandidates:
         return Edge(node.index, node.index + 1, node.traits.role, tuple(steps), bytes_kept, recomputes=gathered)
 
     def _gathered_again(self, nodes: tuple[Node, ...]) -> tuple[list[Step], tuple[Ref, ...]]:
-        """The steps that gather once more what some ops have gathered, where it is not kept, and what they give."""
+        """Steps that gather once more what some ops have gathered and nobody keeps, and the refs that they give."""
         steps: list[Step] = []
         again = [(n, ref) for n in nodes if (ref := self.graph.ref(n.output)) in self.problem.gathered_again]
         for node, ref in again:
@@ -167,7 +167,7 @@ class BackwardCandidates:
     # --------------------------------------------------------------------------------------- row ops
 
     def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
-        """A range's backward kernels: what only hanging nodes read is kept, or computed again."""
+        """Backward kernels of a range, one for each set of values computed again, not kept, for hanging nodes."""
         wanted = self.problem.recomputable(start, stop)
         subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
         variants = [self._variant(found, stretch, start, stop, again) for again in subsets]
@@ -176,7 +176,7 @@ class BackwardCandidates:
     def _variant(
         self, found: Found, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
-        """The kernel that computes `again` again; what else it could is kept."""
+        """Backward kernel that computes `again` again; other values that it could compute are kept."""
         problem, prices, covers = self.problem, self.prices, (start, stop)
         readable, silent = self._readable(stretch), self.limits.silent
         values, turned = tuple(map(self.graph.value_of, again)), wanted_of(problem, start, stop, again)
@@ -221,13 +221,13 @@ class BackwardCandidates:
         return made
 
     def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
-        """The candidate, or why there is none."""
+        """The candidate, or the reason for which there is none."""
         match = self.problem.match(*whole)
         fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, whole))
         return self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:
-        """A fusion that is one step, or why it is none."""
+        """Candidate of a fusion that is one step, or the reason for which there is none."""
         fusion, nodes = fit.fusion, fit.nodes
         inputs = self._fusion_inputs(fit)
         if any(self._is_withheld(r) for _, r in inputs):
@@ -248,7 +248,7 @@ class BackwardCandidates:
         return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
-        """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
+        """Candidate of a fusion whose nodes run apart, or why not; nodes of parameters alone hang off the chain."""
         fusion = fit.fusion
         needed, outputs = self._fusion_gradients(fit.nodes)
         inner = self.problem.inner_gradients(fusion, fit.nodes)
@@ -341,7 +341,7 @@ class BackwardCandidates:
         return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken, *inner])
 
     def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
-        """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""
+        """Reason for which gradient dtypes do not fit, of `taken` as they arrive or as the ops give theirs; or None."""
         for v in (self.graph.values[v] for v in taken):
             if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
                 return f"the gradient of {plain(v.name)} arrives in {text_of(v.gradient)}, not in its own dtype"

@@ -61,7 +61,7 @@ class Edge:
 
     @property
     def is_joint(self) -> bool:
-        """Whether it is one direction of a joint fusion."""
+        """True for one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
@@ -86,7 +86,7 @@ class Found:
 
     @property
     def edges(self) -> Iterator[Edge]:
-        """All of them."""
+        """Every candidate, of row ops first."""
         for group in (*self.rows, *self.lone, [self.others]):
             for edges in group:
                 yield from edges
@@ -98,7 +98,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Withheld:
-    """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
+    """Values, statistics and emissions of ops that a forward cover already chosen cannot give."""
 
     forbidden: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
@@ -157,11 +157,11 @@ class Placed(NamedTuple):
 
     @property
     def refs(self) -> Mapping[Ref, Ref]:
-        """What the refs that it knows are there."""
+        """Map from the refs of section `here` to those at their places in section `there`."""
         return self.here.refs_in(self.there)
 
     def moved(self, problem: Problem, prices: Prices) -> Sequence[Edge]:
-        """The candidates that they are there: what their steps take is not asked again."""
+        """Candidates at their places in section `there`, with the costs that their steps have in `here`."""
         if not self.by:
             return self.edges
         move = _Move(problem, prices, self.here, self.there, self.by, self.refs)
@@ -179,7 +179,7 @@ class _Move(NamedTuple):
     refs: Mapping[Ref, Ref]
 
     def edge(self, edge: Edge) -> Edge:
-        """A candidate there."""
+        """The candidate at its place there."""
         by, whole = self.by, edge.whole
         if whole is not None:
             whole = whole[0] + by, whole[1] + by
@@ -189,7 +189,7 @@ class _Move(NamedTuple):
         return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
 
     def step(self, step: Step, whole: tuple[int, int] | None) -> Step:
-        """A step there, where a fusion matches the ops `whole` if it is one's."""
+        """The step at its place there; `whole`: the ops that its fusion matches there, if it is one's."""
         problem, task, by, refs = self.problem, step.task, self.by, self.refs
         start, stop = step.start + by, step.stop + by
         if isinstance(task, KernelTask):
@@ -243,7 +243,7 @@ def fusion_task(
 
 
 def saved_by(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
-    """What a joint fusion that matches the ops `whole` hands to its own backward."""
+    """Tensors, by name, that a joint fusion that matches the ops `whole` saves for its own backward."""
     if not fusion.saves:
         return []
     start, _ = fusion.covers("forward", *whole)

@@ -84,7 +84,7 @@ def without_idle(backward: list[Step]) -> list[Step]:
 
 
 def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
-    """Everything that backward steps read and none of them makes."""
+    """Tensors that backward steps read and none of them makes."""
     graph = problem.graph
     found: dict[Ref, Kept] = {}
     made = {r for s in backward for _, r in s.outputs}
@@ -114,7 +114,7 @@ def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> li
 
 
 def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
-    """The same kernel without some of what it stores; None where that was all."""
+    """Kernel without its stores of the refs in `idle`; None where nothing is left for it to do."""
     d = task.description
     aliases = tuple([pair for pair in task.aliases if pair[0] not in idle])
     needed = {old for _, old in aliases}
@@ -126,7 +126,7 @@ def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
 
 
 def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
-    """Before the first step that reads a form that no step makes, the step that does; `made` are there before.
+    """Put before the first step that reads a form which no step makes the step that does; `made` are there before.
 
     Parameters in another dtype, and what is read transposed of which other code than a generated kernel makes the rows.
     """
@@ -150,7 +150,7 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
 
 
 def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
-    """Where several steps contribute to one gradient, rename the contributions and add them up.
+    """Rename the contributions of several steps to one gradient, and add the steps that sum them.
 
     Args:
         arriving: first terms that come from outside.
@@ -182,7 +182,7 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
 
 
 def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
-    """Where ranks have terms of parameters' gradients, two steps more for each group, that add them up."""
+    """Add two steps for each group that sums gradients of parameters over its ranks: one starts, one waits."""
     sums = problem.graph.sums
     if not sums:
         return steps

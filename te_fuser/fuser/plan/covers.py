@@ -37,7 +37,7 @@ _WEIGHED = ", with what is kept for backward weighed in"
 
 @dataclass(frozen=True)
 class Covers:
-    """What covers the list in both directions.
+    """Placed candidates that cover the list in both directions.
 
     Attributes:
         choices: what is computed again in backward, or could be.
@@ -67,12 +67,12 @@ class _Round:
 
     @property
     def length(self) -> int:
-        """What both directions cost together, in ticks."""
+        """Length of the ways of both directions together, in ticks."""
         return sum([way.length for way in (*self.forward, *self.backward)])
 
     @property
     def demand_unmet(self) -> bool:
-        """Whether another backward could let forward take more."""
+        """True where another backward could let forward take more fusions."""
         return True in [way.found.demand_unmet for way in self.forward]
 
 
@@ -195,7 +195,7 @@ class Covering:
         return [self._found(candidates, section) for section in self.sections]
 
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
-        """Those of each section; the key says which candidates these are."""
+        """Candidates of each section, found once for each kind of candidates and `key`."""
         return self._once((type(candidates), key), lambda: self._each_found(candidates))  # type: ignore[no-any-return]
 
     def _forward(self, aim: Aim, found: list[Found]) -> list[Way] | None:
@@ -220,7 +220,7 @@ class Covering:
         return _all([ways[a] for a in asked])
 
     def _ahead(self, aim: Aim, backward: Found) -> Callable[[Edge], int] | None:
-        """What a candidate for backward takes in forward; without joint fusions that is the same for all ways."""
+        """Forward ticks by backward candidate, as a function; None without joint fusions, as all ways cost the same."""
         if not any(e.is_joint for e in backward.others):
             return None
         here, free = backward.section.start, self._found(self._free, backward.section)
@@ -258,7 +258,7 @@ class Covering:
         return [Choice(values[root].name, c.recomputed, c.bytes, c.seconds, root) for c, root in there_is]
 
     def _refusals(self, found: _Round, note: str) -> list[Refusal]:
-        """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
+        """Refusals of backward, then of forward, non-candidates before losers; `note` goes with losers of backward."""
         said = self._in_order(found.backward, lambda way: way.found.refusals)
         said += found.impossible.values()
         said += self._in_order(found.backward, lambda way: self._lost("backward", way, note))
@@ -273,7 +273,7 @@ class Covering:
         return self._once((why_not_taken, way), make)  # type: ignore[no-any-return]
 
     def _in_order(self, ways: list[Way], refusals: Callable[[Way], Iterable[Refusal]]) -> list[Refusal]:
-        """Those of all sections, by fusions in their order."""
+        """Refusals of all sections, in the order of their fusions."""
         found = []
         for section, way in zip(self.sections, ways, strict=True):
             by = section.start - way.found.section.start
@@ -282,17 +282,17 @@ class Covering:
 
 
 def _all(ways: list[Way | None]) -> list[Way] | None:
-    """All of them; None where one is missing."""
+    """The ways; None where one is missing."""
     return None if None in ways else ways  # type: ignore[return-value]
 
 
 def _edges(ways: Sequence[Way]) -> tuple[Edge, ...]:
-    """What some ways take, as a key."""
+    """Edges of the given ways, in order, as a key."""
     return tuple([e for way in ways for e in way.edges])
 
 
 def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
-    """Why a joint fusion of a backward cover cannot run forward."""
+    """Refusal, with its reason, of a joint fusion of a backward cover whose forward cannot run."""
     (fusion, whole), reason = match, "other steps of backward read what its forward does not give"
     start, stop = fusion.covers("forward", *whole)
     places = [(f.name, *f.covers("forward", *w)) for f, w in joint if (f, w) != match]
@@ -303,7 +303,7 @@ def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
 
 
 def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
-    """What the fusions of a forward cover do not give."""
+    """Limits on backward: values, statistics and emissions that the fusions of a forward cover do not give."""
     root, forbidden, given, silent = problem.graph.roots.__getitem__, set[int](), set[int](), set[int]()
     for fusion, whole in forward:
         nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]

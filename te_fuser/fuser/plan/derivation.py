@@ -48,7 +48,7 @@ class DerivedStretch:
         self._leaving: dict[tuple[int, int], list[int]] = {}
 
     def _describe(self, nodes: Sequence[Node]) -> Any:
-        """Everything that the kernels depend on, apart from the formulas."""
+        """Key of all that the kernels depend on, apart from the formulas."""
         number = self._inward["values"]
         parameter = self._inward["parameters"]
         first = self._first_stream

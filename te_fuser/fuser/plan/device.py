@@ -62,15 +62,15 @@ capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_captu
 
 @dataclass(frozen=True)
 class Link:
-    """What devices send to one another by, as collectives of large tensors reach it.
+    """Connection between devices, with what collectives of large tensors reach over it.
 
     Attributes:
         rates: (ranks, bytes per second that each of them sends), by rising numbers of ranks.
         latency: seconds of a small collective, and the least of any.
-        estimate: what these were taken from that nobody measured; empty where they were measured.
-        hidden: the share of the time of sending that products beside it do not feel.
-        beside: the same of what is copied between GPUs, of the product that it is one step with: 63 to 100% on two
-            H200, over the four products of a layer (commit 891c75fb, `make gpu-bench RANKS=2 PART=links`).
+        estimate: source of these numbers where nobody measured them; empty where they were measured.
+        hidden: share of the time of sending that products beside it do not feel.
+        beside: the same share for copies between GPUs that are one step with a product: 63 to 100% on two H200, over
+            the four products of a layer (commit 891c75fb, `make gpu-bench RANKS=2 PART=links`).
     """
 
     rates: tuple[tuple[int, float], ...]
@@ -85,7 +85,7 @@ class Link:
         return max(self.latency, cost.sent / known[-1])
 
     def scaled(self, by: float, estimate: str) -> Link:
-        """One that is so many times as fast."""
+        """A link that is `by` times as fast."""
         return replace(self, rates=tuple((ranks, by * rate) for ranks, rate in self.rates), estimate=estimate)
 
 
@@ -133,14 +133,14 @@ class Device:
 
     @property
     def host(self) -> Host:
-        """What calls cost its host."""
+        """Seconds that calls cost its host; zeros where calls are replayed."""
         if self.replayed:
             return FREE_HOST
         return CPU_HOST if self.capability is None else GPU_HOST
 
     @property
     def arch(self) -> str:
-        """What CUDA kernels of its plans are compiled for."""
+        """Architecture that CUDA kernels of its plans are compiled for."""
         return arch_of(self.capability or (8, 0))
 
     def seconds(self, cost: Cost, dtype: str) -> float:
@@ -191,7 +191,7 @@ class Device:
 def _rates(
     float32: float, half: float, float64: float, float16: float | None = None, narrow: float = 0.0
 ) -> dict[str, float]:
-    """By dtype, from 10**12 operations per second; `narrow`: how many times as fast those in 8 bits are, if any."""
+    """Rates by dtype, from 10**12 operations per second; `narrow`: how many times as fast 8 bits are, if at all."""
     rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
     rates |= dict.fromkeys(dtypes.FLOAT8, narrow * half) if narrow else {}
     return {dtype: rate * 1e12 for dtype, rate in rates.items()}
@@ -316,7 +316,7 @@ def _estimated(name: str, properties: Any) -> Device:
     major, minor, count = properties.major, properties.minor, properties.multi_processor_count
 
     def distance(d: Device) -> int:
-        """How far a GPU's compute capability is from this one's."""
+        """Distance between the compute capabilities of a known GPU and this one."""
         known = d.capability or (0, 0)
         return abs(10 * (known[0] - major) + known[1] - minor)
 

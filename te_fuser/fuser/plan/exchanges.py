@@ -117,7 +117,7 @@ class _InSegment:
         self._refusals[Refusal(self._direction, step.start, step.stop, registry.PEER_COPIES, why)] = None
 
     def _alone(self, pair: _Pair) -> dict[int, Step | None]:
-        """The step that starts, by copies; the one that waits does so for whatever was started."""
+        """The step that starts the exchange, now by copies; the one that waits stays as it is."""
         step = self._given[pair.start]
         assert isinstance(step.task, OpTask)
         by = peers.PeersOf(pair.group, self._graph.values[0].spec.device)
@@ -198,7 +198,7 @@ class _InSegment:
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:
-        """Why the ranks' blocks along a dimension do not lie one behind the other; empty where they do."""
+        """Reason for which the ranks' blocks along a dimension are not one run of rows each; empty where they are."""
         spec = ref.spec(self._graph)
         if spec is None or len(spec.shape) < 2 or dim is None or dim % len(spec.shape):
             return f"the blocks of ranks lie along dimension {dim}, not one behind the other"
@@ -206,7 +206,7 @@ class _InSegment:
 
     @staticmethod
     def _sent(start: Step) -> Ref:
-        """What is exchanged."""
+        """Tensor that is exchanged."""
         return next(r for name, r in start.inputs if name in ("input", "dy"))
 
     def _step(
@@ -226,7 +226,7 @@ class _InSegment:
 
 
 def _cost(prices: Prices, product: Price | None, exchange: Price | None, *known: Cost) -> Cost:
-    """What a product takes, beside which ranks send."""
+    """Cost of a product beside which ranks send."""
     multiplied, sent = (k if p is None else prices.cost(p) for p, k in zip((product, exchange), known, strict=True))
     hidden = prices.problem.options.device.link.beside
     return replace(multiplied, sent=sent.sent, ranks=sent.ranks, beside=hidden, hidden=0.0)

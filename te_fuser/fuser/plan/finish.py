@@ -82,7 +82,7 @@ def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[Segment
 
 
 def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
-    """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
+    """The segment of a range of ops, with its own casts and sums; autograd adds up gradients from several segments."""
     graph = problem.graph
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
@@ -187,7 +187,7 @@ def _places(graph: Graph) -> set[int]:
 
 
 def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
-    """Where the segments of these covers begin and end."""
+    """Ranges (first op, op after the last) of the segments of these covers."""
     what = segments, *covers.forward, *covers.backward
     return prices.once(what, lambda: _cut(problem, prices, covers))
 
@@ -226,7 +226,7 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
 
 
 def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
-    """For each op what the steps of both directions take that begin before it; last what all take."""
+    """Seconds, for each op, of the steps of both directions that begin before it; last, those of all steps."""
     seconds = [0.0] * (len(problem.nodes) + 1)
     for placed in (*covers.forward, *covers.backward):
         by = placed.by
@@ -236,10 +236,10 @@ def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
 
 
 def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
-    """Those between a product and what exchanges its output and its gradient, and borders; without any, all others.
+    """Ends between a product and what exchanges its output and its gradient, and borders; without any, all others.
 
-    Between a product and what exchanges the gradient of its input there is never one, and where exchanges go by copies
-    beside products, between neither.
+    None lies between a product and what exchanges the gradient of its input; where exchanges go by copies beside
+    products, none lies on either side of an exchange.
     """
     graph = problem.graph
     exchanged = {n.index for n in graph.nodes for g in n.gradients if g.wait}
@@ -254,7 +254,7 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
 
 
 def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
-    """Where no cut can be: between what computes or saves a value for backward and what reads it."""
+    """Ops before which no segment may begin: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
     found = set(held_together(problem, prices, covers))
     # A gradient in another dtype than its value's would come out of autograd in the value's.

@@ -52,7 +52,7 @@ class ForwardCandidates:
         self.graph, self.nodes = problem.graph, problem.nodes
 
     def edges(self, section: Section) -> Found:
-        """Those of a section, apart from those that would break a forced joint fusion."""
+        """Candidates of a section, without those that would break a forced joint fusion."""
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
         find_rows(self.problem, found, self._row)
         found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
@@ -71,13 +71,13 @@ class ForwardCandidates:
         return self._fusion(backward.fusion, backward.whole, True, Found(section))
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
-        """What the candidates of a section depend on beside it."""
+        """Demands and forced joint fusions of a section: all that its candidates depend on outside it."""
         refs = section.of_refs(*self._demanded) if self.demands else frozenset()
         return refs, section.of_matches(self.joint) if self.joint else frozenset()
 
     @functools.cached_property
     def _demanded(self) -> tuple[Mapping[int, list[Ref]], Mapping[int, list[Ref]]]:
-        """What is demanded by its index, where that counts values and where it does not."""
+        """Demanded refs by index: those whose index counts values, and all others."""
         values: dict[int, list[Ref]] = {}
         others: dict[int, list[Ref]] = {}
         for ref in self.demands:
@@ -118,12 +118,12 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _turned(self) -> frozenset[Ref]:
-        """What is demanded transposed, by its rows."""
+        """Tensors that are demanded transposed, as refs of their rows."""
         return frozenset([r.by_rows for r in self.demands if r.form.layout != "rows"])
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
-        """By stretch the statistics that backward reads."""
+        """Stretch -> the statistics that backward reads of it."""
         found: dict[int, list[str]] = {}
         for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
             found.setdefault(stretch, []).append(name)
@@ -182,7 +182,7 @@ class ForwardCandidates:
         return self.prices.step(fusion.name, covers, inputs, outputs, task, price)
 
     def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
-        """Why no backward plan could make room for the fusion."""
+        """Reason for which no backward plan could make room for the fusion; None where one could."""
         if not self.problem.ends_in_a_tensor(nodes):
             return NO_TENSOR
         unmeasured = why_unmeasured(nodes, forward=True)
@@ -199,7 +199,7 @@ class ForwardCandidates:
     def _why_no_fusion(
         self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref], inside: set[Ref], joint: bool
     ) -> str | None:
-        """What the fusion would have to give and does not."""
+        """Reason for which the fusion does not give all that is read of its ops; None where it does."""
         emitted = self.problem.emitted(fusion, nodes)
         missing = owed - {*emitted.values(), self.graph.ref(nodes[-1].output), self.graph.ref(nodes[0].input)}
         if missing:
@@ -226,7 +226,7 @@ class ForwardCandidates:
         return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
 
     def _owes(self, node: Node) -> bool:
-        """Whether backward reads what an op emits, or a per-row statistic of its."""
+        """True where backward reads what an op emits, or one of its per-row statistics."""
         if not node.traits.is_row:
             return node.index in self._emitting
         stretch = self.problem.stretch_of(node.index)
@@ -234,12 +234,12 @@ class ForwardCandidates:
 
     @functools.cached_property
     def _emitting(self) -> set[int]:
-        """The ops of whose own results backward reads one."""
+        """Ops that emit something that backward reads."""
         return {r.index for r in self.demands if r.kind is EMITTED}
 
 
 def _forms(fusion: Fusion) -> list[str]:
-    """What a forward takes in a form of its own choice."""
+    """Names of what a fusion's forward takes in a form of its own choice."""
     return [name for name in fusion.takes if form_named(name)[1] is not None] if fusion.has_forward else []
 
 
@@ -254,7 +254,7 @@ def _matches(section: Section, forced: Iterable[MatchOf]) -> list[MatchOf]:
 
 
 def _spared(groups: list[list[list[Edge]]], forced: Iterable[MatchOf]) -> list[list[list[Edge]]]:
-    """Those that overlap no forced joint fusion without being it."""
+    """Candidates that overlap no forced joint fusion, and the forced ones themselves."""
     taken = [(fusion, whole, *fusion.covers("forward", *whole)) for fusion, whole in forced]
 
     def breaks(e: Edge) -> bool:

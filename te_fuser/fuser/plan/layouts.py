@@ -63,7 +63,7 @@ def row_steps(
 
 
 def why_not_transposed(options: Options, description: KernelDescription) -> str:
-    """Why a kernel cannot store transposed what it shall; empty where it can, and where that is nothing."""
+    """Reason for which a kernel cannot store its transposed outputs; empty where it can, or has none."""
     if options.target != "cuda" or not description.transposed:
         return ""
     if description.reductions:
@@ -82,7 +82,7 @@ def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> S
 
 
 def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> list[Ref]:
-    """What the backward kernel of a range has to give transposed: gradients, and values that it computes again."""
+    """Transposed outputs wanted of the backward kernel of a range: gradients, and values that it computes again."""
     if not problem.transposed:
         return []
     nodes = problem.nodes[start:stop]
@@ -93,7 +93,7 @@ def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> 
 
 
 def given_transposed(problem: Problem, task: FusionTask, outputs: Iterable[tuple[str, Ref]]) -> list[tuple[str, Ref]]:
-    """What a backward that is one step gives transposed, too: of what is read so, what its body says that it can."""
+    """Transposed outputs of a backward that is one step: those that are read and that its body says it can give."""
     names = () if task.body is None else task.body.transposed
     return [(f"{name}.transposed", r.transposed) for name, r in outputs if name in names and _is_read(problem, r)]
 
@@ -154,7 +154,7 @@ def store_by_blocks(plan: Plan, prices: Prices) -> Plan:
 
 
 def held_together(problem: Problem, prices: Prices, covers: Covers) -> Iterator[int]:
-    """Where no segment may end: between a kernel and a product that it makes blocks for."""
+    """Ops before which no segment may begin: between a kernel and a product that it makes blocks for."""
     if not _is_on(problem.options):
         return
     for placed in (covers.forward, covers.backward):
@@ -178,7 +178,7 @@ def _limits(options: Options) -> Limits:
 
 
 def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Handover]:
-    """What is handed over in these steps, each of which makes a tensor for one reader alone."""
+    """Handovers in these steps, each of a tensor that one reader alone reads."""
     readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := step.task.takes_blocks) is not None]
     if not readers:
         return []
@@ -197,7 +197,7 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Handover]:
 
 
 def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> Task | None:
-    """What makes a tensor by blocks in the place of its rows; None where nothing can."""
+    """Task that makes a tensor by blocks in the place of its rows; None where there is none."""
     kernel, blocks = step.task.kernel, reader.task.takes_blocks
     if blocks is None:
         return None

@@ -60,24 +60,24 @@ def retimed(plan: Plan) -> Plan:
 
 
 def starts_something(plan: Plan) -> bool:
-    """Whether an op of a plan starts what it waits for later."""
+    """True where an op of a plan starts something for which it waits later."""
     nodes = [n for n in plan.graph.nodes if not n.traits.is_row]
     forward = [n for n in nodes if n.op.op_wait is not None]  # type: ignore[attr-defined]
     return bool(forward or [g for n in nodes for g in n.gradients if g.wait])
 
 
 def started(step: Step) -> Ref | None:
-    """What a step leaves under way."""
+    """Ref of what a step starts and leaves under way; None where it starts nothing."""
     return next((r for r in step.writes() if r.kind is STARTED), None)
 
 
 def awaited(step: Step) -> Ref | None:
-    """What a step waits for."""
+    """Ref of what a step waits for; None where it waits for nothing."""
     return next((r for r in step.reads() if r.kind is STARTED), None)
 
 
 def said_of(plan: Plan, step: Step) -> str:
-    """What there is to say of a step that sends something, or waits for it; empty for all others."""
+    """Note on a step that sends something, or waits for it; empty for all others."""
     if started(step) and step.cost.sent:
         return f"sends {size_text(step.cost.sent)}, under way for {way_of(step, plan.device) * 1e6:.1f} us"
     if ref := awaited(step):
@@ -133,7 +133,7 @@ def _flown(steps: Iterable[Step], device: Device) -> tuple[float, dict[Ref, _Fli
 
 
 def seconds(steps: Iterable[Step], device: Device) -> float:
-    """What steps take in this order."""
+    """Predicted seconds of steps in this order."""
     return _flown(steps, device)[0]
 
 
@@ -162,14 +162,14 @@ class _Order:
         self.segment, self._device, self._size = segment, device, size
 
     def forward(self) -> Steps:
-        """Those of forward, in which no step is free to run later."""
+        """Forward steps, started early and awaited late; none is free to run later."""
         return waiting_late(starting_early(self.segment.forward))
 
     def backward(self, fill: bool) -> Steps:
-        """Those of backward.
+        """Backward steps, ordered around what is under way.
 
         Args:
-            fill: whether gradients of parameters may run later than they can, beside what is under way.
+            fill: whether gradients of parameters may be delayed, to run beside what is under way.
         """
         steps = self.segment.backward
         if not any(started(s) for s in steps):
@@ -180,7 +180,7 @@ class _Order:
         return min(parts.laid_out(in_order), parts.laid_out(where), key=lambda made: seconds(made, self._device))
 
     def _filled(self, parts: _StepsByFreedom) -> dict[int, int]:
-        """By the number of a free step the start that it runs behind, of those for which that is a gain.
+        """Number of a free step -> the start that it runs behind, where that is a gain.
 
         First each gap takes of those that could run since the gap before it, then of those that none has taken.
         """
@@ -258,7 +258,7 @@ class _StepsByFreedom:
         return cls(chain, free, tuple(own), again, device)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Where each thing under way starts in the chain, and where it is waited for."""
+        """Gaps of the chain: where something under way starts, and where it is waited for."""
         starts = {ref: k for k, s in enumerate(self.chain) if (ref := started(s)) is not None}
         return sorted((starts[ref], k) for k, s in enumerate(self.chain) if (ref := awaited(s)) is not None)
 
@@ -282,7 +282,7 @@ class _StepsByFreedom:
 
 
 def free_steps(steps: Sequence[Step]) -> Steps:
-    """Gradients of parameters for which no step waits, but others of them."""
+    """Steps that give gradients of parameters alone, for which no step waits but others of them."""
     found: Steps = []
     waited_for: set[Ref] = set()  # by steps that are not among them
     for step in reversed(steps):
@@ -296,7 +296,7 @@ def free_steps(steps: Sequence[Step]) -> Steps:
 
 
 def _before(steps: Sequence[Step], free: Steps, chain: Steps) -> list[int]:
-    """For each free step the place in the chain of the last one before it that neither starts anything nor waits."""
+    """Place in the chain, for each free step, of the last one before it that neither starts anything nor waits."""
     places, freed = {id(s): k for k, s in enumerate(chain)}, {id(s) for s in free}
     found, last = [], -1
     for step in steps:

@@ -1,4 +1,4 @@
-"""Which inputs the generated kernels of a plan may store outputs over: those that die at that step.
+"""Marks of the inputs that a plan's generated kernels may store outputs over: those that die at that step.
 
 An input qualifies when
 
@@ -57,7 +57,7 @@ def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan
 
 
 def _kept_of_our_own(plan: Plan) -> set[Ref]:
-    """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
+    """Tensors that forward makes and one segment alone keeps, and that neither the caller nor other code ever sees."""
     graph = plan.graph
     seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
     given = {graph.ref(v.index) for v in graph.values if v.index in graph.results}
@@ -90,7 +90,7 @@ def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class _Lives:
-    """What becomes of the tensors of one program.
+    """Lifetimes and owners of the tensors of one program.
 
     Attributes:
         last: the last step that reads or makes a ref.
@@ -131,12 +131,12 @@ class _Lives:
         return self.same.get(ref, frozenset([ref]))
 
     def is_ours(self, ref: Ref) -> bool:
-        """Whether our own steps made the tensor, and only they read it."""
+        """True where our own steps made the tensor, and only they read it."""
         names = self.names(ref)
         return bool(names & self.own) and not names & self.foreign
 
     def dies(self, ref: Ref, number: int) -> bool:
-        """Whether a step is the last that needs a tensor of our own, under any name."""
+        """True for the last step that needs a tensor of our own, under any name."""
         others = self.names(ref) - {ref}
         return (
             self.is_ours(ref)

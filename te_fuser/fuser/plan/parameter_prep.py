@@ -71,7 +71,7 @@ def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
 def measuring_steps(
     problem: Problem, prices: Prices, covers: tuple[int, int], derive: Callable[[], KernelTask | None]
 ) -> tuple[Step, ...]:
-    """The pass that raises numbers for the kernel of a range, and what makes scales of these.
+    """Pass that measures the largest magnitudes for the kernel of a range, and the steps that make scales of them.
 
     Args:
         derive: f() -> that pass; None where there is nothing to raise.
@@ -100,12 +100,12 @@ def measuring_steps(
 
 
 def _is_made_in_kernels(target: str) -> bool:
-    """Whether the last block of a pass makes the scale, too."""
+    """True where the last block of a measuring pass makes the scale, too."""
     return target == "cuda"
 
 
 def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
-    """Why a fusion cannot stand for some ops in a direction: it would quantize what nobody has measured."""
+    """Reason for which a fusion cannot stand for some ops: their scales must be measured first; None where it can."""
     for op, label in [(node.op, node.label) for node in nodes if _own_scale(node) is not None]:
         assert isinstance(op, RowOp)
         if op.measured_in_forward if forward else op.measured_in_backward:
@@ -121,7 +121,7 @@ _AMAX, _MADE = "own_amax", ("scale", "inverse")
 
 
 def name_of_rows(steps: Sequence[Step]) -> str:
-    """What a candidate of row kernels is called: by the kernel that the others are for."""
+    """Name of a candidate of row kernels: that of its last kernel, for which the others run; "none" without kernels."""
     kernels = [s.name for s in steps if s.task.kernel is not None]
     return kernels[-1] if kernels else "none"
 

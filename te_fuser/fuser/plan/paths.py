@@ -25,7 +25,7 @@ _TIE = 0.05e-6  # seconds: shown as nothing
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it.
+    """Objective that ways minimize: seconds, and bytes kept for backward, each worth `weight` passes over it.
 
     Attributes:
         share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
@@ -42,7 +42,7 @@ class Aim:
         return device + self.share * host
 
     def seconds(self, edge: Edge) -> float:
-        """What an edge takes, with what it makes kept."""
+        """Seconds of an edge's steps, with what the bytes that it makes kept are worth."""
         device, host = edge.takes
         return device + self.share * host + edge.kept * self.weight / self.prices.bandwidth
 
@@ -52,7 +52,7 @@ class Aim:
         return device + self.share * host
 
     def length(self, edge: Edge) -> int:
-        """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
+        """`seconds` in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
         return max(10 * round(self.seconds(edge) / (10 * TICK)) + (0 if edge.fusion else 1), 0)
 
 
@@ -84,17 +84,17 @@ class Way:
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Ref]:
-        """What its kernels compute again."""
+        """Values that its kernels compute again."""
         return frozenset(r for e in self.edges for r in e.recomputes)
 
     @functools.cached_property
     def read(self) -> frozenset[Ref]:
-        """What its steps on the chain of backward read of forward's."""
+        """Tensors of forward that its steps on the chain of backward read."""
         return self._read_by(lambda step: not step.hangs)
 
     @functools.cached_property
     def read_hanging(self) -> frozenset[Ref]:
-        """What the others read of it."""
+        """Tensors of forward that its hanging steps read."""
         return self._read_by(lambda step: step.hangs)
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
@@ -152,7 +152,7 @@ def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge]
 
 
 def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
-    """For each value that a kernel computes again, or could, what the other choice would take."""
+    """Choices for the values that a kernel computes again, or could, each with what the other would take."""
     prices, graph = aim.prices, aim.prices.graph
     made = {frozenset(e.recomputes): e for e in variants}
     chosen = frozenset(best.recomputes)
@@ -177,7 +177,7 @@ def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] |
 
 
 def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
-    """Of each fusion that lost, what the best way with it in it would take more than the chosen one."""
+    """Reasons for which fusions lost: how much more the best way with each would take than the chosen one."""
     taken, section = {*way.edges}, way.found.section
     losers = [e for e in way.compared if e.fusion is not None and e not in taken]
     if not losers:
@@ -201,7 +201,7 @@ def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
 
 
 class Passing:
-    """What candidates for backward stand for in forward, where joint fusions are among them.
+    """Ticks of forward that candidates for backward stand for, where joint fusions are among them.
 
     Backward's cover chooses these, and forward's then has to follow. Forward is priced as if backward demanded nothing
     of it: a candidate for backward stands for forward's way past its ops without joint fusions; a joint fusion, on top,
@@ -228,7 +228,7 @@ class Passing:
         return self._way_to[stop] - self._way_to[start]
 
     def more(self, start: int, stop: int, length: int) -> int:
-        """What all of forward takes more with a candidate in it; 0 where that cannot be at all."""
+        """Ticks that all of forward takes more with a candidate in it; 0 where the candidate fits nowhere."""
         if start not in self._before or stop not in self._after:
             return 0  # why, is said where forward is covered
         return self._before[start] + length + self._after[stop] - self._before[self._end]

@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 @record()
 class Choice:
-    """Whether a value is kept or computed again, and what the other would have cost."""
+    """Choice to keep a value or to compute it again, with the cost of the alternative."""
 
     value: str
     recomputed: bool
@@ -114,7 +114,7 @@ class SegmentPlan:
         return self.backward[len(self.backward) - self.delayed :]
 
     def steps(self, direction: str) -> tuple[Step, ...]:
-        """Those of "forward" or "backward"."""
+        """Steps of one direction: "forward" or "backward"."""
         return self.forward if direction == "forward" else self.backward
 
     def node(self, direction: str, host: Host) -> float:
@@ -176,12 +176,12 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All of them."""
+        """All steps, forward's first."""
         return *self.forward, *self.backward
 
     @functools.cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """What is kept between forward and backward; of tensors in one memory only the first has bytes."""
+        """Tensors kept between forward and backward; of several in one memory, only the first has bytes."""
         found: dict[Ref, Kept] = {}
         counted: set[Ref] = set()
         for entry in (k for segment in reversed(self.segments) for k in segment.kept):
@@ -205,7 +205,7 @@ class Plan:
 
     @functools.cached_property
     def has_sums(self) -> bool:
-        """Whether there are column sums whose last addition may wait for the end of a program."""
+        """True where there are column sums whose last addition may wait for the end of a program."""
         return any(s.sums() for s in self.steps)
 
     @property
@@ -249,12 +249,12 @@ class Plan:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether a GPU would wait for its host in one of the directions."""
+        """True where a GPU would wait for its host in one of the directions."""
         on_gpu = self.device.kind != "cpu"
         return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
     def seen_by(self, prices: CostModel) -> Plan:
-        """The same plan with the bytes and times that these prices say."""
+        """The plan with bytes and times by these prices."""
         segments = tuple(
             replace(
                 segment,
@@ -269,9 +269,9 @@ class Plan:
         return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)
 
     def chosen(self) -> Plan:
-        """The same with everything that was not taken."""
+        """The plan with its refusals listed: everything that was not taken."""
         return replace(self, refusals=(*self.refused(), *self.refusals), refused=tuple)
 
     def noted(self, *notes: str) -> Plan:
-        """The same with more to say of it."""
+        """The plan with these notes added to its own."""
         return replace(self, notes=(*self.notes, *notes)) if notes else self

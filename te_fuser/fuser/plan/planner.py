@@ -33,7 +33,7 @@ _GIVEN_BACK = 0.5
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a plan is made for: a kept byte is worth `weight` passes over it, the values in `held` are kept anyway."""
+    """Worth of what a plan keeps: `weight` passes over each kept byte; the values in `held` are kept anyway."""
 
     weight: float
     held: frozenset[int] = frozenset()
@@ -124,14 +124,14 @@ def _covered(problem: Problem, prices: Prices, covering: Covering, share: float 
 
 
 def _price(plan: Plan, options: Options) -> tuple[float, float]:
-    """What plans are compared by: bytes beyond a budget, then seconds, with what keeping is worth."""
+    """Key by which plans are compared: bytes beyond a budget, then seconds, with what keeping is worth."""
     if isinstance(options.memory, int):
         return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
     return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
 def add_notes(plan: Plan, prices: Prices) -> Plan:
-    """What is to be said of where its prices and choices come from."""
+    """The plan with notes on where its prices and choices come from."""
     options, found = prices.problem.options, []
     if options.tuned:
         listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
@@ -160,7 +160,7 @@ def add_notes(plan: Plan, prices: Prices) -> Plan:
 
 
 def _kept_whole(plan: Plan) -> list[str]:
-    """What each rank keeps all rows of, since more needs them than what can be gathered again."""
+    """Notes on values of which each rank keeps all rows, since more reads them than what can be gathered again."""
     found, graph = [], plan.graph
     for kept in [k for k in plan.kept if k.ref.kind is VALUE and k.bytes]:
         node = graph.makers[kept.ref.index]

@@ -78,7 +78,7 @@ class CostModel:
         return _STATISTIC * function.statistics * self.graph.values[node.input].spec.rows if function else 0
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
-        """What keeping these for backward takes, the call's own inputs and parameters apart; a view takes nothing."""
+        """Bytes that these take, kept for backward, without the call's own inputs and parameters; a view takes none."""
         storages = {self.graph.stored(r) for r in refs}
         ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
         return sum(map(self.size, ours))
@@ -86,21 +86,21 @@ class CostModel:
     # ----------------------------------------------------------------------------------------- times
 
     def priced(self, step: Step) -> Step:
-        """The step with what this model says that it takes."""
+        """The step with cost and seconds by this model."""
         if step.price is None:
             return step
         cost, seconds, host = self.takes(step.price, step.task, step.start)
         return replace(step, cost=cost, seconds=seconds, host=host)
 
     def takes(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
-        """What a step that begins at an op takes, and the predicted times of the device and of the host."""
+        """Cost of a step that begins at an op, and the predicted seconds of the device and of the host."""
         cost = self.cost(price)
         host = self._host(task, cost)
         seconds = self.seconds(cost, self.graph.nodes[start])
         return cost, seconds + host if self._on_cpu else seconds, host
 
     def cost(self, price: Price) -> Cost:
-        """What is asked for."""
+        """Cost by a price's method: one of this model's, or a function."""
         asked = price.method
         return getattr(self, asked)(*price.arguments) if isinstance(asked, str) else asked(self, *price.arguments)
 
@@ -121,35 +121,35 @@ class CostModel:
         return self.problem.options.device.seconds(cost, dtypes.name_of(self.graph.arithmetic(node)))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
-        """One launch that reads and writes these tensors once."""
+        """Cost of one launch that reads and writes these tensors once."""
         read = sum(self.size(r) for r in {r for _, r in inputs})
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
 
     def of_nothing(self) -> Cost:
-        """No launch, as of views."""
+        """Cost without a launch, as of views."""
         return Cost(launches=0)
 
     def of_sum(self, ref: Ref, additions: int) -> Cost:
-        """So many additions of tensors like this one."""
+        """Cost of adding tensors like this one `additions` times."""
         size = self.size(ref)
         return Cost(2 * size * additions, size * additions, 0.0, additions)
 
     def of_sums_over_ranks(self, refs: Iterable[Ref], ranks: int) -> Cost:
-        """Tensors laid together, added up over ranks and laid apart; nothing for none, as to wait for that."""
+        """Cost of tensors laid together, added up over ranks and laid apart; of none, as to wait for that, nothing."""
         size = sum(map(self.size, refs))
         if not size:
             return Cost(launches=0)
         return Cost(2 * size, 2 * size, launches=2, sent=2 * size * (ranks - 1) / ranks, ranks=ranks, beside=1.0)
 
     def of_kernel(self, kernel: KernelTask, node: Node) -> Cost:
-        """A row kernel for what an op gets."""
+        """Cost of a row kernel for what an op gets."""
         if not kernel.computes:
             return Cost(launches=0)
         spec, generated = self.graph.values[node.input].spec, self.problem.options.target != "torch"
         return kernel_cost(kernel.description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1], generated)
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
-        """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        """Cost of an opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
         assert isinstance(node.op, UnfusedOperation)
         sent = node.op.sent_bytes(self.graph.values[node.input].spec, back="dy" in dict(inputs))
         if node.op.views and not sent:
@@ -174,7 +174,7 @@ class CostModel:
     def of_fusion(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named
     ) -> Cost:
-        """What a fusion says that it takes, else one launch with the products' operations."""
+        """Cost that a fusion states, else that of one launch with the products' operations."""
         stated = _stated(fusion, self._seen(match), direction)
         if direction == "backward":
             products = sum(len(self.problem.gradients(n)) for n in nodes if not n.traits.is_row)
@@ -185,13 +185,13 @@ class CostModel:
         return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
 
     def of_fusion_by_blocks(self, by_blocks: ByBlocks, match: Match) -> Cost:
-        """What a body takes with a tensor that comes by blocks."""
+        """Cost of a body that takes a tensor by blocks."""
         return by_blocks.cost(self._seen(match))
 
     def of_node(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
     ) -> Cost:
-        """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
+        """Cost of node k of a backward fusion whose nodes run apart: as stated, else one launch with one product."""
         c = _stated(fusion, self._seen(match), "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work
@@ -229,7 +229,7 @@ class Prices(CostModel):
 
 
 def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
-    """What the fusion says that it takes in a direction: a Cost, one for each of its nodes, or None."""
+    """Cost that the fusion states for a direction: a Cost, one for each of its nodes, or None."""
     c = fusion.costs(match)
     return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
 

@@ -1,4 +1,4 @@
-"""What is planned: one graph for one device, the fusions that fit in it, and who needs and reads what in backward."""
+"""The planner's problem: a graph for a device, the fusions that fit in it, who needs and reads what in backward."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MAX_AGAIN = 4  # values that a range is tried with and without
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan depends on beside the graph."""
+    """Options of a plan: all that it depends on beside the graph."""
 
     device: Device
     target: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
@@ -64,7 +64,7 @@ class Options:
 
 
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
-    """What a fusion's condition and cost see of the ops start..stop-1."""
+    """Match of the ops start..stop-1, as a fusion's condition and cost see it."""
     nodes = graph.nodes[start:stop]
     ops = tuple([_matched(graph, n) for n in nodes])
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
@@ -73,7 +73,7 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
 
 
 def _matched(graph: Graph, node: Node) -> MatchedOp:
-    """What a fusion sees of an op; parameters and named inputs by the dtypes in which they are read."""
+    """An op as fusions see it, with parameters and named inputs by the dtypes in which they are read."""
     parameters = {name: graph.parameter_tensors[p] for name, p in node.parameters.items()}
     inputs = {name: graph.values[v].spec for name, v in node.named_in.items()}
     own = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
@@ -82,7 +82,7 @@ def _matched(graph: Graph, node: Node) -> MatchedOp:
 
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
-    """Where the fusions in force fit, and where their conditions said no, with the reason."""
+    """Matches of the fusions in force, and refusals, with the reason, where their conditions said no."""
     return _find_matches(graph, options, functools.partial(match_at, graph, options))
 
 
@@ -115,7 +115,7 @@ def _find_matches(
 
 
 def _likeness(graph: Graph, node: Node) -> Hashable:
-    """Equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
+    """Key, equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
     x, y = graph.values[node.input], graph.values[node.output]
     parameters = [(name, graph.parameter_specs[p].key) for name, p in node.parameters.items()]
     named = [(name, graph.values[v].spec.key) for name, v in node.named_in.items()]
@@ -124,7 +124,7 @@ def _likeness(graph: Graph, node: Node) -> Hashable:
 
 
 def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(for which gradients, or for all, what) a fusion reads transposed in backward."""
+    """Pairs (gradients, name): a fusion's backward reads `name` transposed for these gradients, for all where ()."""
     if not fusion.has_backward:
         return
     always: tuple[str, ...] = ()
@@ -136,14 +136,14 @@ def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 class _Runs:
-    """Where in a list the same kinds follow each other."""
+    """Places in a list of ops at which the same kinds follow each other."""
 
     def __init__(self, ops: Sequence[FusableOperation]) -> None:
         self._kinds: list[Any] = [op.kind for op in ops]
         self._known: dict[int, dict[Any, list[list[int]]]] = {}
 
     def of(self, most: int) -> dict[Any, list[list[int]]]:
-        """By their first kind the places at which runs of so many kinds begin, those of equal ones together."""
+        """First kind -> places at which runs of `most` kinds begin with it, those of equal runs together."""
         if most not in self._known:
             kinds = [*self._kinds, *[None] * (most - 1)]  # behind the end there is nothing
             found: defaultdict[Any, list[int]] = defaultdict(list)
@@ -162,7 +162,7 @@ _reaches: weakref.WeakKeyDictionary[Fusion, tuple[Any, int | None]] = weakref.We
 def _fits(
     fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]], runs: _Runs
 ) -> list[tuple[int, int]]:
-    """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
+    """Ranges in which a pattern fits; equal runs of as many kinds as it has at most are looked at once."""
     found: list[tuple[int, int, int]] = []
     if fusion not in _reaches:
         _reaches[fusion] = heads(fusion.pattern), most_ops(fusion.pattern)
@@ -223,13 +223,13 @@ class Problem:
         return within, refusals
 
     def _runs(self) -> list[tuple[int, int]]:
-        """The stretches."""
+        """Ranges of the stretches: longest runs of row ops between borders."""
         ends = sorted(self.borders)
         groups = itertools.groupby(self.nodes, key=lambda n: (n.traits.is_row, bisect.bisect_right(ends, n.index)))
         return [(g[0].index, g[-1].index + 1) for (row, _), nodes in groups if row and (g := list(nodes))]
 
     def _ranges(self) -> list[list[tuple[int, int]]]:
-        """By stretch the ranges worth a kernel: between its ends and those of matched fusions; lone ops."""
+        """Ranges worth a kernel, by stretch: between its ends and those of matched fusions; lone ops."""
         parts = [f.covers(d, start, stop) for f, start, stop in self.matches for d in ("forward", "backward")]
         points = sorted({p for part in parts for p in part})
         found = []
@@ -253,14 +253,14 @@ class Problem:
         return self._derived[start]
 
     def match(self, start: int, stop: int) -> Match:
-        """What a fusion's condition and cost see of the ops start..stop-1."""
+        """Match of the ops start..stop-1, as a fusion's condition and cost see it."""
         if (start, stop) not in self._seen:
             self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
         return self._seen[start, stop]
 
     @functools.cached_property
     def saving(self) -> dict[Ref, tuple[Fusion, tuple[int, int], str]]:
-        """What joint fusions save for their own backward -> the fusion, where it matches, and what that calls it."""
+        """Tensor that a joint fusion saves for its own backward -> the fusion, its match, and its name for it."""
         found: dict[Ref, tuple[Fusion, tuple[int, int], str]] = {}
         for fusion, start, stop in self.matches:
             first, _ = fusion.covers("forward", start, stop)
@@ -286,7 +286,7 @@ class Problem:
     # ------------------------------------------------------------------------------------ gradients
 
     def needed(self, node: Node) -> frozenset[str]:
-        """Which gradients of an op somebody needs: "input", parameters, named inputs."""
+        """Names of an op's gradients that somebody needs: "input", parameters, named inputs."""
         needed = {"input"} if self.graph.needs_grad(node.input) else set()
         needed |= {name for name, p in node.parameters.items() if self.graph.parameter_needs[p]}
         needed |= {a for a, v in node.named_in.items() if node.traits.reads[a].gradient and self.graph.needs_grad(v)}
@@ -301,7 +301,7 @@ class Problem:
         return [(g, n) for g, n in found if n]
 
     def is_hanging(self, node: Node, gradient: Gradient) -> bool:
-        """Whether no other op's gradient depends on this one."""
+        """True where no other op's gradient depends on this one."""
         return {"input", *node.named_in}.isdisjoint(gradient.produces)
 
     def _hanging_reads(self) -> dict[int, bool]:
@@ -319,7 +319,7 @@ class Problem:
         return found
 
     def _gathered_again(self) -> frozenset[Ref]:
-        """What ranks gather and only hanging nodes read, by rows: from then on these read what is gathered, too."""
+        """Gathered values that only hanging nodes read, by rows; the gathers' inputs then count as read by these."""
         found: set[Ref] = set()
         for node in reversed(self.nodes):
             ref, taken = self.graph.ref(node.output), self.graph.first(node.input)
@@ -365,7 +365,7 @@ class Problem:
     # ----------------------------------------------------------------------------------------- refs
 
     def read_ref(self, node: Node, name: str) -> Ref | None:
-        """What an op calls `name` when it reads: a value, a parameter, what it emitted; None: none of these."""
+        """Ref of what an op calls `name` when it reads: a value, a parameter, what it emitted; None for other names."""
         values = {"input": node.input, "output": node.output, **node.named_in}
         values |= zip(node.op.named_outputs(), node.named_out, strict=True)
         if name in values:
@@ -377,7 +377,7 @@ class Problem:
         return None
 
     def in_match(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
-        """What a fusion calls `name` where it covers these ops, in the form that the name ends with, if any.
+        """Ref of what a fusion calls `name` where it covers these ops, in the form that the name ends with, if any.
 
         Raises:
             ValueError: when it is nothing there.
@@ -436,7 +436,7 @@ class Problem:
         return None
 
     def why_not_there(self, fusion: Fusion, nodes: tuple[Node, ...], names: Iterable[str], stored: bool) -> str | None:
-        """Why a fusion cannot read one of these names: its value is in other forms alone, or gets no gradient.
+        """Reason for which a fusion cannot read one of these names, say for want of its form or gradient; else None.
 
         Args:
             stored: whether only what others read is there, as in forward; backward is given what it asks for.
@@ -456,14 +456,14 @@ class Problem:
         return None
 
     def _why_not_turned(self, ref: Ref) -> str | None:
-        """Why nothing makes a tensor transposed."""
+        """Reason for which nothing makes a tensor transposed; None where something can."""
         spec = ref.by_rows.spec(self.graph)
         if spec is None or spec.dtype not in FLOAT8.values():
             return f"only 8 bits lie transposed, this is {'' if spec is None else text_of(spec.dtype)}"
         return why_not_transposed(spec.features)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
-        """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
+        """Tensors that a fusion can give beside its output, as far as the ops that its forward covers have them."""
         there = (name for name in fusion.emits if int(name.partition(".")[0]) < len(nodes))
         return {name: self.in_match(fusion, nodes, name) for name in there}
 
@@ -482,15 +482,15 @@ class Problem:
     # --------------------------------------------------------------------------------------- values
 
     def read_outside(self, value: int, start: int, stop: int) -> bool:
-        """Whether the caller, or an op outside start..stop-1, reads a value."""
+        """True where the caller, or an op outside start..stop-1, reads a value."""
         outside = any(not start <= c < stop for c in self.graph.readers[value])
         return outside or value in self.graph.results
 
     def priced_elsewhere(self, ref: Ref) -> bool:
-        """Whether keeping what hanging nodes read is the price of another candidate, which may make it again."""
+        """True where another candidate pays for keeping what hanging nodes read, or makes it again."""
         producer = self.graph.makers[ref.index] if ref.kind is VALUE else None
         return ref in self.gathered_again or producer is not None and self.nodes[producer].traits.is_row
 
     def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
-        """Whether the last of these ops gives a tensor that one of them makes."""
+        """True where the last of these ops gives a tensor that one of them makes."""
         return self.graph.roots[nodes[-1].output] in {n.output for n in nodes}

@@ -1,4 +1,4 @@
-"""What a range of a stretch is cut down to: its expressions, the tensors that they load, and what a kernel gives."""
+"""Ranges cut out of a stretch: expressions, the tensors that they load, and the outputs of a kernel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Range:
     leaves: dict[str, Leaf]
 
     def of(self, e: Expr) -> Expr:
-        """What a canonical expression is here."""
+        """Expression that stands in this range for a canonical one."""
         return self.mapping[id(e)]
 
     def alias(self, e: Expr, dtype: str) -> Ref | None:
@@ -56,7 +56,7 @@ class Range:
 
 
 class Gives:
-    """What a kernel gives, and the tensors for it. What is there already gets another name."""
+    """Outputs of a kernel, and the tensors for them; an output that is there already gets another name."""
 
     def __init__(self, cut: Range) -> None:
         self._cut = cut
@@ -94,7 +94,7 @@ class Gives:
         self.outputs.append(output)
 
     def nothing(self) -> bool:
-        """Whether no kernel is needed."""
+        """True where no kernel is needed."""
         return not (self.targets or self.sums or self.aliases or self.maxima)
 
 

@@ -91,7 +91,7 @@ def _recorded(
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
-    """Whether nothing in a segment needs a node of our own.
+    """True where nothing in a segment needs a node of our own.
 
     No op draws, say, or hands something to its backward, and ranks add up no gradient.
     """
@@ -106,7 +106,7 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """Whether an op writes to main_grad or later, gives values in several forms, or reads its part of a DTensor."""
+    """True for an op that writes to main_grad or later, gives values in several forms, or has its part of a DTensor."""
     graph = problem.graph
     if [p for p in node.parameters.values() if graph.lies[p] is not None]:
         return True
@@ -121,7 +121,7 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
 
 
 def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | None:
-    """What runs for some ops, in their order; None where one of them has no function."""
+    """Calls of functions for some ops, in their order; None where one of them has no function."""
     graph, found = problem.graph, list[_FunctionCall]()
     for node in nodes:
         if graph.ref(node.output) == graph.ref(node.input):
@@ -164,12 +164,12 @@ def _forward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Named) -> Cost:
-    """One operation."""
+    """Cost of one operation."""
     return _VIEW if call.nodes[0].op.views else prices.of_launch(inputs, outputs, _flops(prices.graph, call))
 
 
 def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
-    """What PyTorch's node reads and gives, for the plan to show and to price."""
+    """Step for the node that PyTorch records, with what it reads and gives, for the plan to show and to price."""
     function, first = call.function, call.nodes[0]
     named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
     outputs = tuple((f"d_{name}", problem.gradient_target(node, name)) for name, node in named.items())
@@ -184,7 +184,7 @@ def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
 
 
 def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
-    """Operations that give some gradients each, one after the other, and read what is kept for these."""
+    """Cost of operations that give some gradients each, one after the other, and read what is kept for these."""
     if call.nodes[0].op.views:
         return _VIEW
     operations = [outputs] if call.function.at_once else [(o,) for o in outputs]

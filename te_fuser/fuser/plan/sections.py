@@ -46,19 +46,19 @@ class Section:
     _like: dict[Section, _Moved] = field(default_factory=dict, init=False)
 
     def has(self, node: int) -> bool:
-        """Whether an op is in it."""
+        """True where an op is in it."""
         return self.start <= node < self.stop
 
     def of_values(self, values: Set[int]) -> frozenset[int]:
-        """Those of some values that are known here, by their numbers."""
+        """Numbers, within the section, of those of `values` that it knows."""
         return frozenset([k for k, v in enumerate(self.values) if v in values]) if values else frozenset()
 
     def of_nodes(self, nodes: Set[int]) -> frozenset[int]:
-        """Those of some ops that are here, counted from its beginning."""
+        """Ops of `nodes` that are in the section, counted from its beginning."""
         return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
 
     def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Hashable]:
-        """Those of some refs that are known here, equal for sections where they are alike.
+        """Keys of the given refs that the section knows, equal for sections where they are alike.
 
         Args:
             of_values, of_nodes: by the index, those that count values, and those that count ops.
@@ -68,19 +68,19 @@ class Section:
         return frozenset([(k, r.kind, r.form, r.name, r.term) for k, _, refs in found for r in refs])
 
     def of_matches(self, matches: Collection[MatchOf]) -> frozenset[MatchOf]:
-        """Those of some matches that are here, counted from its beginning."""
+        """Matches that begin in the section, counted from its beginning."""
         here, end = self.start, self.stop
         return frozenset([(f, (a - here, b - here)) for f, (a, b) in matches if here <= a < end] if matches else ())
 
     def refs_in(self, there: Section) -> Mapping[Ref, Ref]:
-        """What each ref of this section is in one that is like it."""
+        """Map from each ref of this section to its counterpart in `there`, which is like it."""
         if self not in there._like:
             there._like[self] = _Moved(self, there)
         return there._like[self]
 
 
 class _Moved(dict[Ref, Ref]):
-    """What refs of one section are in another one that is like it, found as they are asked for."""
+    """Map from refs of one section to those of another one that is like it, filled as they are asked for."""
 
     def __init__(self, here: Section, there: Section) -> None:
         self._here, self._there = here, there
@@ -125,7 +125,7 @@ def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _values(problem: Problem) -> list[int]:
-    """By value a number: equal where everything is equal that does not depend on the section."""
+    """Number of each value, equal where everything is equal that does not depend on the section."""
     graph, known, read = problem.graph, dict[Hashable, int](), problem.transposed
     numbers = []
     for v, asked in zip(graph.values, problem.asked.values, strict=True):
@@ -171,7 +171,7 @@ def _section(
 
 
 def _node_key(node: Node, numbers: Mapping[int, int], parameters: Mapping[int, int]) -> Hashable:
-    """Everything that candidates depend on of an op, by numbers within its section."""
+    """Key of all that candidates depend on of an op, by numbers within its section."""
     return (
         node.traits.number,
         numbers[node.input],
@@ -185,7 +185,7 @@ def _node_key(node: Node, numbers: Mapping[int, int], parameters: Mapping[int, i
 
 
 def _value_key(graph: Graph, value: int, start: int, stop: int, numbers: Mapping[int, int]) -> Hashable:
-    """Where a value is made and read, and what it is related to, by numbers within its section."""
+    """Key of a value: where it is made and read, and what it is related to, by numbers within its section."""
     producer, readers = graph.makers[value], graph.readers[value]
     made = producer is not None and (start <= producer < stop, graph.nodes[producer].traits.is_row)
     related = tuple(map(numbers.get, graph.related[value]))

@@ -90,7 +90,7 @@ class Stretch:
         return found
 
     def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
-        """What an op gives as one of its values, under a name of its own."""
+        """Expression of one of an op's values, under a name of its own."""
         if node.traits.draws:
             y = self._name_stream(y, role, node)
         features = self.graph.values[value].spec.features
@@ -309,7 +309,7 @@ class Stretch:
     def _raised_by(
         self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr], measuring: bool
     ) -> list[_Raised]:
-        """What backward raises by the gradients that come to ops."""
+        """Numbers that backward raises by the gradients that come to ops, each with the expression that raises it."""
         given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
         found = []
         for node in self.graph.nodes[start:stop]:
@@ -434,10 +434,10 @@ class Stretch:
         return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
 
     def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
-        """What this rank has of what ops draw for, and how ranks share it for each of them; nothing where it is whole.
+        """Share of this rank in what ops draw for, and how ranks share it for each op; (None, []) where it is whole.
 
         Raises:
-            NotOneKernel: when they lie otherwise for each of them.
+            NotOneKernel: when ranks share what these ops draw for in different ways.
         """
         shares = [n.draw.share for n in drawing if n.draw.share is not None]
         if not shares:
@@ -464,12 +464,12 @@ class Stretch:
 
 
 def _suffix(ref: Ref) -> str:
-    """What the name of a tensor ends with in a kernel, for its form."""
+    """Suffix, for its form, of the name of a tensor in a kernel; empty for rows."""
     return "" if ref.form.layout == "rows" else f"_{ref.form.layout}"
 
 
 def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[Expr]:
-    """The same with the sign of x by what a function like ReLU gave, where that can be read; else nothing.
+    """`roots` with the sign of x by the output of a function like ReLU, where that can be read; else nothing.
 
     A product that follows keeps ReLU's output anyway, and x need then not be there at all.
     """
@@ -484,14 +484,14 @@ def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[
 
 
 def _full_reads(reduced: tuple[list[Expr], Range]) -> int:
-    """How many tensors of all rows and features are read."""
+    """Number of tensors read that have all rows and features."""
     roots, used = reduced
     leaves = {e.attrs[0] for e in topological(roots) if e.op == "input"}
     return sum(used.leaves[name].axes == Axes.FULL for name in leaves)
 
 
 def _is_statistic(e: Expr) -> bool:
-    """Whether backward may read an expression in place of its features: a number for each row.
+    """True for a number for each row that backward may read in place of the features that it comes from.
 
     No pick is one: forward picks among unrounded features, and no rounded one need reach the one it took. Whoever asks
     which feature that was must pick among those it reads.

@@ -1,4 +1,4 @@
-"""What `tune` found, on disk: for each list of ops and device, which fusions to take where, whatever their price says.
+"""Choices that `tune` measured, on disk: by list of ops and device, which fusions to take where, at whatever price.
 
 A place is a fusion and the feature sizes of what it covers, so equal layers of a stack are one place.
 """
@@ -74,7 +74,7 @@ class TunedChoices:
         self._file.change(lambda entries: entries.update({key: found}))
 
     def check(self) -> None:
-        """Nothing where `put` will find its way.
+        """Check that `put` can write its file.
 
         Raises:
             OSError: when the file cannot be written, with what to do.
@@ -92,7 +92,7 @@ _stores = Stores(TunedChoices, ".json")
 
 
 def device_name(device: torch.device) -> str:
-    """What tells machines apart: the GPU's name, or the processor's kind and the number of threads."""
+    """Name that tells machines apart: the GPU's, or the processor's kind and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
@@ -104,6 +104,6 @@ def store_for(device_name: str) -> TunedChoices:
 
 
 def signature(plan: Plan) -> tuple[Any, ...]:
-    """What two plans must share to run the same steps."""
+    """Key of a plan, equal for plans that run the same steps."""
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs) for s in plan.steps]
     return (*steps, *((s.start, s.stop) for s in plan.segments))

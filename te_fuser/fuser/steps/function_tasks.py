@@ -110,7 +110,7 @@ class CastTask(FunctionTask):
 
 @dataclass(frozen=True)
 class SumTask(Task):
-    """One of the two steps.
+    """One of the two steps that add up gradients of parameters over ranks.
 
     Attributes:
         group: the ranks.

@@ -41,7 +41,7 @@ class KernelOutput(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """How it lies."""
+        """Layout of the tensor."""
         return self.ref.form.layout
 
 
@@ -80,7 +80,7 @@ class KernelTask(Task):
 
     @property
     def computes(self) -> bool:
-        """Whether there is a kernel at all; else outputs are other names of inputs."""
+        """True where there is a kernel at all; else outputs are other names of inputs."""
         return bool(self.description.stores or self.description.sums or self.description.maxima)
 
     def overwritten(self) -> list[Ref]:
@@ -109,7 +109,7 @@ class KernelTask(Task):
     def storing(
         self, stores: Iterable[Store], outputs: Iterable[KernelOutput], aliases: tuple[tuple[Ref, Ref], ...]
     ) -> KernelTask:
-        """The same kernel with other stores, which reads what it then needs.
+        """The kernel with other stores, without loads and streams that it then does not need.
 
         Args:
             outputs: what these make, and its sums.
@@ -128,7 +128,7 @@ class KernelTask(Task):
         )
 
     def adding(self, ref: Ref, parts: Sequence[Ref]) -> KernelTask | None:
-        """The same kernel with several tensors in the place of one of its rows, whose sum, in float32, that is.
+        """The kernel with `parts` in the place of `ref`, one of its inputs: it reads their sum, in float32.
 
         None where it reads parts of that tensor's features, reads it twice, or passes it on by another name.
         """
@@ -164,7 +164,7 @@ class KernelTask(Task):
         )
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
-        """The same kernel on other tensors, its streams so many places later."""
+        """The kernel on other tensors, with `streams` added to the numbers of its streams."""
         return KernelTask(
             self.description,
             tuple(map(move, self.inputs)),
@@ -227,7 +227,7 @@ class KernelTask(Task):
         return *self.streams, *self.share.ranks, *block
 
     def _alike(self, inputs: int) -> list[int | None]:
-        """For each output the tensor of its sizes and dtype among the inputs and the outputs before it, by number."""
+        """Number, for each output, of the input or earlier output that has its sizes and dtype; None where none has."""
         forms: dict[Any, int] = {}
         for k, (ref, load) in enumerate(zip(self.inputs, self.description.loads, strict=True)):
             if ref == self.lead:
@@ -253,7 +253,7 @@ _ANY_SIZE = (_FIXED, -1)
 
 
 def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
-    """How the sizes of a tensor with these axes follow from a call's."""
+    """Rule, by number, for the sizes of a tensor with these axes in a call."""
     if axes & Axes.OUTER:
         return _LYING[layout]
     if axes & Axes.BATCH:

@@ -77,7 +77,7 @@ class OpTask(Task):
 
     @property
     def started(self) -> Ref:
-        """What is under way between the two steps of one that starts and waits."""
+        """Ref of what is under way between the step that starts and the one that waits."""
         return Ref(STARTED, self.node.index, name=self.method)
 
     @property
@@ -182,10 +182,10 @@ class OpRunner:
 
 
 def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
-    """What an op's forward gave, by name; a tensor that it gave twice is another one the second time, over its memory.
+    """Tensors that an op's forward gave, by name; of one that it gave twice, the second is a view.
 
     Raises:
-        TypeError: when that is no tensor, or these are not the op's values.
+        TypeError: when one is no tensor, or they are not the op's values.
     """
     given = outputs_by_name(op, made, f"{label}: its forward") if op.values else {"output": made}
     found: dict[str, torch.Tensor] = {}
@@ -198,7 +198,7 @@ def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, tor
 
 
 def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """What a forward emitted by that name.
+    """Tensor that a forward emitted by that name.
 
     Raises:
         RuntimeError: when it did not.
@@ -289,7 +289,7 @@ class FusionTask(Task):
         return [r for name, r in step.outputs if name in self.fusion.sums]
 
     def runner(self, step: Step, bench: Bench) -> Runner:
-        """In a native step where its body is a plain function of tensors."""
+        """A native step where its body is a plain function of tensors, else a `FusionRunner`."""
         fusion, slots, takes = self.fusion, bench.slots, self._takes()
         if not takes:
             return FusionRunner(step, self, slots)
@@ -314,13 +314,13 @@ class FusionTask(Task):
 
     @property
     def row_product(self) -> RowProduct | None:  # type: ignore[override]
-        """What it runs as, where that is a native product of which each row depends on that row of its first tensor."""
+        """Native product that it runs as, if each row depends on that row of its first tensor; None for all others."""
         if self.body is None or not self.body.by_rows or self._blocks is not None:
             return None
         return RowProduct(self.body.function, self._takes(), self._gives())
 
     def _gives(self) -> tuple[str, ...]:
-        """What its body gives, read or not."""
+        """Names of all that its body gives, read or not."""
         return self.fusion.gives if self.gradient is None else self.gradient.produces
 
     def _takes(self) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ class FusionTask(Task):
         return tuple([taken for name in self.fusion.takes for taken in self.forms_of(self._from_start(name))])
 
     def forms_of(self, name: str) -> tuple[str, ...]:
-        """What it takes for a tensor: the tensor, or that by blocks."""
+        """Names of what it takes for a tensor: the tensor, or its blocks."""
         blocks = self._blocks
         return (name,) if blocks is None or name != blocks.name else blocks.names
 
@@ -346,7 +346,7 @@ class FusionTask(Task):
         return self if self.takes_blocks is None else replace(self, by_blocks=True)
 
     def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> FusionTask | None:
-        """A backward that says that it can."""
+        """The backward with these outputs by blocks, where its body says that it can give them; else None."""
         able = None if self.body is None or self.gradient is not None else self.body.in_blocks
         if able is None or not set(names) <= set(able.names):
             return None
@@ -365,7 +365,7 @@ class FusionTask(Task):
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""
 
     def function(self) -> Callable[..., Any]:
-        """What was chosen here, or what the fusion declares: a plain function of tensors, or a body of (m, x)."""
+        """Function that was chosen here, or that the fusion declares: a plain one of tensors, or a body of (m, x)."""
         if self._blocks is not None:
             return self._blocks.function
         if self.body is not None:

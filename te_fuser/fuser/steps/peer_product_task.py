@@ -80,7 +80,7 @@ class PeerProductTask(Task):
 
 @record()
 class CloseTask(Task):
-    """The buffer of a sum's parts is given back, when these were read."""
+    """Gives back the buffer of a sum's parts, when these were read."""
 
     what = "torch"
     call = "torch"

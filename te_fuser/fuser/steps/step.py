@@ -28,10 +28,10 @@ KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int,
 
 @record(eq=False)
 class Price:
-    """What a step takes, as a question to prices of some sizes or others; steps that are alike share one.
+    """Cost of a step as a question to cost models, each of its own sizes; steps that are alike share one.
 
     Attributes:
-        method: a method of theirs, or a function of them, and what else it takes.
+        method: a method of the model, or a function of it; `arguments` are what else it takes.
     """
 
     method: str | Callable[..., Cost]
@@ -56,7 +56,7 @@ class SlotMap:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a task is made ready with.
+    """Slots and kernels with which a task is made ready to run.
 
     Attributes:
         kernels: description key -> the kernel.
@@ -76,7 +76,7 @@ class Called(NamedTuple):
 
 
 class Task:
-    """What a step does; a class for each way to do it.
+    """Work of a step; a class for each way to do it.
 
     Attributes:
         what: the word that explain() has for it.
@@ -113,7 +113,7 @@ class Task:
 
     @property
     def identity(self) -> Any:
-        """What two tasks of equal steps must share to run alike, whatever the sizes that they were planned for."""
+        """Key that is equal for tasks of equal steps that run alike, whatever the sizes that they were planned for."""
         return self
 
     def runner(self, step: Step, bench: Bench) -> Runner:
@@ -133,7 +133,7 @@ class Task:
         return None
 
     def storing_over(self, dying: Callable[[Ref, Ref, str], bool], arch: str) -> Task:
-        """The same with outputs that may be stored over inputs, where that can be.
+        """The task with outputs that may be stored over inputs, where that can be.
 
         Args:
             dying: f(input, lead, dtype), whether that memory may be taken for something of the lead's rows.
@@ -145,23 +145,23 @@ class Task:
         return (step,)
 
     def taking_blocks(self) -> Task:
-        """The same that takes a tensor by blocks, where it can."""
+        """The task with a tensor taken by blocks, where it can."""
         return self
 
     def giving_blocks(self, names: Sequence[str], blocks: ByBlocks) -> Task | None:
-        """The same that gives what it calls so by blocks in the place of rows; None where it cannot."""
+        """The task with the outputs of these names by blocks in the place of rows; None where it cannot give them."""
         return None
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
-        """The same with other names for what it makes."""
+        """The task with other names for what it makes."""
         return self
 
     def at(self, node: Node) -> Task:
-        """The same for an op that is like its own."""
+        """The task for an op that is like its own."""
         return self
 
     def runs_by(self) -> str:
-        """What a library runs it by, as far as that is known; empty for all others."""
+        """Description of what a library runs it by, as far as that is known; empty for all others."""
         return ""
 
 
@@ -198,7 +198,7 @@ class Step:
 
     @property
     def hangs(self) -> bool:
-        """Whether a step of backward reads what was computed again, where something was: no later one waits for it."""
+        """True for a step of backward that no later one waits for: it reads values computed again, where some were."""
         return self.task.hangs and not self.chain
 
     def reads(self) -> list[Ref]:
@@ -210,10 +210,10 @@ class Step:
         return [r for _, r in self.outputs]
 
     def sums(self) -> list[Ref]:
-        """Those of them that are column sums whose last addition may wait, as far as the step itself is concerned."""
+        """Column sums among what it makes whose last addition may wait, as far as the step itself is concerned."""
         return self.task.sums(self)
 
 
 def made_name(name: str) -> str:
-    """What a method calls the gradient that a step calls `d_` and that name."""
+    """Name that a method has for a gradient: a step's name for it without `d_`."""
     return name.removeprefix("d_")
