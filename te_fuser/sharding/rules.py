@@ -141,7 +141,7 @@ class MatMulRule(CutRule):
 
 
 class CollectiveRule(ShardingRule[Collective]):
-    """What is joined was cut so, what is added up were terms; ranks of another group change nothing."""
+    """Rule of collectives: what is joined was cut so, what is added up were terms; another group changes nothing."""
 
     def group(self, op: Collective) -> Group:
         return op.group

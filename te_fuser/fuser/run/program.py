@@ -62,7 +62,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What programs are built of.
+    """Parts that programs are built of.
 
     Attributes:
         kernels: description key -> the kernel.
@@ -221,7 +221,7 @@ _SPECIFIED = (VALUE, RECOMPUTED, GRADIENT, PARAMETER_GRADIENT)
 
 
 def misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> str | None:
-    """How a tensor is not what was planned, in words: in shape, device, or dtype; None where it is."""
+    """Difference of a tensor from what was planned, in words: shape, device or dtype; None where there is none."""
     spec = ref.spec(graph) if ref.kind in _SPECIFIED else None
     if spec is None:
         return None

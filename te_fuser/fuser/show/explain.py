@@ -1,4 +1,4 @@
-"""What a plan says of itself: tables of its steps, what it keeps, what it did not take and why, generated code."""
+"""Explanation of a plan: tables of its steps, what it keeps, what it did not take and why, generated code."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ _OTHERS = {
 
 
 def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
-    """What a kept tensor is, and the op that makes it."""
+    """Label of a kept tensor, and the op that makes it."""
     makers = {"values": plan.graph.makers.__getitem__, "nodes": lambda number: number}
     made_by = makers.get(kept.ref.kind.counts)
     maker = None if made_by is None else made_by(kept.ref.index)

@@ -40,12 +40,12 @@ def count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def multiple(number: int) -> str:
-    """What stands before that which is there so often: "2 x ", nothing before one."""
+    """Prefix of that which is there so often: "2 x ", empty for one."""
     return f"{number} x " if number > 1 else ""
 
 
 def and_others(number: int) -> str:
-    """What stands behind the first of several: " and 2 others like it"."""
+    """Suffix to the first of several: " and 2 others like it"; empty for one."""
     return f" and {count(number - 1, 'other')} like it" if number > 1 else ""
 
 
