@@ -132,7 +132,7 @@ class HeadNorm(OfHeads):
 
     @property
     def _counts(self) -> dict[str, int]:
-        """What names of parameters begin with -> heads of a group that have them."""
+        """Prefix of names of parameters -> number of heads of a group that have them."""
         counts = {"": self.heads // self._groups, "key_": (self.kv_heads or 0) // self._groups}
         return {role: count for role, count in counts.items() if count}
 
