@@ -256,7 +256,7 @@ class RotaryByAngles(OfPositions):
         return rows if rows.dtype == wide else rows.to(wide)
 
     def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """Those of a table at places [S, B] of samples [B], or at places [T].
+        """Rows of a table at places [S, B] of samples [B], or at places [T].
 
         Raises:
             ValueError: on a CPU, for places that it does not have, where they are not padding.

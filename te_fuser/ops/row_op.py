@@ -59,7 +59,7 @@ class RowOp(FusableOperation):
         return tuple(_arguments(type(self).compute, type(self).__name__))
 
     def required(self) -> tuple[str, ...]:
-        """Those of `arguments` that must be there."""
+        """Names of the `arguments` that must be there."""
         found = _arguments(type(self).compute, type(self).__name__)
         return tuple([name for name, optional in found.items() if not optional])
 
@@ -107,17 +107,17 @@ class RowOp(FusableOperation):
         return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
 
     def _width(self, features: int) -> int:
-        """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
+        """Number of features the formula gives for so many; as many where it cannot be read (planning says why)."""
         y = self.on_symbols(features).get("output")
         return features if y is None or not y.axes & Axes.FEATURE else y.width
 
     def on_symbols(
         self, features: int | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, expr.Expr]:
-        """What the formula makes of symbols, by output; nothing, where it cannot be read (planning says why).
+        """Expressions that the formula makes of symbols, by output; none, where it cannot be read (planning says why).
 
         Args:
-            features: how many x has; None: as many as the longest of the parameters.
+            features: the number that x has; None: as many as the longest of the parameters.
             shapes: of parameters, where the op itself does not hold them.
         """
         given, shapes = self.named_inputs(), shapes or {}
