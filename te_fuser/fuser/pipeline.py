@@ -253,7 +253,7 @@ class Fuser:
         return Call(x, inputs, outputs, ops, ops.parameters())
 
     def _executable(self, call: Call, modes: CallModes) -> tuple[Executable, Graph | None]:
-        """From the cache, or of a plan that is made now: then with its graph."""
+        """Executable from the cache, or of a plan that is made now: then with its graph."""
         shapes, form = call.signature(modes)
         found = self._cache.find(shapes, form)
         if found is not None:

@@ -82,7 +82,7 @@ class ShardingRule(Generic[Op]):
         return (op,)
 
     def cuts(self, op: Op) -> Mapping[str, tuple[int, Group]]:
-        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
+        """Parameter of which a rank has its part alone -> the dimension that is cut, and the ranks."""
         return {}
 
     def partial_gradients(self, op: Op, x: Placement, context: ShardingContext) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ class Executable:
     lying: tuple[int, ...] = ()
 
     def first(self, promised: Graph) -> Executable:
-        """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
+        """Copy for the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
         return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
     @functools.cached_property

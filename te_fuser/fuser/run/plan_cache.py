@@ -74,7 +74,7 @@ class LRU(Generic[Item]):
         self.put(key, item)
 
     def items(self) -> list[tuple[Any, Item]]:
-        """All of them with their keys, the one that was used last first."""
+        """Items with their keys, the one that was used last first."""
         with _caching:
             return list(reversed(self._items.items()))
 

@@ -29,7 +29,7 @@ Wrapper = Callable[[Step, Runner, SlotMap], Runner]
 
 @dataclass(frozen=True)
 class Author:
-    """Whose code a step runs, and the refs and slots of what that makes."""
+    """Author of the code that a step runs, with the refs and slots of what that makes."""
 
     name: str
     made: tuple[tuple[Ref, int], ...]
@@ -178,7 +178,7 @@ def refuse_check(gradients: Iterable[torch.Tensor | None]) -> None:
 
 
 class _Watch:
-    """Called with its number before each step, and after the last with the number of steps."""
+    """Callback before each step, with its number, and after the last, with the number of steps."""
 
     def __init__(self, program: Program, slots: Slots, checks: bool, promised: Graph | None) -> None:
         self._program, self._slots, self._checks, self._promised = program, slots, checks, promised

@@ -151,7 +151,7 @@ class Segment:
     promised: Graph | None = None
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """All slots after the forward program."""
+        """Run the forward program and return all slots."""
         slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
         self.run(self.forward, slots, promised=self.promised)
         return slots

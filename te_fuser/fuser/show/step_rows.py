@@ -32,7 +32,7 @@ def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """So many of them ("1 op", "2 ops"); of several words the first has the ending."""
+    """Number with its noun ("1 op", "2 ops"); of several words the first has the ending."""
     if number == 1:
         return f"1 {noun}"
     first, _, rest = noun.partition(" ")
@@ -207,7 +207,7 @@ class Gain:
 
 
 def gains(plan: Plan) -> list[Gain]:
-    """One for each op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
+    """Gains by op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
     found: dict[int, Gain] = {}
     for step in plan.steps:
         nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
