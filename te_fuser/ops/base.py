@@ -66,7 +66,7 @@ class Spec:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """Equal for specs that are equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
+        """Key that is equal for specs equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
         return tuple([s.text if isinstance(s, Size) else s for s in self.shape]), self.dtype, self.device
 
     @property
@@ -185,7 +185,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of an elementary op among the `count` of a fused operation."""
+    """Position of an elementary op among the `count` of a fused operation."""
 
     whole: Whole
     index: int
@@ -292,7 +292,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return x
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
-        """Spec of the output, where named inputs (argument -> what is known of it) have a say; by default `infer(x)`."""
+        """Spec of the output, where named inputs (argument -> what is known of it) count too; by default `infer(x)`."""
         return self.infer(x)
 
     def named_output(self, name: str, out: Spec) -> Spec:

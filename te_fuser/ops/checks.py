@@ -60,7 +60,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 def must_say(
     **choices: str,
 ) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """For a constructor with keywords that have no default: an error for one that is missing says the choices."""
+    """Decorator of a constructor with keywords without a default: the error for a missing one says the choices."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)

@@ -28,7 +28,7 @@ def hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _is_users(hook: Any) -> bool:
-    """True for a hook but PyTorch's own (fully_shard, prune, weight_norm), without which a module may not run."""
+    """True for any hook but PyTorch's own (fully_shard, prune, weight_norm), without which a module may not run."""
     named = getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a functools.partial its function
     return named.partition(".")[0] != "torch"
 
@@ -40,7 +40,7 @@ def has_users_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def silenced(module: torch.nn.Module) -> Iterator[None]:
-    """In here no hook of the module or of those in it runs in this thread, nor one for all modules, but PyTorch's."""
+    """Silence hooks of the module, of those in it and for all modules, in this thread; PyTorch's own still run."""
     here = threading.get_ident()
 
     def quiet(hook: Any) -> Any:

@@ -101,7 +101,7 @@ class RotaryByAngles(OfPositions):
         return LAYOUTS[self._order][0]
 
     def infer(self, x: Spec) -> Spec:
-        """As x."""
+        """Spec of x, as it is."""
         if self.kv_heads is not None:
             packed = PackedHeads(self.heads, self.kv_heads, self.head_dim, self._order, self.packing)
             packed.check(type(self).__name__, self._lifted(x))

@@ -191,7 +191,7 @@ class RotaryEmbedding(OfPositions):
         return tuple([(self.position_offset + first, count) for first, count in self._context.spans(positions)])
 
     def infer(self, x: Spec) -> Spec:
-        """As x."""
+        """Spec of x, as it is."""
         self.packed.check(type(self).__name__, x)
         return x
 

@@ -68,7 +68,7 @@ class RowOp(FusableOperation):
         return tuple([name for name in self.arguments() if has_tensor(self, name)])
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        """By default every argument of compute that is no parameter is an extra input of that name."""
+        """Extra inputs: by default every argument of compute that is no parameter, under its name."""
         return {
             name: self.inputs.get(name, NamedInput(name))
             for name in self.arguments()
@@ -98,7 +98,7 @@ class RowOp(FusableOperation):
         return Spec(shape, self.output_dtype(x.dtype), x.device)
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
-        """As infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
+        """Spec as of infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
         said = self.infer(x)
         if not self.promotes:
             return said

@@ -19,7 +19,7 @@ def on_grid(size: int) -> int:
 
 
 class Questions:
-    """Questions that were asked of the sizes of one call while it was planned, each once.
+    """Questions asked of the sizes of one call while it was planned, each once.
 
     Attributes:
         answers: a question, as an expression of the sizes s0, s1, ... -> its answer.

@@ -476,5 +476,5 @@ def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
 
 
 def _of_four(t: torch.Tensor) -> torch.Tensor:
-    """With sizes 1 in front, as [batch, heads, queries, keys]."""
+    """View with sizes 1 in front, as [batch, heads, queries, keys]."""
     return t.view((1,) * (4 - t.dim()) + t.shape)

@@ -40,7 +40,7 @@ class OfPositions(OfHeads, InContext):
 
 
 def own_sinks(sinks: torch.Tensor, group: Group) -> torch.Tensor:
-    """Of the sinks of all heads those of the heads that this rank of a group runs."""
+    """Part of the sinks of all heads: those of the heads that this rank of a group runs."""
     count = sinks.shape[0] // group.size
     return sinks if group.size == 1 else sinks.narrow(0, group.rank * count, count)
 

@@ -222,7 +222,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class ApartHeads(Heads):
-    """Layout of heads of queries in one tensor, and of keys and values in others."""
+    """Layout of heads with queries in one tensor, and keys and values in others."""
 
     apart: Apart = Apart()
 
