@@ -132,7 +132,7 @@ def make_plan(graph: Graph, options: Options) -> Plan:
 
 
 def make_exact_plan(graph: Graph, options: Options) -> Plan:
-    """The same plan, and what it shows is of the sizes of the call."""
+    """The plan that `make_plan` makes, but what it shows is of the sizes of the call."""
     with standing_in(graph.stand_ins):
         plan, prices = _cover_and_pass(graph, options)
         return plan if graph.is_on_grid else retimed(plan.seen_by(CostModel(prices.problem, exact=True)))
@@ -230,7 +230,7 @@ class Fuser:
     def _prepare(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> tuple[Executable, Call, Graph | None]:
-        """The same, and where the call was planned just now, its graph."""
+        """Executable and call, as of `prepare`, and the graph of a call that was planned just now."""
         with shared_errors(self._lists.plain.groups):
             check_input(x)
             call = self.call(x, inputs, outputs)
@@ -253,7 +253,7 @@ class Fuser:
         return Call(x, inputs, outputs, ops, ops.parameters())
 
     def _executable(self, call: Call, modes: CallModes) -> tuple[Executable, Graph | None]:
-        """From the cache, or of a plan that is made now: then with its graph."""
+        """Executable from the cache, or of a plan that is made now: then with its graph."""
         shapes, form = call.signature(modes)
         found = self._cache.find(shapes, form)
         if found is not None:
@@ -277,7 +277,7 @@ class Fuser:
         device: Device | None = None,
         training: tuple[bool, ...] | None = None,
     ) -> tuple[Graph, Options]:
-        """What is to be planned; every error in the list or in the input is raised here.
+        """Graph and options to plan by; every error in the list or in the input is raised here.
 
         Args:
             questions: notes what is asked of the sizes of the call; None: these are plain numbers.
@@ -361,7 +361,7 @@ class Fuser:
 
 
 def with_questions(make: Callable[[Questions | None], Result], questions: Questions | None = None) -> Result:
-    """What `make` gives of sizes that note what is asked of them; of plain numbers, where something takes no others."""
+    """Result of `make` for sizes that note what is asked of them, or plain numbers where something takes no others."""
     questions = questions or Questions()
     try:
         return make(questions)

@@ -85,7 +85,7 @@ GELU_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
 
 
 def known_form(op: RowOp, approximate: str) -> str:
-    """What an op was given as `approximate`.
+    """Check the form that an op was given as `approximate`, and return it.
 
     Raises:
         ValueError: where there is no such form.

@@ -1,4 +1,4 @@
-"""What an operation is: a module that is one step of a model, owns its parameters, and says its meaning.
+"""Operations: an op is a module that is one step of a model, owns its parameters, and says its meaning.
 
 Row operations give a formula (`row_op.RowOp`); opaque ones give a forward and gradients on tensors
 (`unfused_operation.UnfusedOperation`). Neither knows how it will be fused or on what it will run.
@@ -55,7 +55,7 @@ class NamedInput:
 
 @record()
 class Spec:
-    """What is known of a tensor while planning: shape, dtype, device.
+    """Shape, dtype and device of a tensor, all that is known of it while planning.
 
     Sizes that depend on a call may note what is asked of them (`ops.sizes`).
     """
@@ -66,7 +66,7 @@ class Spec:
 
     @functools.cached_property
     def key(self) -> Hashable:
-        """Equal for specs that are equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
+        """Key that is equal for specs equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
         return tuple([s.text if isinstance(s, Size) else s for s in self.shape]), self.dtype, self.device
 
     @property
@@ -81,19 +81,19 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """What all elements take."""
+        """Bytes that all elements take."""
         return self.rows * self.features * self.dtype.itemsize
 
     def with_features(self, features: int) -> Spec:
-        """The same rows with another feature size."""
+        """Spec of the same rows with another feature size."""
         return Spec((*self.shape[:-1], features), self.dtype, self.device)
 
     def exact(self) -> Spec:
-        """The same in plain numbers."""
+        """Spec in plain numbers."""
         return self._seen(exact)
 
     def rounded(self) -> Spec:
-        """The same as prices see it: in plain numbers, those of a call rounded up to the grid."""
+        """Spec as prices see it: in plain numbers, those of a call rounded up to the grid."""
         return self._seen(rounded_up)
 
     def _seen(self, view: Callable[[int], int]) -> Spec:
@@ -125,14 +125,14 @@ class Gradient:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What the function of a fusion's node takes: dy, unless it reads that otherwise, and what it reads."""
+        """Names that the function of a fusion's node takes: dy, unless it reads that otherwise, and what it reads."""
         instead = any(name.startswith("dy.") or name.endswith(".d_output") for name in self.reads)
         return self.reads if instead else ("dy", *self.reads)
 
 
 @dataclass
 class OpCall:
-    """What an opaque op sees of one call: tensors by name, which gradients are needed, where its draws come from."""
+    """One call as an opaque op sees it: tensors by name, the gradients that are needed, the stream of its draws."""
 
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ class OpCall:
         return self.tensors.get(name)
 
     def needs(self, name: str) -> bool:
-        """Whether somebody needs the gradient of `name`."""
+        """True where somebody needs the gradient of `name`."""
         return name in self.needed
 
     def emit(self, name: str, tensor: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Place:
-    """Which of a fused operation's `count` elementary ops one is."""
+    """Position of an elementary op among the `count` of a fused operation."""
 
     whole: Whole
     index: int
@@ -235,7 +235,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         revise(self)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """The same as torch.nn.Module's."""
+        """Register a parameter as torch.nn.Module does."""
         same = _keeps_shape(self, name, param)
         super().register_parameter(name, param)
         if not same:
@@ -257,7 +257,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return made
 
     def facts(self) -> Facts:
-        """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
+        """Facts that hold while this op is as it is now; when they fail, plans and lists with the op are made anew."""
         return Facts(items=((self.__dict__, "revision", self.revision),))
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
@@ -292,11 +292,11 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return x
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
-        """The same, where named inputs (argument -> what is known of it) have a say in it; by default `infer(x)`."""
+        """Spec of the output, where named inputs (argument -> what is known of it) count too; by default `infer(x)`."""
         return self.infer(x)
 
     def named_output(self, name: str, out: Spec) -> Spec:
-        """What a named output is, where the main one is `out`: by default the same, under another name.
+        """Spec of a named output, where the main one's is `out`: by default the same, under another name.
 
         With another dtype it is another form of the same value: both are rounded once, from what the formula gives.
         """
@@ -314,7 +314,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return {}
 
     def draws(self) -> bool:
-        """Whether this op draws random numbers as it is now (training or not)."""
+        """True where this op draws random numbers as it is now (training or not)."""
         return False
 
     def batch_dim(self) -> int | None:

@@ -120,7 +120,7 @@ class Bound(FusableOperation):
 
     @property
     def names(self) -> dict[str, str | tuple[str, ...] | Transposed]:
-        """For each parameter of the op the owner's name for it, or several: what another one can be bound by."""
+        """Parameter of the op -> the owner's name for it, or several: what another one can be bound by."""
         return {name: self._given(name) for name in self._names}
 
     def _given(self, name: str) -> str | tuple[str, ...] | Transposed:

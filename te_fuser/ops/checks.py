@@ -1,4 +1,4 @@
-"""What ops check of their arguments and inputs, with one wording for all."""
+"""Checks of the arguments and inputs of ops, with one wording for all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
 
 
 def may_look(device: torch.device) -> bool:
-    """Whether an op may look at values to refuse them: on a CPU, where no compiler or exporter traces it."""
+    """True where an op may look at values to refuse them: on a CPU, where no compiler or exporter traces it."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -60,7 +60,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
 def must_say(
     **choices: str,
 ) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
-    """For a constructor with keywords that have no default: an error for one that is missing says the choices."""
+    """Decorator of a constructor with keywords without a default: the error for a missing one says the choices."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
         @functools.wraps(init)
@@ -108,7 +108,7 @@ def check_probability(p: float, name: str | None = None) -> float:
 
 
 def check_eps(op: FusableOperation, eps: float) -> float:
-    """What a norm adds so as not to divide by 0.
+    """Check the number that a norm adds so as not to divide by 0, and return it.
 
     Raises:
         ValueError: when it is no finite number from 0 on.

@@ -17,11 +17,11 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 class Carried(NamedTuple):
-    """What an op exchanges where that is of 8 bits in one direction, which is joined there and not added up.
+    """Dtypes of what an op exchanges where it is of 8 bits in one direction, and joined there, not added up.
 
     Attributes:
         values: the dtype of x and y.
-        gradients: that of dy and dx.
+        gradients: the dtype of dy and dx.
     """
 
     values: torch.dtype
@@ -73,12 +73,12 @@ class Collective(OfRanks, UnfusedOperation):
 
     @property
     def forth(self) -> Exchange | None:
-        """What is exchanged of x; None: y = x."""
+        """Exchange of x; None: y = x."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges")
 
     @property
     def back(self) -> Exchange | None:
-        """The same of dy; None: dx = dy."""
+        """Exchange of dy; None: dx = dy."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
 
     @property

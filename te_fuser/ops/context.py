@@ -14,7 +14,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def spans(positions: int, ranks: int, rank: int, balanced: bool) -> Spans:
-    """Where the `positions` positions of a rank stand in the whole: (first, how many) of each block."""
+    """Blocks of the whole that are the `positions` positions of a rank, each as (first, number)."""
     if not balanced or ranks == 1:
         return ((rank * positions, positions),)
     half = positions // 2
@@ -22,14 +22,14 @@ def spans(positions: int, ranks: int, rank: int, balanced: bool) -> Spans:
 
 
 def blocks_of(whole: torch.Tensor, blocks: Spans, dim: int = 0) -> torch.Tensor:
-    """These blocks along a dimension, one behind the other; a view where it is one."""
+    """Blocks of the whole along a dimension, one behind the other; a view where there is one."""
     parts = [whole.narrow(dim, first, count) for first, count in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @dataclass(frozen=True)
 class Context:
-    """Which positions of a sequence each rank of a group has; this process alone has all.
+    """Division of the positions of a sequence among the ranks of a group; this process alone has all.
 
     Attributes:
         group: the ranks.
@@ -41,11 +41,11 @@ class Context:
     balanced: bool = False
 
     def spans(self, positions: int) -> Spans:
-        """Where this rank's `positions` positions stand in the whole: (first, how many) of each block."""
+        """Blocks of the whole that are this rank's `positions` positions, each as (first, number)."""
         return spans(positions, self.group.size, self.group.rank, self.balanced)
 
     def own(self, whole: torch.Tensor, positions: int, dim: int = 0) -> torch.Tensor:
-        """Of what the first positions of the whole have along a dimension that of this rank's: a view of one block."""
+        """Positions of this rank among the first of the whole, along a dimension; a view where they are one block."""
         return blocks_of(whole, self.spans(positions), dim)
 
     def check(self, op: str, whole: int) -> None:
@@ -63,7 +63,7 @@ class Context:
 
 
 class InContext:
-    """What runs on a rank's part of sequences; both attributes may be set at any time.
+    """Base of ops that run on a rank's part of sequences; both attributes may be set at any time.
 
     Attributes:
         context: the ranks that cut sequences, this process alone at first; it may be set to what `Group.of` takes.

@@ -71,7 +71,7 @@ class Cut(OfRanks, FusableOperation):
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank has a part of the parameters."""
+        """True where each rank has a part of the parameters."""
         return self.parallel_mode is not None and self.group.size > 1
 
     def share(self, size: int, name: str) -> int:
@@ -89,7 +89,7 @@ class Cut(OfRanks, FusableOperation):
         return size // ranks
 
     def shared_as(self: Sharing, other: Cut) -> Sharing:
-        """This op, shared by the same ranks in the same way as another one."""
+        """Share this op as another one is, by the same ranks in the same way, and return it."""
         for name in SHARING:
             setattr(self, name, getattr(other, name))
         return self

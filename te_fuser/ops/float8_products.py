@@ -52,7 +52,7 @@ class Float8Form:
         return READ_KEPT if self.weight_is_kept else READ
 
     def exact(self) -> Float8Form:
-        """This form with results in float64."""
+        """Copy of this form with results in float64."""
         return replace(self, dtype=torch.float64, weight_dtype=torch.float64)
 
 

@@ -42,7 +42,7 @@ class GatedUnit(RowOp):
         self.gate_first, self.glu_interleave_size = yes_or_no(who, "gate_first", gate_first), glu_interleave_size
 
     def activation(self, gate: Any) -> Any:
-        """What is applied to the gate."""
+        """Apply the activation to the gate."""
         raise NotImplementedError(f"{type(self).__name__} must define activation(self, gate)")
 
     def combine(self, gate: Any, linear: Any) -> Any:

@@ -28,19 +28,19 @@ def hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is none of PyTorch's, without which a module may not run (fully_shard, prune, weight_norm)."""
+    """True for any hook but PyTorch's own (fully_shard, prune, weight_norm), without which a module may not run."""
     named = getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a functools.partial its function
     return named.partition(".")[0] != "torch"
 
 
 def has_users_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module or one in it has a hook that is none of PyTorch's."""
+    """True where a module or one in it has a hook that is none of PyTorch's."""
     return any(_is_users(hook) for m in module.modules() for hooks in hooks_of(m) for hook in hooks.values())
 
 
 @contextmanager
 def silenced(module: torch.nn.Module) -> Iterator[None]:
-    """In here no hook of the module or of those in it runs in this thread, nor one for all modules, but PyTorch's."""
+    """Silence hooks of the module, of those in it and for all modules, in this thread; PyTorch's own still run."""
     here = threading.get_ident()
 
     def quiet(hook: Any) -> Any:
@@ -58,13 +58,13 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
 
 
 def hook_facts(hooks: Iterable[dict[int, Any]]) -> Facts:
-    """Which kinds of hooks there are, and which not."""
+    """Facts that hold while there are hooks of the same kinds as now."""
     kinds = tuple(hooks)
     return Facts(empty=tuple([kind for kind in kinds if not kind]), filled=tuple([kind for kind in kinds if kind]))
 
 
 def facts_of_parts(whole: FusableOperation) -> Facts:
-    """What holds while the ops that another one is lowered to are these, with these attributes and hooks."""
+    """Facts that hold while the ops that another one is lowered to are these, with these attributes and hooks."""
     parts = tuple(whole._modules.values())
     ops = [part for part in parts if isinstance(part, FusableOperation)]
     hooks = hook_facts(kind for op in ops for kind in hooks_of(op))

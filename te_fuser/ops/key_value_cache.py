@@ -98,7 +98,7 @@ class KeyValueCache(OfHeads):
         return (Gradient(("input",), (), "no_gradient"),)
 
     def no_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """None: what later calls read of the caches is not known.
+        """Refuse a gradient: what later calls read of the caches is not known.
 
         Raises:
             RuntimeError: in each call.

@@ -13,7 +13,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a factor of a product gets its scales, each from the largest magnitude of what it scales.
+    """Rule by which a factor of a product gets its scales, each from the largest magnitude of what it scales.
 
         scale = largest of the format / max(amax, epsilon)    in float32; infinite: the largest one; of an amax that is
                                                               0, infinite or NaN: 1
@@ -69,7 +69,7 @@ def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[to
 
 
 def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
-    """What a matrix stands for in 8 bits by its own scales, in float32; in float64 where it is so."""
+    """Quantize a matrix to 8 bits by its own scales and back, in float32; in float64 where it is so."""
     data, inverse = quantized(t, dtype, scaling)
     return data.to(inverse.dtype) * spread(inverse, t.shape, scaling.block)
 

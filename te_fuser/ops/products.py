@@ -31,12 +31,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def is_torchs(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of these sizes are PyTorch's own on every machine that has products in `dtype`."""
+    """True where products of these sizes are PyTorch's own on every machine that has products in `dtype`."""
     return device.type != "cpu" or dtype != torch.float32 or rows * inner * columns < _WORTH_ONEDNN
 
 
 def _may_choose(x: torch.Tensor) -> bool:
-    """Whether there may be a choice, asked before sizes are: autograd and compilers know one way, for every size."""
+    """True where there may be a choice, asked before sizes are: autograd and compilers know one way for every size."""
     return x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -100,5 +100,5 @@ def half_gains() -> Mapping[torch.dtype, float]:
 
 
 def _in_float32(x: torch.Tensor) -> bool:
-    """Whether products of such a tensor of 16-bit numbers are computed in float32."""
+    """True where products of such a tensor of 16-bit numbers are computed in float32."""
     return x.device.type == "cpu" and x.dtype not in half_gains()

@@ -101,7 +101,7 @@ class RotaryByAngles(OfPositions):
         return LAYOUTS[self._order][0]
 
     def infer(self, x: Spec) -> Spec:
-        """As x."""
+        """Spec of x, as it is."""
         if self.kv_heads is not None:
             packed = PackedHeads(self.heads, self.kv_heads, self.head_dim, self._order, self.packing)
             packed.check(type(self).__name__, self._lifted(x))
@@ -256,7 +256,7 @@ class RotaryByAngles(OfPositions):
         return rows if rows.dtype == wide else rows.to(wide)
 
     def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
-        """Those of a table at places [S, B] of samples [B], or at places [T].
+        """Rows of a table at places [S, B] of samples [B], or at places [T].
 
         Raises:
             ValueError: on a CPU, for places that it does not have, where they are not padding.

@@ -45,7 +45,7 @@ def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction
 
 @dataclass(frozen=True)
 class RotaryStyle:
-    """Which features are a pair: `turn(x, cos, sin, direction)` may overwrite x; the others are for the reference."""
+    """Pairing of features: `turn(x, cos, sin, direction)` may overwrite x; the others are for the reference."""
 
     turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
     apart: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -61,10 +61,10 @@ STYLES = {
 
 
 class _Kept:
-    """What makes tensors, which keeps those that were used last; the last argument is their device.
+    """Function that makes tensors and keeps those that were used last; its last argument is their device.
 
-    What is made while a CUDA graph is captured has its memory and gets its values in replays alone, so it is not kept.
-    What a graph was given, which reads it in each replay, stays.
+    A tensor made while a CUDA graph is captured lies in its memory and gets values in replays alone: it is not kept.
+    A tensor that a graph was given stays, since the graph reads it in each replay.
     """
 
     def __init__(self, make: Callable[..., tuple[torch.Tensor, torch.Tensor]], most: int) -> None:
@@ -179,7 +179,7 @@ class RotaryEmbedding(OfPositions):
 
     @property
     def packed(self) -> PackedHeads:
-        """Where the heads lie."""
+        """Layout of the heads."""
         return PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing)
 
     @property
@@ -191,7 +191,7 @@ class RotaryEmbedding(OfPositions):
         return tuple([(self.position_offset + first, count) for first, count in self._context.spans(positions)])
 
     def infer(self, x: Spec) -> Spec:
-        """As x."""
+        """Spec of x, as it is."""
         self.packed.check(type(self).__name__, x)
         return x
 
@@ -215,7 +215,7 @@ class RotaryEmbedding(OfPositions):
 
     @property
     def _turning(self) -> int:
-        """How many heads of a group turn: all but the values."""
+        """Number of heads of a group that turn: all but the values."""
         return self.heads // self.kv_heads + 1 if self.packing == "interleaved" else self.heads + self.kv_heads
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ class RowOp(FusableOperation):
         return tuple(_arguments(type(self).compute, type(self).__name__))
 
     def required(self) -> tuple[str, ...]:
-        """Those of `arguments` that must be there."""
+        """Names of the `arguments` that must be there."""
         found = _arguments(type(self).compute, type(self).__name__)
         return tuple([name for name, optional in found.items() if not optional])
 
@@ -68,7 +68,7 @@ class RowOp(FusableOperation):
         return tuple([name for name in self.arguments() if has_tensor(self, name)])
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        """By default every argument of compute that is no parameter is an extra input of that name."""
+        """Extra inputs: by default every argument of compute that is no parameter, under its name."""
         return {
             name: self.inputs.get(name, NamedInput(name))
             for name in self.arguments()
@@ -98,7 +98,7 @@ class RowOp(FusableOperation):
         return Spec(shape, self.output_dtype(x.dtype), x.device)
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
-        """As infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
+        """Spec as of infer(); where a formula `promotes`, in the widest dtype of all that it adds."""
         said = self.infer(x)
         if not self.promotes:
             return said
@@ -107,17 +107,17 @@ class RowOp(FusableOperation):
         return {name: replace(spec, dtype=dtype) if name == "output" else spec for name, spec in given.items()}
 
     def _width(self, features: int) -> int:
-        """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
+        """Number of features the formula gives for so many; as many where it cannot be read (planning says why)."""
         y = self.on_symbols(features).get("output")
         return features if y is None or not y.axes & Axes.FEATURE else y.width
 
     def on_symbols(
         self, features: int | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> dict[str, expr.Expr]:
-        """What the formula makes of symbols, by output; nothing, where it cannot be read (planning says why).
+        """Expressions that the formula makes of symbols, by output; none, where it cannot be read (planning says why).
 
         Args:
-            features: how many x has; None: as many as the longest of the parameters.
+            features: the number that x has; None: as many as the longest of the parameters.
             shapes: of parameters, where the op itself does not hold them.
         """
         given, shapes = self.named_inputs(), shapes or {}

@@ -19,7 +19,7 @@ def on_grid(size: int) -> int:
 
 
 class Questions:
-    """What was asked of the sizes of one call while it was planned, each question once.
+    """Questions asked of the sizes of one call while it was planned, each once.
 
     Attributes:
         answers: a question, as an expression of the sizes s0, s1, ... -> its answer.

@@ -105,7 +105,7 @@ class Take(UnfusedOperation):
         return {"value": NamedInput(self.name, None)}
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec:
-        """What is taken, as it is."""
+        """Spec of what is taken, as it is."""
         return inputs["value"]
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:

@@ -26,7 +26,7 @@ def by_name(owner: str, result: Any) -> dict[str, torch.Tensor | None]:
 
 
 def marked_parameters(op: FusableOperation, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the bound parameters of an op that have attributes which say where their gradient goes."""
+    """Bound parameters of an op whose attributes say where their gradient goes."""
     nodes = op.gradients(names) if isinstance(op, UnfusedOperation) else ()
     return tuple([name for gradient in nodes for name in gradient.by_attributes])
 
@@ -65,11 +65,11 @@ class UnfusedOperation(FusableOperation):
         return 0
 
     def sent_bytes(self, x: Spec, back: bool) -> float:
-        """What a rank sends to those that it runs with, of x or, on the way back, of the gradient of its output."""
+        """Bytes that a rank sends to those it runs with, of x or, on the way back, of the gradient of its output."""
         return 0.0
 
     def exchange(self, back: bool) -> Exchange | None:
-        """What its ranks do with x or, on the way back, with the gradient of its output, where that is all it does."""
+        """Exchange of x or, on the way back, of the gradient of its output, where the op does no more; else None."""
         return None
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:

@@ -1,4 +1,4 @@
-"""What ops and lists say where they are made, called or scripted otherwise than they take it: the line to write."""
+"""Errors for ops and lists that are made, called or scripted otherwise than they take it, with the line to write."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TakesArguments:
         return super().__new__(cls)
 
     def __prepare_scriptable__(self) -> Any:
-        """What torch.jit.script calls first.
+        """Refuse torch.jit.script, which calls this first.
 
         Raises:
             TypeError: always.
@@ -114,7 +114,7 @@ def check_arguments(kind: type, given: Sequence[Any], named: Mapping[str, Any]) 
 
 
 def meant(word: str, names: Collection[str]) -> str:
-    """What a word that is no argument may have meant among those that are; empty where nothing is near."""
+    """Hint at the argument that an unknown word may have meant; empty where nothing is near."""
     if word in _OTHER_WORDS:
         for said in _OTHER_WORDS[word]:
             if not said:

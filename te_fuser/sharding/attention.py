@@ -30,7 +30,7 @@ from te_fuser.sharding.rule import RULES, ShardingContext, ShardingRule
 
 
 class HeadsRule(ShardingRule[Any]):
-    """As x, whose sequences are whole; of features that are cut each rank has whole heads."""
+    """Rule of ops on heads: as x, whose sequences are whole; of features that are cut each rank has whole heads."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         for argument, other in context.named.items():
@@ -64,14 +64,14 @@ class HeadsRule(ShardingRule[Any]):
 
 
 class EachHeadRule(HeadsRule):
-    """As x, whatever the sequences are: rows stay by themselves."""
+    """Rule of ops on each head of a row: as x, whatever the sequences are; rows stay by themselves."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         return super().gives(op, x, context) if x == Partial() else x
 
 
 class PositionsRule(HeadsRule):
-    """As x: of the ranks of its context each has a part of the sequence."""
+    """Rule of ops on positions: as x; of the ranks of its context each has a part of the sequence."""
 
     def group(self, op: Any) -> Group:
         return op.context  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ class PositionsRule(HeadsRule):
 
 
 class RotaryRule(PositionsRule):
-    """As x: rows turn by where they stand in the whole, which a rank's part says where the op itself does not."""
+    """Rule of rotary ops: as x; rows turn by their place in the whole, which a rank's part says if the op does not."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         return x if x.outer and self.group(op).size == 1 else super().gives(op, x, context)
@@ -109,7 +109,7 @@ class RotaryRule(PositionsRule):
 
 
 class AttentionRule(PositionsRule):
-    """AllToAll, attention, AllToAll where ranks cut sequences; keys and values that are apart are exchanged before.
+    """Rule of attention: AllToAll around it where ranks cut sequences; keys and values apart are exchanged before.
 
     Learned sinks are cut as the heads are.
     """

@@ -34,7 +34,7 @@ class ShardingContext:
 
 
 class ShardingRule(Generic[Op]):
-    """How the ranks of a group run an op. This one is that of ops without a rule: they run where values are whole.
+    """Rule by which ranks of a group run an op. This one is that of ops without one: they run where values are whole.
 
     A subclass says how another kind of op differs from it; mostly `gives` is enough. `sharding_rule(rule)` decorates
     the class of the op, whose subclasses have the rule too.
@@ -82,7 +82,7 @@ class ShardingRule(Generic[Op]):
         return (op,)
 
     def cuts(self, op: Op) -> Mapping[str, tuple[int, Group]]:
-        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
+        """Parameter of which a rank has its part alone -> the dimension that is cut, and the ranks."""
         return {}
 
     def partial_gradients(self, op: Op, x: Placement, context: ShardingContext) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class JointOp(NamedTuple):
 
 
 def joint_ops(ops: Collection[FusableOperation]) -> list[JointOp]:
-    """Those of some ops that several ranks run together, in their order."""
+    """Ops that several ranks run together, in their order."""
     rules = {kind: RULES.of(kind) for kind in {*map(type, ops)}}
     own = {kind: rule for kind, rule in rules.items() if type(rule).group is not ShardingRule.group}
     found = []

@@ -22,7 +22,7 @@ from te_fuser.sharding.rule import RULES, ShardingContext, ShardingRule, rule_of
 
 
 class RowRule(ShardingRule[Any]):
-    """As the input, where the formula extends over no more than a rank has."""
+    """Rule of row ops: as the input, where the formula extends over no more than a rank has."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         given, who, ranks = op.named_inputs(), type(op).__name__, context.group.title
@@ -49,7 +49,7 @@ class RowRule(ShardingRule[Any]):
 
 
 class CutRule(RowRule):
-    """By `parallel_mode` and `sequence_parallel` of a `Cut`; beside that as a row op, or as an op without a rule.
+    """Rule by `parallel_mode` and `sequence_parallel` of a `Cut`; beside that as a row op, or an op without a rule.
 
     `cut_input` is the mode in which the input is cut by features.
     """
@@ -86,7 +86,7 @@ class CutRule(RowRule):
 
 
 class BiasRule(CutRule):
-    """By column it adds to a rank's features; by row it comes behind the sum."""
+    """Rule of biases: by column it adds to a rank's features; by row it comes behind the sum."""
 
     cut_input = COLUMN
 
@@ -100,7 +100,7 @@ class BiasRule(CutRule):
 
 
 class MatMulRule(CutRule):
-    """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
+    """Rule of products: by column a rank's features, by row the sum; else as x, or a term of a sum over features."""
 
     def _takes_gathered(self, op: MatMul, x: Placement, context: ShardingContext) -> bool:
         by_column = op.parallel_mode == COLUMN and self.group(op) == context.group
@@ -141,7 +141,7 @@ class MatMulRule(CutRule):
 
 
 class CollectiveRule(ShardingRule[Collective]):
-    """What is joined was cut so, what is added up were terms; ranks of another group change nothing."""
+    """Rule of collectives: what is joined was cut so, what is added up were terms; another group changes nothing."""
 
     def group(self, op: Collective) -> Group:
         return op.group
@@ -162,7 +162,7 @@ class CollectiveRule(ShardingRule[Collective]):
 
 
 class BoundRule(ShardingRule[Bound]):
-    """As the op that is bound, which a list has in its place."""
+    """Rule of the op that is bound, which a list has in its place."""
 
     def group(self, op: Bound) -> Group:
         return rule_of(op.op).group(op.op)
@@ -172,14 +172,14 @@ class BoundRule(ShardingRule[Bound]):
 
 
 class TakeRule(ShardingRule[Take]):
-    """As the value that is taken; what the call gives is as the list's input."""
+    """Rule of `Take`: as the value that is taken; what the call gives is as the list's input."""
 
     def gives(self, op: Take, x: Placement, context: ShardingContext) -> Placement:
         return context.named.get("value", context.start)
 
 
 class ReshapeRule(ShardingRule[Reshape]):
-    """As x, where what is cut is none of the dimensions that become others."""
+    """Rule of `Reshape`: as x, where what is cut is none of the dimensions that become others."""
 
     def gives(self, op: Reshape, x: Placement, context: ShardingContext) -> Placement:
         kept = isinstance(x, Replicated) or isinstance(x, Shard) and x.by_rows and x.dim in op.kept()
@@ -187,7 +187,7 @@ class ReshapeRule(ShardingRule[Reshape]):
 
 
 class FlattenRule(ReshapeRule):
-    """Blocks of features that are cut become features that are cut; else as x."""
+    """Rule of `Flatten`: blocks of features that are cut become features that are cut; else as x."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         blocks = isinstance(x, Shard) and x.dim == op.start_dim < 0 and op.end_dim == -1
@@ -195,7 +195,7 @@ class FlattenRule(ReshapeRule):
 
 
 class UnflattenRule(ReshapeRule):
-    """Features that are cut become blocks that are cut; else as x."""
+    """Rule of `Unflatten`: features that are cut become blocks that are cut; else as x."""
 
     def gives(self, op: Any, x: Placement, context: ShardingContext) -> Placement:
         blocks = x == Shard(-1) and op.dim == -1 and op.unflattened_size[0] == -1

@@ -44,7 +44,7 @@ _NOBODY_LOOKS = (
 
 
 class Call(NamedTuple):
-    """What a call is given, the list that it runs, and the parameters of the ops in the order of the graph's."""
+    """Arguments of a call, the list that it runs, and the parameters of the ops in the order of the graph's."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All tensors of the call: x, the named inputs and the parameters."""
         return (self.x, *self.inputs.values(), *self.parameters)
 
     def signature(self, modes: CallModes) -> tuple[tuple[torch.Size, ...], Hashable]:
@@ -73,12 +73,12 @@ class Call(NamedTuple):
 
 
 class CallModes(NamedTuple):
-    """What the plan of a call depends on beside tensors.
+    """Modes of a call, on which its plan depends beside tensors.
 
     Attributes:
-        fusions: which there are, in this scope.
+        fusions: the fusions that there are in this scope.
         listing: the number of the `OpSequence`.
-        states: what the switches are that ops name.
+        states: the values of the switches that ops name.
         around: what surrounds the call.
     """
 
@@ -94,7 +94,7 @@ class CallModes(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What of it ranks have in common, in words."""
+        """Modes that ranks have in common, in words."""
         training = f"training {''.join(map(str, map(int, self.training)))}, by op"
         return f"{'with' if self.grad else 'without'} gradients, autocast {self.autocast}, {training}"
 
@@ -135,11 +135,11 @@ class OpSequence:
         return [parameters[name] for parameters, name in self.slots]  # type: ignore[misc]
 
     def training(self) -> tuple[bool, ...]:
-        """Which ops are in training mode now."""
+        """Training mode of each op as it is now."""
         return _native.attributes(self.lowered, "training")
 
     def modes(self, kind: str, outputs: tuple[str, ...]) -> CallModes:
-        """Those of a call on a kind of device; each is read once, since another thread may change it."""
+        """Modes of a call on a kind of device; each is read once, since another thread may change it."""
         return CallModes(
             torch.is_grad_enabled(),
             autocast_of(kind) if _C._is_any_autocast_enabled() else None,
@@ -153,7 +153,7 @@ class OpSequence:
         )
 
     def facts(self, modes: CallModes, kind: str) -> Facts:
-        """What holds while calls on a kind of device are in these modes, and nobody traces or profiles them."""
+        """Facts that hold while calls on a kind of device are in these modes, and nobody traces or profiles them."""
         any_autocast = _C._is_any_autocast_enabled()
         autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
         now = Facts(
@@ -239,7 +239,7 @@ class GuardedCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, modes: CallModes, facts: Facts, executable: Executable) -> GuardedCall | None:
-        """That of a call in these modes, of which `facts` hold; None where it computes parameters itself."""
+        """Guards of a call in these modes, of which `facts` hold; None where it computes parameters itself."""
         ops = call.ops
         if ops.computed and not all(name in place for place, name in ops.slots):
             return None
@@ -274,7 +274,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _remedy(t: torch.Tensor) -> str | None:
-    """What makes a dense tensor of one whose memory does not hold its numbers as they are; None: that one does."""
+    """Method that makes a dense tensor of one whose memory does not hold its numbers as such; None where it does."""
     if t.is_nested:
         return ".to_padded_tensor()"
     if t.layout != torch.strided:
@@ -376,5 +376,5 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def in_dual_level() -> bool:
-    """Whether tensors may have tangents now."""
+    """True where tensors may have tangents now."""
     return forward_ad._current_level >= 0

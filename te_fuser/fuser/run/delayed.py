@@ -39,9 +39,9 @@ def at_once() -> Iterator[None]:
 
 
 def handed_in(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Sequence[torch.Tensor]:
-    """What autograd is to see of tensors with weights at some places, whose gradients may come later.
+    """Tensors for autograd to see: at `places`, leaves that stand for weights whose gradients may come later.
 
-    Leaves that stand for these: else backward would run the weights' hooks, without a gradient.
+    With the weights themselves, backward would run their hooks without a gradient.
 
     Raises:
         RuntimeError: for one that is no parameter, where nobody would ask for its gradient.
@@ -75,23 +75,23 @@ def themselves(
 
 
 class _Queue(deque["Waiting"]):
-    """What waits at a parameter; a pickle has an empty set in its place, which loads without running code."""
+    """Queue of what waits at a parameter; a pickle has an empty set in its place, which loads without running code."""
 
     def __reduce__(self) -> Any:
         return set, ()
 
     def whole(self) -> _Queue:
-        """Without what a backward has left that raised, as far as a later one shows."""
+        """Drop what a backward that raised has left, as far as a later one shows it; returns the queue."""
         while len(self) > 1 and not self[0].ended and any(later.ended for later in self):
             self.popleft()
         return self
 
 
 class Waiting:
-    """What one backward has left of a segment; it runs once, on the stream of that backward.
+    """Weight gradients that one backward has left of a segment; made once, on the stream of that backward.
 
     Attributes:
-        ended: whether that backward has come to its end.
+        ended: True where that backward has come to its end.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], gradients: Gradients) -> None:

@@ -36,7 +36,7 @@ _PLACES = {"cuda": "GPU", "cpu": "CPU"}  # where kernels might have been generat
 
 
 def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str = "warn") -> str:
-    """Which target runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
+    """Target that runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
 
     Raises:
         RuntimeError: when generated kernels are demanded and cannot be had.
@@ -68,7 +68,7 @@ def _asked_for(what: str, why: str) -> str:
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
-    """Which target a GPU that is not at hand would run row kernels by.
+    """Target by which a GPU that is not at hand would run row kernels.
 
     Raises:
         RuntimeError: when generated kernels are demanded for a dtype that has none.
@@ -79,7 +79,7 @@ def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
 
 
 def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """What a plan for a device at hand has to do without, in words, where its kernels might have been generated."""
+    """Notes on what a plan for a device at hand has to do without, where its kernels might have been generated."""
     if target == "torch":
         why = obstacle(device, dtype)
         if why is not None:
@@ -91,7 +91,7 @@ def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iter
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why generated kernels cannot run on a device at hand, in words that say what to do; None if they can."""
+    """Reason for which generated kernels cannot run on a device at hand, and what to do; None where they can."""
     if dtype not in dtypes.GENERATED:
         return f"{dtype} runs the reference"
     if device.type == "cuda":
@@ -166,7 +166,7 @@ class Executable:
     lying: tuple[int, ...] = ()
 
     def first(self, promised: Graph) -> Executable:
-        """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
+        """Copy for the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
         return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
     @functools.cached_property
@@ -225,7 +225,7 @@ def load(
 
 
 def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
-    """What a call comes to, where that is one function, which autograd records if anybody needs a gradient."""
+    """The one function that a call comes to, recorded by autograd if anybody needs a gradient; else None."""
     alone = prepared.alone
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
     if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:
@@ -239,7 +239,7 @@ def _function_of(prepared: Executable) -> Callable[..., torch.Tensor] | None:
 
 
 def runs_alike(first: Plan, second: Plan) -> bool:
-    """Whether two plans of one list in the same modes run the same calls on the same tensors, whatever their sizes."""
+    """True where two plans of one list in the same modes run the same calls on the same tensors, of whatever sizes."""
     return _as_run(first) == _as_run(second)
 
 
@@ -289,7 +289,7 @@ def load_kernels(
 
 
 def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
-    """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
+    """Kernel that adds up the column sums of a program's kernels at its end; None where each does it at once."""
     return ColumnSumsKernel().ready(device) if target == "cuda" else None
 
 

@@ -40,7 +40,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of the input, and of the named ones by t
 
 
 class LRU(Generic[Item]):
-    """What was used last, by key.
+    """Cache by key of the items that were used last.
 
     Args:
         most: says how many are kept; asked at each `put`, the last one stays in any case.
@@ -51,7 +51,7 @@ class LRU(Generic[Item]):
         self._items: OrderedDict[Hashable, Item] = OrderedDict()
 
     def get(self, key: Hashable) -> Item | None:
-        """What is kept by that key, used now; None where nothing is."""
+        """Item kept by a key, which counts as used now; None where nothing is."""
         with _caching:
             found = self._items.get(key)
             if found is not None:
@@ -74,7 +74,7 @@ class LRU(Generic[Item]):
         self.put(key, item)
 
     def items(self) -> list[tuple[Any, Item]]:
-        """All of them with their keys, the one that was used last first."""
+        """Items with their keys, the one that was used last first."""
         with _caching:
             return list(reversed(self._items.items()))
 
@@ -199,7 +199,7 @@ def sizes_of(shapes: Shapes) -> tuple[int, ...]:
 
 
 def _grid_of(shapes: Shapes) -> tuple[Any, ...]:
-    """What plans for such shapes have in common, whatever is asked of them: prices see no more."""
+    """Key that plans for such shapes have in common, whatever is asked of them: prices see no more."""
     return shapes[0][-1:], tuple([tuple(map(on_grid, shape)) for shape in (shapes[0][:-1], *shapes[1:])])
 
 

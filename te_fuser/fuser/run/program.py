@@ -29,7 +29,7 @@ Wrapper = Callable[[Step, Runner, SlotMap], Runner]
 
 @dataclass(frozen=True)
 class Author:
-    """Whose code a step runs, and the refs and slots of what that makes."""
+    """Author of the code that a step runs, with the refs and slots of what that makes."""
 
     name: str
     made: tuple[tuple[Ref, int], ...]
@@ -62,7 +62,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What programs are built of.
+    """Parts that programs are built of.
 
     Attributes:
         kernels: description key -> the kernel.
@@ -178,7 +178,7 @@ def refuse_check(gradients: Iterable[torch.Tensor | None]) -> None:
 
 
 class _Watch:
-    """Called with its number before each step, and after the last with the number of steps."""
+    """Callback before each step, with its number, and after the last, with the number of steps."""
 
     def __init__(self, program: Program, slots: Slots, checks: bool, promised: Graph | None) -> None:
         self._program, self._slots, self._checks, self._promised = program, slots, checks, promised
@@ -221,7 +221,7 @@ _SPECIFIED = (VALUE, RECOMPUTED, GRADIENT, PARAMETER_GRADIENT)
 
 
 def misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> str | None:
-    """How a tensor is not what was planned, in words: in shape, device, or dtype; None where it is."""
+    """Difference of a tensor from what was planned, in words: shape, device or dtype; None where there is none."""
     spec = ref.spec(graph) if ref.kind in _SPECIFIED else None
     if spec is None:
         return None

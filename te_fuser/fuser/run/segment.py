@@ -151,7 +151,7 @@ class Segment:
     promised: Graph | None = None
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """All slots after the forward program."""
+        """Run the forward program and return all slots."""
         slots = self.forward.slots(self._own(tensors) if self.ranks.distributed else tensors)
         self.run(self.forward, slots, promised=self.promised)
         return slots
@@ -184,13 +184,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Late:
-    """What is left for later of a segment's backward.
+    """Part of a segment's backward that is left for later.
 
     Attributes:
         program: its steps.
-        reads: the slots, after the backward program, of what they read: the first slots of theirs.
-        weights: the places among the tensors handed in of those whose gradients they make.
-        take_gradients: of all that are handed in, out of the slots.
+        reads: the slots, after the backward program, that these steps read; the first slots of their own.
+        weights: the places, among the tensors handed in, of the weights whose gradients they make.
+        take_gradients: takes the gradients of all tensors that are handed in out of the slots.
     """
 
     program: Program
@@ -201,7 +201,7 @@ class Late:
     def gradients(
         self, segment: Segment, back: Backward, slots: list[Any], lying: Sequence[Any]
     ) -> Callable[[], Sequence[Gradient]]:
-        """What makes them, once, of what a backward has left in its slots."""
+        """Function that makes the gradients, once, of what a backward has left in its slots."""
         slots = self.program.slots([slots[k] for k in self.reads])
         read = [t for t in slots if isinstance(t, torch.Tensor) and not (t.is_leaf and t.requires_grad)]
         seen = [(t, t._version) for t in read if not t.is_inference()]
@@ -326,7 +326,7 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
 def _exchanged(
     saved: Sequence[Any], places: Sequence[tuple[int, int]], parameters: Sequence[torch.Tensor | None]
 ) -> Sequence[Any]:
-    """What was saved, with other tensors in some places."""
+    """Saved values, with other tensors in some places."""
     found = list(saved)
     for (place, _), parameter in zip(places, parameters, strict=False):
         found[place] = parameter

@@ -1,4 +1,4 @@
-"""What a plan says of itself: tables of its steps, what it keeps, what it did not take and why, generated code."""
+"""Explanation of a plan: tables of its steps, what it keeps, what it did not take and why, generated code."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Explanation:
 
     @property
     def makers(self) -> list[list[tuple[str, str]]]:
-        """For each plan (step as text, the pass that made it), by step; of `explain(passes=True)`."""
+        """List of (step as text, the pass that made it) for each plan; of `explain(passes=True)`."""
         return [makers_of_steps(records) for records in self.passes]
 
     def sources(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 
 
 class _StepTable(Table):
-    """Its two columns of words share what its numbers leave of the page; neither gets less than its longest word."""
+    """Table whose two columns of words share what its numbers leave; neither is narrower than its longest word."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(max_width=_UNLIMITED)
@@ -310,7 +310,7 @@ _OTHERS = {
 
 
 def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
-    """What a kept tensor is, and the op that makes it."""
+    """Label of a kept tensor, and the op that makes it."""
     makers = {"values": plan.graph.makers.__getitem__, "nodes": lambda number: number}
     made_by = makers.get(kept.ref.kind.counts)
     maker = None if made_by is None else made_by(kept.ref.index)

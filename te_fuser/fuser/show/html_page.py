@@ -57,7 +57,7 @@ def page(explanation: Explanation) -> str:
 
 
 def fragment(explanation: Explanation) -> str:
-    """What stands in a notebook's cell: the same with its style, which touches nothing else."""
+    """Content of the page with its style, which touches nothing else in a notebook."""
     e, parts = explanation, [f"<style>{_STYLE}</style>"]
     keys = "".join(f'<span class="key {kind}"></span>{words}' for kind, words in _KINDS.items())
     parts.append(f'<p class="soft">A bar is a step, as wide as its time.{keys}</p>')
@@ -124,7 +124,7 @@ def _limit(row: StepRow) -> str:
 
 
 def _more(row: StepRow) -> Iterator[str]:
-    """What else a step does, in words."""
+    """Further facts of a step, in words."""
     lists = {
         "computes again": row.again,
         "stores transposed": row.transposed,

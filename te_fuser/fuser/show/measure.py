@@ -60,7 +60,7 @@ def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -
 
 @contextmanager
 def asides_undisturbed() -> Iterator[None]:
-    """Afterwards all that is kept on modules beside their parameters (`Aside`) is as it was before."""
+    """Set all that is kept on modules beside their parameters (`Aside`) back afterwards."""
     then = [(aside, aside.now()) for aside in asides()]
     try:
         yield
@@ -72,7 +72,7 @@ def asides_undisturbed() -> Iterator[None]:
 
 @contextmanager
 def pythons_draws_undone() -> Iterator[None]:
-    """After this Python's random generator is what it was."""
+    """Set Python's random generator back afterwards."""
     state = random.getstate()
     try:
         yield
@@ -91,7 +91,7 @@ class Measured:
     backward: tuple[float, ...]
 
     def of(self, direction: str) -> tuple[float, ...]:
-        """One direction's."""
+        """Seconds of the steps of one direction."""
         return self.forward if direction == "forward" else self.backward
 
 

@@ -32,7 +32,7 @@ def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """So many of them ("1 op", "2 ops"); of several words the first has the ending."""
+    """Number with its noun ("1 op", "2 ops"); of several words the first has the ending."""
     if number == 1:
         return f"1 {noun}"
     first, _, rest = noun.partition(" ")
@@ -40,12 +40,12 @@ def count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def multiple(number: int) -> str:
-    """What stands before that which is there so often: "2 x ", nothing before one."""
+    """Prefix of that which is there so often: "2 x ", empty for one."""
     return f"{number} x " if number > 1 else ""
 
 
 def and_others(number: int) -> str:
-    """What stands behind the first of several: " and 2 others like it"."""
+    """Suffix to the first of several: " and 2 others like it"; empty for one."""
     return f" and {count(number - 1, 'other')} like it" if number > 1 else ""
 
 
@@ -207,7 +207,7 @@ class Gain:
 
 
 def gains(plan: Plan) -> list[Gain]:
-    """One for each op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
+    """Gains by op whose products are of 8 bits, in their order; what a step has of several counts for the first."""
     found: dict[int, Gain] = {}
     for step in plan.steps:
         nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]

@@ -1,4 +1,4 @@
-"""Whether what tune tries computes what the default does: the rule of verify, without float64.
+"""Comparison of the results of what tune tries with the default's: the rule of verify, without float64.
 
 Outputs and gradients may differ by four times what the default's own differ by when its data are moved by an ulp, plus
 one ulp of their scale: each of the two may err by half of that. The default runs once; on moved data only where that
@@ -29,7 +29,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def reason_of_any(groups: Sequence[Group], what: str, reason: str) -> str:
-    """Why one of the ranks of these groups cannot take what is tried, of the first that cannot; empty when all can."""
+    """Reason of the first rank of these groups that cannot take what is tried; empty where all can."""
     found = gather_values(groups, f"tune: {what}", reason)
     rank = next((k for k, said in enumerate(found) if said), 0)
     return found[rank] if len(set(found)) == 1 else f"on rank {rank}: {found[rank]}"
@@ -55,10 +55,10 @@ class Check:
         self.wanted = self.results(default)
 
     def reason(self, other: Executable, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
-        """Why another plan of the call, or other kernels, cannot be taken, on any rank; empty when they can.
+        """Reason, of any rank, for which another plan of the call or other kernels cannot be taken; empty if they can.
 
         Args:
-            within: what the other one alone runs in, as with other algorithms in force.
+            within: context that the other one alone runs in, as with other algorithms in force.
         """
         reason, found = "", Results()
         try:
@@ -79,11 +79,11 @@ class Check:
         return reason_of_any(self.groups, "results are compared", reason)
 
     def _settled(self, settled: bool) -> bool:
-        """Whether no rank has to look at moved data, which all run together."""
+        """True where no rank has to look at moved data, which all run together."""
         return all(gather_values(self.groups, "tune: whether to run on moved data", settled))
 
     def note(self, other: Executable) -> str:
-        """What of another plan could not be compared, in words; empty when all was."""
+        """Parts of another plan that could not be compared, in words; empty where all could."""
         drawing = _drawn_elsewhere(self.default.plan, other.plan)
         return f"not compared: {', '.join(drawing)} draws other numbers by another kernel" if drawing else ""
 

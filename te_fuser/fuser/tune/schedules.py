@@ -96,7 +96,7 @@ def _try(
 
 
 def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
-    """By description key, as plans run them."""
+    """Kernels by description key, as plans run them."""
     return {v.description.key: v.kernel.run for v in variants}
 
 

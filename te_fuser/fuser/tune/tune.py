@@ -46,7 +46,7 @@ _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, un
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds, seconds of each turn, and the share of the time that a choice must gain."""
+    """Settings of a measurement: rounds, seconds of each turn, and the share of the time that a choice must gain."""
 
     rounds: int = 7
     seconds: float = 0.2
@@ -63,7 +63,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What was tried; prints as a table.
+    """Report of what was tried; prints as a table.
 
     Attributes:
         trials: in order.
@@ -122,7 +122,7 @@ class _Rounds:
         return float(first_rank_value(self.groups, "tune: how two plans compare", seconds))
 
     def between(self, first: Plan, second: Plan) -> float:
-        """The same of two plans."""
+        """Seconds of the second plan over seconds of the first, on the rank that decides."""
         return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
 
 

@@ -59,7 +59,7 @@ STRUCTURES = (APART_KEYS, *HIDDEN_BY)
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What one attention computes, as a kernel is told it; `dropout` is 0 where nothing is drawn.
+    """Settings of one attention, as a kernel is told them; `dropout` is 0 where nothing is drawn.
 
     `mask` and `scores` say what is asked for beyond `causal` and `masked`; `beyond` says that in words, and whether
     heads are apart.
@@ -81,19 +81,19 @@ class AttentionSettings:
 
     @property
     def packed(self) -> PackedHeads:
-        """Where packed heads lie. TypeError for heads that are apart."""
+        """Layout of packed heads. TypeError for heads that are apart."""
         if not isinstance(self.heads, PackedHeads):
             raise TypeError(f"these heads are not packed: {self.heads}")
         return self.heads
 
     @property
     def is_causal(self) -> bool:
-        """Whether later positions, counted from the first, are all that is hidden."""
+        """True where later positions, counted from the first, are all that is hidden."""
         return self.causal and not self.masked and not self.mask.beyond
 
 
 def hidden_positions(causal: bool, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
-    """What is masked, True = hidden, broadcastable to [B, H, queries, keys]; None when nothing is."""
+    """Boolean mask, True = hidden, broadcastable to [B, H, queries, keys]; None where nothing is hidden."""
     if mask is not None:
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
     if not causal:
@@ -235,7 +235,7 @@ class DotProductAttention(SharedAttention):
 
     @property
     def packed(self) -> AnyHeads:
-        """Where the heads lie."""
+        """Layout of the heads."""
         layout = "batch_first" if self.layout == TOKENS else self.layout
         if isinstance(self.packing, str) and self.packing != APART:
             return PackedHeads(self.heads, self.kv_heads, self.head_dim, layout, self.packing)
@@ -244,11 +244,11 @@ class DotProductAttention(SharedAttention):
 
     @property
     def hides(self) -> AttentionMask:
-        """What is hidden."""
+        """Mask of the hidden positions."""
         return AttentionMask.of(self.mask, self.mask_name)
 
     def settings(self) -> AttentionSettings:
-        """What this op computes as it is now (training or not), for a kernel."""
+        """Settings of this op as it is now (training or not), for a kernel."""
         mask, dropout = self.hides, self.dropout if self.draws() else 0.0
         masked = mask.given is not None
         return AttentionSettings(self.packed, mask.causal, masked, dropout, self.scale, mask, self.scores)
@@ -267,7 +267,7 @@ class DotProductAttention(SharedAttention):
         return ", ".join([super().extra_repr(), *(f"{k}={v}" for k, v in said.items() if v != AttentionScores())])
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """That of the sinks."""
+        """Shape of the sinks."""
         return {} if self.sink is None else {"sink": (self.heads * self._heads_of.size,)}
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
@@ -282,7 +282,7 @@ class DotProductAttention(SharedAttention):
         return {"logsumexp": samples * self.heads * positions * (8 if x.dtype == torch.float64 else 4)}
 
     def draws(self) -> bool:
-        """Whether probabilities are dropped."""
+        """True where probabilities are dropped."""
         return self.training and self.dropout > 0.0
 
     def infer(self, x: Spec) -> Spec:
@@ -340,7 +340,7 @@ class DotProductAttention(SharedAttention):
         return 4 * 4 * samples * self.heads * positions**2
 
     def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
-        """Those of the scores."""
+        """Bytes of the scores."""
         samples, positions = self._lengths(x)
         heads, keys = self.packed, positions
         if isinstance(heads, ApartHeads):
@@ -425,7 +425,7 @@ class DotProductAttention(SharedAttention):
         return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
     def _places(self, call: OpCall, band: Band) -> Places:
-        """Where queries and keys stand in their sequences.
+        """Places of queries and keys in their sequences.
 
         Raises:
             ValueError: on a CPU, where a sequence is longer than the bias.
@@ -441,7 +441,7 @@ class DotProductAttention(SharedAttention):
         return band.queries.place[0], band.keys.place[0]
 
     def _added(self, call: OpCall, band: Band, q: torch.Tensor, places: Places | None) -> torch.Tensor | None:
-        """What is added to the scores: the bias, and what ALiBi takes."""
+        """Terms that are added to the scores: the bias, and the penalty of ALiBi."""
         added = _of_four(call["attention_bias"]).to(q.dtype) if self.scores.bias is not None else None
         if added is not None and places is not None:
             added = at_places(added, places)
@@ -466,7 +466,7 @@ class DotProductAttention(SharedAttention):
 
 
 def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
-    """What to write for a mask of another shape that is meant as [batch, heads, queries, keys] = full."""
+    """Hint for a mask of another shape that is meant as [batch, heads, queries, keys] = full."""
     batch, heads, queries, keys = full
     if shape == (batch, keys):
         return "; of padding give mask[:, None, None, :]"
@@ -476,5 +476,5 @@ def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
 
 
 def _of_four(t: torch.Tensor) -> torch.Tensor:
-    """With sizes 1 in front, as [batch, heads, queries, keys]."""
+    """View with sizes 1 in front, as [batch, heads, queries, keys]."""
     return t.view((1,) * (4 - t.dim()) + t.shape)

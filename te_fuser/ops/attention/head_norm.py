@@ -72,7 +72,7 @@ class HeadNorm(OfHeads):
             fill(self._parameters[name], float("weight" in name and not self.zero_centered_gamma))
 
     def infer(self, x: Spec) -> Spec:
-        """As x."""
+        """Spec of x, as it is."""
         check_features(self, x, (self.heads + 2 * (self.kv_heads or 0)) * self.head_dim)
         return x
 
@@ -91,7 +91,7 @@ class HeadNorm(OfHeads):
         return self._packed(y if bias is None else y + bias, values, x)
 
     def all_gradients(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """Of the input and of all parameters."""
+        """Gradients of the input and of all parameters."""
         (normed, rstd), (given, values) = self._normed(self._cut(call["input"])[0]), self._cut(dy)
         wide, gain = given.to(normed.dtype), self._gain(call)
         total = wide if gain is None else wide * gain
@@ -132,7 +132,7 @@ class HeadNorm(OfHeads):
 
     @property
     def _counts(self) -> dict[str, int]:
-        """What names of parameters begin with -> heads of a group that have them."""
+        """Prefix of names of parameters -> number of heads of a group that have them."""
         counts = {"": self.heads // self._groups, "key_": (self.kv_heads or 0) // self._groups}
         return {role: count for role, count in counts.items() if count}
 

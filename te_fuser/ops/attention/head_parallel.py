@@ -40,13 +40,13 @@ class OfPositions(OfHeads, InContext):
 
 
 def own_sinks(sinks: torch.Tensor, group: Group) -> torch.Tensor:
-    """Of the sinks of all heads those of the heads that this rank of a group runs."""
+    """Part of the sinks of all heads: those of the heads that this rank of a group runs."""
     count = sinks.shape[0] // group.size
     return sinks if group.size == 1 else sinks.narrow(0, group.rank * count, count)
 
 
 def whole_sinks(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's term of the gradient of all sinks, of that of its own."""
+    """Term of this rank in the gradient of all sinks, made of the gradient of its own."""
     if group.size == 1:
         return own
     made = own.new_zeros(own.shape[0] * group.size)
@@ -55,7 +55,7 @@ def whole_sinks(own: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class SharedAttention(OfPositions):
-    """What ranks have of an attention: whole heads where they cut features, and where they cut sequences.
+    """Attention that ranks share: each has whole heads, where they cut features and where they cut sequences.
 
     Masks, lengths, offsets and slopes are those of whole sequences, for the heads that this rank runs.
 
@@ -72,7 +72,7 @@ class SharedAttention(OfPositions):
 
     @property
     def packed(self) -> AnyHeads:
-        """Where the heads lie."""
+        """Layout of the heads."""
         raise NotImplementedError(f"{type(self).__name__} must say where its heads lie")
 
     @property

@@ -1,4 +1,4 @@
-"""Where the heads of queries, keys and values lie: packed in one tensor, or apart in several.
+"""Layouts of the heads of queries, keys and values: packed in one tensor, or apart in several.
 
 Shapes in this file: B samples, S positions, G key/value heads, R query heads of each, H = G * R query heads, D the
 size of a head, E that of a value's. Query head g * R + r reads key/value head g.
@@ -46,7 +46,7 @@ PACKINGS = ("interleaved", "blocked")
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads there are, how large, and which dimension of their tensors is which."""
+    """Number of heads, their size, and the order of the dimensions of their tensors."""
 
     heads: int
     kv_heads: int
@@ -100,11 +100,11 @@ class Heads:
 
     @property
     def features(self) -> int:
-        """Those of the main input."""
+        """Number of features of the main input."""
         raise NotImplementedError
 
     def _taken(self) -> tuple[str, str]:
-        """What the main input holds and how that makes `features`, and what to do where it has others."""
+        """Texts of what the main input holds and how that makes `features`, and of what to do where it has others."""
         raise NotImplementedError
 
     def check(self, op: str, x: Spec) -> None:
@@ -137,7 +137,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class PackedHeads(Heads):
-    """Where the heads of queries, keys and values lie in one tensor.
+    """Layout of heads of queries, keys and values that are packed in one tensor.
 
     `packing`: "interleaved" is, for each key/value head, [its query heads..., key, value]; "blocked" is
     [all query heads | all key heads | all value heads]. `layout`: [S, B, features] or [B, S, features].
@@ -160,7 +160,7 @@ class PackedHeads(Heads):
         return takes, f"give the projection before it {self.features} output features"
 
     def reading(self, x: Spec) -> str:
-        """Which dimension of x is which, and how its features are packed."""
+        """Text that names the dimensions of x and says how its features are packed."""
         many = "a query" if self.per_group == 1 else f"{self.per_group} queries"
         packed = {
             "interleaved": f"{self.kv_heads} x [{many}, a key, a value]",
@@ -222,7 +222,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class ApartHeads(Heads):
-    """Where the heads of queries, and of keys and values in other tensors, lie."""
+    """Layout of heads with queries in one tensor, and keys and values in others."""
 
     apart: Apart = Apart()
 
@@ -232,11 +232,11 @@ class ApartHeads(Heads):
 
     @property
     def features(self) -> int:
-        """Those of the queries."""
+        """Number of features of the queries."""
         return self.heads * self.head_dim
 
     def features_of(self, argument: str) -> int:
-        """Those of "key", "value" or "key_value"."""
+        """Number of features of "key", "value" or "key_value"."""
         sizes = {"key": self.head_dim, "value": self.value_dim, "key_value": self.head_dim + self.value_dim}
         return self.kv_heads * sizes[argument]
 
@@ -272,7 +272,7 @@ class ApartHeads(Heads):
                 raise ValueError(f"{name!r} has {positions} positions, {first[0]!r} has {first[1]}: give as many")
 
     def reading(self, x: Spec) -> str:
-        """Which dimension of x is which, and where keys and values are."""
+        """Text that names the dimensions of x and says where keys and values are."""
         names = " and ".join(map(repr, self.apart.names.values()))
         return (
             f"[{self._lead(x)}, features {x.features}] (layout={self.layout!r}), features as {self.heads} queries of "

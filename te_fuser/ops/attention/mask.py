@@ -1,4 +1,4 @@
-"""What attention hides: by the structure of positions, by lengths, by a boolean tensor.
+"""Masks of attention: by the structure of positions, by lengths, by a boolean tensor.
 
 Shapes in this file: B samples, S queries, K keys, N sequences that lie one behind the other.
 """
@@ -43,7 +43,7 @@ PADDINGS = ("padding", "key_padding")
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a query sees; everything by default.
+    """Mask of attention: the keys that a query sees; all by default.
 
     With d = key position - query position, where "bottom_right" counts both from the end of their sequence (its length,
     or else the last position that is no padding):
@@ -55,7 +55,7 @@ class AttentionMask:
         corner: "top_left" or "bottom_right": what is aligned where queries and keys have different lengths.
         window: (left, right), how many positions before and after its own a query sees; None: all of them.
         given: the name of a boolean input, True = hidden, broadcastable to [batch, heads, queries, keys].
-        lengths: the name of an input of whole numbers, [B]: how many positions of each sample there are. The others
+        lengths: the name of an input of whole numbers, [B]: the number of positions of each sample. The others
             see nothing, and nothing sees them.
         key_lengths: the same for keys that are apart; None: all of them are there.
         offsets: for layout="tokens", the name of whole numbers [N + 1]: sequence n is tokens offsets[n] up to
@@ -65,8 +65,8 @@ class AttentionMask:
             nothing sees it.
         key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there. It may be the queries'
             own, by the same name.
-        longest: no sequence of `offsets`, its padding included, is longer, which the caller knows: a kernel then
-            starts for so many positions of each, and not for all tokens.
+        longest: a bound that the caller knows for the sequences of `offsets`, padding included: a kernel then starts
+            for so many positions of each, and not for all tokens.
 
     Lengths and offsets are read on the device. On a CPU a sequence that is longer than the longest, or lies outside of
     the tensors, is a ValueError; on a GPU its rows are NaN where a kernel is told the structure.
@@ -134,7 +134,7 @@ class AttentionMask:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What it asks for beyond hiding later positions and a given tensor, in words."""
+        """Kinds of hiding beyond that of later positions and by a given tensor, in words."""
         asked = (
             self.lengths or self.key_lengths,
             self.offsets or self.key_offsets,
@@ -145,26 +145,26 @@ class AttentionMask:
 
     @property
     def counts(self) -> bool:
-        """Whether sequences have lengths or offsets that are given."""
+        """True where lengths or offsets of sequences are given."""
         return any(getattr(self, name) is not None for name in COUNTS)
 
     @property
     def padded(self) -> bool:
-        """Whether boolean tensors say what is padding."""
+        """True where boolean tensors say what is padding."""
         return self.padding is not None or self.key_padding is not None
 
     @property
     def keys_alike(self) -> bool:
-        """Whether keys that are apart have the same offsets and lengths as queries."""
+        """True where keys that are apart have the same offsets and lengths as queries."""
         return self.key_offsets in (None, self.offsets) and self.key_lengths == self.lengths
 
     @property
     def is_banded(self) -> bool:
-        """Whether it hides by the distance of positions."""
+        """True where it hides by the distance of positions."""
         return self.sides != (None, None)
 
     def pairs(self, positions: int, causal_alone: bool = False) -> float:
-        """How many pairs of so many queries and keys the distance shows; `causal_alone`: of no window."""
+        """Number of pairs of so many queries and keys that the distance shows; `causal_alone`: without the window."""
         sides = (None, 0 if self.causal else None) if causal_alone else self.sides
         last = positions - 1.0
         farthest = [last if side is None else min(side, last) for side in sides]
@@ -172,7 +172,7 @@ class AttentionMask:
 
     @property
     def shows_all(self) -> bool:
-        """Whether each query surely sees a key."""
+        """True where each query surely sees a key."""
         return not self.beyond and self.given is None
 
     def check(self, op: str, samples: int, others: Mapping[str, Spec], tokens: bool) -> None:
@@ -276,9 +276,9 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the positions of one side stand: `place` [1, S] in sequences whose lengths `table` has, [B] or [N + 1].
+    """Positions of one side: their `place` [1, S] in sequences whose lengths `table` has, [B] or [N + 1].
 
-    `sequence` [1, S] says which it is where several lie one behind the other; tokens behind the last are of sequence N,
+    `sequence` [1, S] numbers them where several lie one behind the other; tokens behind the last are of sequence N,
     whose length is 0. `length` is [B, 1], [1, S], or a plain number where all are as long as the tensor.
     """
 
@@ -304,7 +304,7 @@ class Places:
         return cls(at[None], lengths.long()[:, None], lengths.long())
 
     def end(self, padding: torch.Tensor | None) -> torch.Tensor | int:
-        """Where it ends: at its length, else behind the last position that `padding`, [B, 1, 1, S], shows; [B]."""
+        """End of each sequence: its length, else behind the last position that `padding`, [B, 1, 1, S], shows; [B]."""
         if padding is None or isinstance(self.table, torch.Tensor):
             return self.table
         shown = (self.place + 1) * padding[:, 0, 0].logical_not()
@@ -313,7 +313,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Band:
-    """Where queries and keys of one call stand."""
+    """Mask of one call, with the places of its queries and keys."""
 
     mask: AttentionMask
     queries: Places
@@ -330,7 +330,7 @@ class Band:
         apart: bool,
         device: torch.device,
     ) -> Band:
-        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
+        """The band of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
 
         Raises:
             ValueError: on a CPU, where a sequence lies outside of what there is, and nobody traces.
@@ -363,7 +363,7 @@ class Band:
         return found - (behind[:, :, None] if isinstance(behind, torch.Tensor) else behind)
 
     def hidden(self) -> torch.Tensor | None:
-        """What no query sees, True = hidden, [B or 1, 1, S, K]; None where all is seen."""
+        """Boolean mask of the band, True = hidden, [B or 1, 1, S, K]; None where all is seen."""
         found: list[torch.Tensor] = []
         left, right = self.mask.sides
         if self.mask.is_banded:
@@ -385,7 +385,7 @@ class Band:
         return hidden[:, None]
 
     def with_given(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The same with what a boolean tensor hides, [B or 1, H or 1, S or 1, K or 1]."""
+        """Boolean mask of `hidden` and a given tensor, [B or 1, H or 1, S or 1, K or 1]; None where all is seen."""
         hidden = self.hidden()
         if mask is None:
             return hidden

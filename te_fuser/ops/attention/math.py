@@ -20,7 +20,7 @@ SINKS = {"none": "no sink", "zero": "a logit of 0 beside the scores", "learned":
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """What is added to the scores of an attention, and how they are bounded; nothing by default.
+    """Terms that are added to the scores of an attention, and their bound; none by default.
 
     Attributes:
         soft_cap: the bound c of c * tanh(scores / c); 0: none.
@@ -55,7 +55,7 @@ class AttentionScores:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What it asks for, in words."""
+        """Terms and bound that are asked for, in words."""
         asked = {
             SOFT_CAP: self.soft_cap > 0.0,
             BIAS: self.bias is not None,
@@ -125,9 +125,9 @@ _ROWS_AT_ONCE = 4096  # draws are 64-bit numbers on the way: this many rows of t
 
 @dataclass(frozen=True)
 class Terms:
-    """What makes scores of q k^T, all broadcastable to [B, H, S, K]: `sink` is [H], `shows_all` says none is blind.
+    """Terms that make scores of q k^T, broadcastable to [B, H, S, K]; `sink` is [H], `shows_all`: no query is blind.
 
-    `places` are those of queries and keys in their sequences, where a bias goes by them.
+    `places` are the places of queries and keys in their sequences, where a bias goes by them.
     """
 
     scale: float
@@ -141,7 +141,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class AttentionGradients:
-    """Those of queries, keys and values; of what was added to the scores [B, H, S, K]; of the sinks [H]."""
+    """Gradients of queries, keys and values; of what was added to the scores [B, H, S, K]; of the sinks [H]."""
 
     parts: Parts
     added: torch.Tensor | None

@@ -40,7 +40,7 @@ class QueriesApart(OfHeads):
         return PackedHeads(self.heads, self.kv_heads, self.head_dim, packing=self.packing)
 
     def infer(self, x: Spec) -> Mapping[str, Spec]:
-        """Both, by features alone."""
+        """Specs of both outputs, by features alone."""
         check_features(self, x, self._heads().features)
         sizes = {"output": self.heads * self.head_dim, "key_value": 2 * self.kv_heads * self.head_dim}
         return {name: replace(x, shape=(*x.shape[:-1], size)) for name, size in sizes.items()}
@@ -70,5 +70,5 @@ class QueriesApart(OfHeads):
         return self.kv_heads if self.packing == "interleaved" else 1
 
     def _by_group(self, t: torch.Tensor, count: int) -> torch.Tensor:
-        """So many heads as [.., groups, heads of a group, head_dim]."""
+        """Reshape so many heads to [.., groups, heads of a group, head_dim]."""
         return t.reshape(*t.shape[:-1], self._groups, count // self._groups, self.head_dim)
