@@ -109,11 +109,11 @@ class TileText(ColumnText):
             self.text(f"te::Magnitudes<{made_in}, kVector, kAhead, {self._sides(value)}> {name};")
 
     def _sides(self, value: tuple[object, ...]) -> str:
-        """Whether a value is stored by rows, and whether transposed."""
+        """Template arguments of a value: stored by rows or not, and transposed or not."""
         return ", ".join([str(layout in self.pairs[value]).lower() for layout in ("blocks", "transposed_blocks")])
 
     def _declare_waiting(self) -> None:
-        """Where values of a tile wait for its scales, before the tile that is transposed."""
+        """Declare shared memory where values of a tile wait for its scales, before the tile that is transposed."""
         at, places = 0, []
         self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
         self.text("for (te::BlockScales& scales : block_scales) scales.begin();")
