@@ -139,7 +139,7 @@ def constants(types: Mapping[str, str], integers: Mapping[str, object], flags: M
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:
-    """Why such a kernel does not take tensors of these dtypes; None when it does."""
+    """Reason for which such a kernel does not take tensors of these dtypes; None when it does."""
     wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
     taken = ", ".join(map(text_of, GENERATED))
     return None if wrong is None else f"its kernel takes {taken}, there is {text_of(wrong)}"

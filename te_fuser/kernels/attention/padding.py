@@ -190,7 +190,7 @@ _MOVED = f"{PADDED} is told by moving tokens together, "
 
 
 def why_not_moved(settings: AttentionSettings) -> str | None:
-    """Why padding cannot be told by lengths and offsets; None when it can."""
+    """Reason for which padding cannot be expressed by lengths and offsets; None when it can."""
     mask, apart = settings.mask, isinstance(settings.heads, ApartHeads)
     alike = not apart or mask.padding == mask.key_padding  # then there are as many keys as queries
     if mask.counts:
@@ -204,7 +204,7 @@ def why_not_moved(settings: AttentionSettings) -> str | None:
 
 
 def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
-    """Why a provider that is told the structure cannot compute a problem with padding; None when it can."""
+    """Reason for which a provider told the structure cannot compute a problem with padding; None when it can."""
     reason = why_not_moved(problem.settings)
     if reason is not None:
         return reason

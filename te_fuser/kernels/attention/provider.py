@@ -85,7 +85,7 @@ class Provider:
         return f"<attention provider {self.name}>"
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why this provider cannot compute the problem; None when it can."""
+        """Reason for which this provider cannot compute the problem; None when it can."""
         if self._unavailable is not None:
             return self._unavailable
         asked = [words for words in problem.settings.beyond if words not in self.beyond]
@@ -220,7 +220,7 @@ class Provider:
 
 
 def operator_of(schema: str) -> Any:
-    """This torch's operator of the schema's name; None where there is none."""
+    """Operator of this torch by the schema's name; None where there is none."""
     name = schema.removeprefix("aten::").partition("(")[0]
     found = getattr(torch.ops.aten, name, None)
     return None if found is None else found.default
@@ -233,7 +233,7 @@ def function_of(schema: str) -> Any:
 
 
 def why_no_operator(schema: str) -> str | None:
-    """Why this torch has no operator that can be called by that schema, or None."""
+    """Reason for which this torch has no operator that can be called by that schema, or None."""
     operator, name = operator_of(schema), schema.partition("(")[0]
     if operator is None:
         return f"torch {torch.__version__} has no {name}"

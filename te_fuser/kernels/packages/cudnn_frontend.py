@@ -36,7 +36,7 @@ G = TypeVar("G", bound="CudnnGraph")
 
 
 def unusable(cudnn_version: int) -> str | None:
-    """Why the front end cannot work on the cuDNN that PyTorch has loaded, of that version; None when it can."""
+    """Reason for which the front end cannot use PyTorch's loaded cuDNN, of that version; None when it can."""
     found = _version_in_use()
     if isinstance(found, str):
         return found
