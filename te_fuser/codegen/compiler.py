@@ -42,7 +42,7 @@ TARGET_FLAGS = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarc
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler on this machine; the message says which ones were looked for."""
+    """Raised where this machine has no C++ compiler; the message says which ones were looked for."""
 
 
 class KernelCompileError(RuntimeError):

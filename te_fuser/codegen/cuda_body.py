@@ -107,7 +107,7 @@ class CudaKernelText:
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
 
     def begin(self) -> None:
-        """Before anything is read or written."""
+        """Write what comes before any read or write."""
         self.text("te::wait_for_earlier();")
         if self.d.sums:
             self.text("te::let_next_start();")

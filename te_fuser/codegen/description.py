@@ -278,7 +278,7 @@ def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
 
 
 def padded(rows: int) -> int:
-    """For how many rows a tensor that lies transposed has room."""
+    """Number of rows for which a tensor that is stored transposed has room."""
     return -(-rows // TOKENS) * TOKENS
 
 

@@ -78,7 +78,7 @@ def limits_of(arch: str) -> Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way to run one description.
+    """Way to run a description on a GPU.
 
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
@@ -337,7 +337,7 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
-    """In how many parts each value is that is stored by blocks, by what it is, with what it is made in behind."""
+    """Number of parts of each value that is stored by blocks, by the parts' digests and the dtype it is made in."""
     return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 

@@ -378,7 +378,7 @@ _CHUNKS = {1: 0.98, 2: 1.0, 3: 0.99, 4: 0.985, 5: 0.98}
 
 
 def _filling(rows: int, held: float) -> float:
-    """By rows that a multiprocessor holds: some load while others reduce or store."""
+    """Factor of the merit by rows that a multiprocessor holds: some load while others reduce or store."""
     return min(1.0, held / _ROWS_HELD) ** 0.45 * (1 - 0.2 / rows)
 
 

@@ -18,7 +18,7 @@ _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_round
 
 @contextlib.contextmanager
 def unrounded() -> Iterator[None]:
-    """Inside, references of float64 inputs round nowhere: an op that gives another dtype (Cast) gives float64."""
+    """Context in which references of float64 inputs round nowhere: an op of another dtype (Cast) gives float64."""
     token = _rounding.set(False)
     try:
         yield

@@ -79,7 +79,7 @@ def _lies_by_rows(m: Match) -> bool:
 
 
 def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
-    """One of the products as it is configured."""
+    """Form of one of the products, as it is configured."""
     form, own, (a, b) = _form(m), _own_scalings(m), _FACTORS[which]
     out = form.weight_dtype if which == "dW" else form.dtype
     fast = dict(zip(_FACTORS, form.fast, strict=True))[which]

@@ -340,7 +340,7 @@ class FusionCall:
         return index in self._streams
 
     def drawing(self, index: int, device: torch.device) -> AbstractContextManager[None]:
-        """In here PyTorch's generator is what a library draws from that draws by itself for op `index`.
+        """Context in which PyTorch's generator is the one for a library that draws by itself for op `index`.
 
         Where ranks share what it draws for, each has a state of its own, of the draw that the call has made.
         """

@@ -307,7 +307,7 @@ _makers: dict[type[FusableOperation], list[Maker]] = {}
 
 
 def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
-    """Let the engine know who makes parameters of ops of a kind: the first that takes one."""
+    """Register the makers of parameters of ops of a kind; the first that takes an op makes them."""
     _makers[kind] = [*makers]
 
 

@@ -82,7 +82,7 @@ def _when_packed(m: Match) -> bool | str:
 
 
 def cost_back(m: Match) -> Cost:
-    """Of one pass over the gradient."""
+    """Cost of one pass over the gradient."""
     return Cost(m.x.nbytes, gradient_bytes(m))
 
 

@@ -116,7 +116,7 @@ class HeadsPass(TextKernel[_native.CudaKernel]):
 
     @property
     def threads(self) -> int:
-        """Of a block: as many as leave the fewest idle."""
+        """Threads of a block: as many as leave the fewest idle."""
         lanes = self.lanes
         return min((t for t in _THREADS if 2 * t <= self.resident), key=lambda t: -(-lanes // t) * t)
 

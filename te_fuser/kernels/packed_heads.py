@@ -230,7 +230,7 @@ def rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
-    """Of [B, G, S, D]."""
+    """Strides of positions, samples and groups of a tensor [B, G, S, D]."""
     return steps[2], steps[0], steps[1]
 
 
@@ -263,7 +263,7 @@ class Rows:
         samples: int,
         positions: int,
     ) -> Rows:
-        """Of a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
+        """Build for a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
         if samples * positions > MOST_ROWS:
             raise ValueError(
                 f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"

@@ -351,7 +351,7 @@ def _watch() -> None:
 
 
 def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:
-    """So many bytes on each rank, which every rank can write.
+    """Memory of so many bytes on each rank, which every rank can write.
 
     Raises:
         RuntimeError: where they cannot be had, or by NVLink multicast alone.
@@ -378,7 +378,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
 
 
 def _allocated(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes, for which the allocator gives back what it keeps where there is no room."""
+    """Memory of so many bytes; where there is no room, the allocator first gives back what it keeps."""
     try:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
     except RuntimeError:

@@ -52,7 +52,7 @@ class Groups:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int | None, head_dim: int, packing: str) -> Groups:
-        """Of heads alone (kv_heads=None), of keys and values alone (heads=0), or of all, packed."""
+        """Build for heads alone (kv_heads=None), for keys and values alone (heads=0), or for all, packed."""
         groups = (kv_heads or 1) if packing == "interleaved" else 1
         keys = (kv_heads or 0) // groups
         return cls(groups, heads // groups, keys, keys, head_dim)

@@ -197,7 +197,7 @@ class Sides:
         return cls(queries, keys, mask, first)
 
     def clamped(self) -> tuple[Side, Side]:
-        """Of queries and of keys."""
+        """Sides of queries and of keys, clamped."""
         queries = _clamped(self.queries)
         return queries, queries if self.keys is None else _clamped(self.keys)
 

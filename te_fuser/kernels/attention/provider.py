@@ -32,7 +32,7 @@ class Speed:
 
     @classmethod
     def constant(cls, forward: float, backward: float) -> Speed:
-        """One share for every problem."""
+        """Speed of the same shares for every problem."""
         every = {(wide, drops): (1.0 / forward, 1.0 / backward) for wide in (False, True) for drops in (False, True)}
         return cls(every, {False: (0.0, 0.0), True: (0.0, 0.0)})
 
@@ -48,7 +48,7 @@ class Speed:
         )
 
     def shares(self, settings: AttentionSettings, positions: int) -> tuple[float, float]:
-        """Of forward and of backward."""
+        """Shares of the rate of large matrix products in forward and in backward."""
         slowness = self.slowness[settings.heads.head_dim > 64, settings.dropout > 0.0]
         warm_up = self.warm_up[settings.causal]
         forward, backward = (a + b / max(positions, 1) for a, b in zip(slowness, warm_up, strict=True))
@@ -143,7 +143,7 @@ class Provider:
     def gradients_apart(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """Of packed heads the kernel's own three, and the views that group them for `packed_heads.Packing`."""
+        """Kernel's three gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
         call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
             return settings.packed.split(call.zeros()["input"]), lambda *parts: parts

@@ -192,7 +192,7 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
 
 
 def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
-    """One bit for each element, whether it is positive."""
+    """Write one bit for each element, set where it is positive."""
     wide = y.new_zeros(*y.shape[:-1], 8 * mask.shape[-1], dtype=torch.uint8)
     wide[..., : y.shape[-1]] = y > 0
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=y.device)

@@ -51,7 +51,7 @@ class Package:
         return self.name
 
     def version(self) -> str | None:
-        """The one that is installed, if any."""
+        """Installed version, if any."""
         return version_of(self.name)
 
     def missing(self) -> str | None:

@@ -148,7 +148,7 @@ def _launch_gates(
 
 
 def _turned_halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves of [N, 2 I], each as [I, N]."""
+    """Halves of [N, 2 I], each as [I, N]."""
     (count, features), step, first = rows.shape, rows.stride(0), rows.storage_offset()
     size, strides = (features // 2, count), (1, step)
     return rows.as_strided(size, strides, first), rows.as_strided(size, strides, first + features // 2)
@@ -317,7 +317,7 @@ def linear_bias_gelu_aux_8(
 
 
 def _room(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For what a product of x gives."""
+    """Memory for the result of a product of x."""
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
 
 
