@@ -1,4 +1,4 @@
-"""Where compiled kernels and measured choices are kept, and where instead when nothing can be kept there."""
+"""Folder of compiled kernels and measured choices, and its replacement when nothing can be kept there."""
 
 from __future__ import annotations
 

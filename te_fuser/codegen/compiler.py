@@ -42,7 +42,7 @@ TARGET_FLAGS = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarc
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler on this machine; the message says which ones were looked for."""
+    """Raised where this machine has no C++ compiler; the message says which ones were looked for."""
 
 
 class KernelCompileError(RuntimeError):
@@ -87,7 +87,7 @@ def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None
 
 
 def why_no_compiler(name: str | None = None) -> str:
-    """What to do where `find_compiler(name)` finds none."""
+    """Error message for when `find_compiler(name)` finds none, with what to do."""
     asked = _asked(name)
     if asked:
         whose = "te_fuser.config.compiler" if name else "CXX"
@@ -129,7 +129,7 @@ _MARK = b"te_fuser"
 
 
 def default_cache_dir() -> Path:
-    """Where libraries are kept: `te_fuser/cpu` in the user's cache folder."""
+    """Folder of compiled libraries: `te_fuser/cpu` in the user's cache folder."""
     return cache_folder.user_cache_dir() / "cpu"
 
 

@@ -44,12 +44,12 @@ class RowsSum:
 
     @property
     def per_sample(self) -> bool:
-        """Whether each sample has a sum of its own."""
+        """True where each sample has a sum of its own."""
         return bool(self.total.axes & Axes.BATCH)
 
     @property
     def has_features(self) -> bool:
-        """Whether each feature has a sum of its own."""
+        """True where each feature has a sum of its own."""
         return bool(self.total.axes & Axes.FEATURE)
 
     @property

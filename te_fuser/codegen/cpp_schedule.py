@@ -1,4 +1,4 @@
-"""How a kernel description runs on a CPU core: its loops over a row, and what waits between them in row buffers.
+"""Schedule of a kernel on a CPU core: its loops over a row, and the values that wait between them in row buffers.
 
 A kernel goes over its rows one after the other. For each row there is one loop over the features for each stage of
 row reductions, and a last one that stores and adds to the sums over rows. What several loops need is computed again
@@ -41,19 +41,19 @@ class CpuSchedule:
         self._buffered = {id(e) for loop in self.loops for e in loop.buffered}
 
     def cost(self, e: Expr) -> int:
-        """What a node costs, in rough instructions for one vector."""
+        """Cost of a node, in rough instructions for one vector."""
         return self._load_costs[e.attrs[0]] if e.op == "input" else FUNCTIONS[e.op].cpu
 
     @functools.cached_property
     def is_one_long_row(self) -> bool:
-        """Whether rows mean nothing; then there is one loop over all of them, and no width is an odd one."""
+        """True where row boundaries mean nothing; one loop then takes all rows, and no width is an odd one."""
         d = self.d
         simple = all(t.axes == Axes.NONE or (t.axes == Axes.FULL and t.width == d.width) for t in d.tensors)
         return simple and not (d.sums or d.streams or d.reductions or d.transposed)
 
     @functools.cached_property
     def uses_samples(self) -> bool:
-        """Whether a row must know which sample it belongs to."""
+        """True where a row must know the sample to which it belongs."""
         leaves = any(n.op in ("input", "keep") and n.axes & Axes.FULL in (2, 6) for n in self.d.nodes)
         return leaves or any(total.axes & Axes.BATCH for total in self.d.sums)
 
@@ -74,7 +74,7 @@ class CpuSchedule:
         return [*found, *(r for r in loop.roots if not has_features(r))]
 
     def call_constants(self) -> list[Expr]:
-        """What is the same for all rows of a call, as far as something else reads it."""
+        """Nodes that are the same for all rows of a call, as far as something else reads them."""
 
         def constant(e: Expr) -> bool:
             return e.axes == Axes.NONE and e.depth == 0 and e.op != "const"
@@ -89,7 +89,7 @@ class CpuSchedule:
         return {n.attrs[0]: n.attrs[-1] for n in self.d.nodes if n.op == "keep" and has_features(n)}
 
     def unroll(self, loop: Loop) -> int:
-        """How many accumulators the row reductions of a loop get."""
+        """Number of accumulators that the row reductions of a loop get."""
         if not loop.reductions:
             return 1
         cost = sum(self.cost(n) for n in _below(loop.roots, lambda e: id(e) in self._buffered))
@@ -106,7 +106,7 @@ class CpuSchedule:
 
 
 def has_features(e: Expr) -> bool:
-    """Whether a node has a value for each feature."""
+    """True where a node has a value for each feature."""
     return bool(e.axes & Axes.FEATURE)
 
 
@@ -154,7 +154,7 @@ def _choose_buffers(loops: Sequence[Loop], cost: Callable[[Expr], int]) -> None:
 
 
 def _is_frontier(e: Expr, loop: Loop, known: set[int], buffered: set[int]) -> bool:
-    """Whether something that only this loop computes uses `e`; what lies deeper comes along with its user."""
+    """True where something that only this loop computes uses `e`; a deeper node comes along with its user."""
     if any(e is root for root in loop.roots):
         return True
     nodes = _below(loop.roots, lambda n: id(n) in buffered or id(n) in known)

@@ -20,7 +20,7 @@ _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quo
 
 
 class CppKernelText:
-    """What the scopes of one kernel share: its lines, the names of its values, and how its tensors are read."""
+    """State shared by the scopes of one kernel: its lines, the names of its values, and the reading of its tensors."""
 
     def __init__(self, description: KernelDescription) -> None:
         self.d = description

@@ -1,4 +1,4 @@
-"""How C++ text is written: names, literals, and parts of expressions."""
+"""Parts of C++ text: names, literals, and parts of expressions."""
 
 from __future__ import annotations
 

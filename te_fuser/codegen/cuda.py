@@ -26,7 +26,7 @@ from te_fuser.formula.expr import Axes
 
 
 class RowGrid(NamedTuple):
-    """How many blocks walk over the rows: `tiles` side by side, and as many groups of rows as the GPU holds at once.
+    """Grid of blocks that walk over rows: `tiles` side by side, and as many groups of rows as the GPU holds at once.
 
     With `sums` each group has its own partial sums, as many groups for each sample where they are `per_sample`.
     """
@@ -39,7 +39,7 @@ class RowGrid(NamedTuple):
 
 
 class SumGrid(NamedTuple):
-    """How many blocks add up partial sums: 32 columns each, of every sum and, for some, of every sample."""
+    """Grid of blocks that add up partial sums: 32 columns each, of every sum and, for some, of every sample."""
 
     fixed: int
     per_sample: int

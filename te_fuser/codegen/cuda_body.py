@@ -1,4 +1,4 @@
-"""What the functions that walk over rows share: parameters, levels, vectors, sums.
+"""Parts shared by the functions that walk over rows: parameters, levels, vectors, sums.
 
 The levels of a kernel's text are the call, the row, and the element of a row; a value stands at the outermost level
 where it is known.
@@ -35,7 +35,7 @@ class Parameter:
 
 
 class CudaKernelText:
-    """What the text of every schedule shares: its parameters, its levels (call, row, element), its sums."""
+    """Text that every schedule shares: its parameters, its levels (call, row, element), its sums."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         self.symbol, self.d, self.s = symbol, description, schedule
@@ -107,7 +107,7 @@ class CudaKernelText:
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
 
     def begin(self) -> None:
-        """Before anything is read or written."""
+        """Write what comes before any read or write."""
         self.text("te::wait_for_earlier();")
         if self.d.sums:
             self.text("te::let_next_start();")
@@ -115,7 +115,7 @@ class CudaKernelText:
     # ---- levels
 
     def call_level(self) -> None:
-        """What is the same for all rows."""
+        """Write the values that are the same for all rows."""
         for name, variable in self.random.items():
             stream = self.pointer["stream", name]
             self.text(f"const te::Random {variable} = te::random(seed, seed_value, seed_offset, {stream});")
@@ -123,7 +123,7 @@ class CudaKernelText:
         self._level(once, self.known)
 
     def row_level(self, depth: int, known: dict[int, str]) -> None:
-        """What is one number a row, after `depth` stages of reductions."""
+        """Write the values that are one number a row, after `depth` stages of reductions."""
         rows = [n for n in self.d.nodes if not n.axes & Axes.FEATURE and n.depth == depth and (n.axes or depth)]
         self._level(rows, known)
 
@@ -155,7 +155,7 @@ class CudaKernelText:
 
     @property
     def needs_sample(self) -> bool:
-        """Whether a row must know its sample."""
+        """True where a row must know its sample."""
         return any(n.op in ("input", "keep") and n.axes & Axes.BATCH and not n.axes & Axes.OUTER for n in self.d.nodes)
 
     # ---- vectors
@@ -166,7 +166,7 @@ class CudaKernelText:
         return self.pointer[kind, e.attrs[0]]
 
     def address(self, pointer: str, axes: Axes, width: int, offset: int) -> str:
-        """Where the vector at `column` begins."""
+        """Address of the first element of the vector at `column`."""
         terms = [pointer]
         if axes & Axes.OUTER:
             terms.append(f"row * {width}")
@@ -283,7 +283,7 @@ class CudaKernelText:
         self.elements(self.bounds, known, vectors, then)
 
     def _bound_of_all(self, slope: Slope, e: Expr, known: Mapping[int, str], vectors: Mapping[int, str]) -> None:
-        """That of what lies between the smallest and the largest of a vector."""
+        """Write the bound of `e` over all numbers between the smallest and the largest of a vector."""
         high, low = self.names.fresh("high"), self.names.fresh("low")
         self.text(f"float {high} = 0.0f, {low} = 0.0f;")
 
@@ -302,7 +302,7 @@ class CudaKernelText:
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:
-        """What a row's vectors are handed to."""
+        """Stores that take the vectors of a row."""
         return tuple(s for s in self.d.stores if s.axes & Axes.FEATURE)
 
     def store_line(self, s: Store, k: int, name: str) -> str:
@@ -336,7 +336,7 @@ class CudaKernelText:
             self.text("__syncthreads();")
 
     def _raised(self, m: Maximum) -> str:
-        """Where the number is that blocks raise."""
+        """Address of the number that blocks raise."""
         number = self.pointer["maximum", m.name]
         return number if m.scale is None else f"{number} + {NUMBERS.index('largest')}"
 
@@ -382,7 +382,7 @@ class CudaKernelText:
                 self.text(f"if ({first}) te::store_sums({self.sum_places(t, group, '')}, {name});")
 
     def sum_places(self, t: Sum, group: str, column: str) -> str:
-        """Where a sum goes: at once where nobody else adds to it, else among the partial sums."""
+        """Arguments for the place of a sum: the result where nobody else adds to it, else the partial sums."""
         width = t.width if t.axes & Axes.FEATURE else 1
         sample = f"static_cast<long long>(sample) * {width}" if t.axes & Axes.BATCH else ""
         total = " + ".join(filter(None, [self.pointer["sum", t.name], sample, column]))
@@ -435,12 +435,12 @@ class CudaKernelText:
 
     @property
     def plain_rows(self) -> bool:
-        """Whether a block simply takes every so many rows, one at a time."""
+        """True where a block simply takes every so many rows, one at a time."""
         return self.s.slots == self.s.held == 1 and not (self.per_sample or self.s.owns_columns or self.backwards)
 
     @property
     def backwards(self) -> bool:
-        """Whether rows come from the last to the first: where the kernel behind begins, they are then still in L2."""
+        """True where rows go from last to first: those that the next kernel reads first are then still in L2."""
         return not (self.d.outputs or self.per_sample) and self.s.kind in (Kind.COLUMNS, Kind.REGISTERS)
 
     def row_at(self, index: str) -> str:

@@ -84,7 +84,7 @@ def _other_forms(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, 
 
 
 def _form(schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """What schedules with more or fewer blocks have in common."""
+    """The schedules without their numbers of blocks: the key by which those of one form are found."""
     return tuple(dataclasses.replace(s, blocks_per_multiprocessor=1) for s in schedules)
 
 

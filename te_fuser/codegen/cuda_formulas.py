@@ -23,21 +23,21 @@ Item = TypeVar("Item", Store, Sum, Maximum)
 
 
 def rewrite(description: KernelDescription) -> KernelDescription:
-    """The same kernel in cheaper and more accurate terms."""
+    """Rewrite a kernel in cheaper and more accurate terms."""
     for rules in (_RULES, _PRECISE_RULES if is_precise(description) else _FAST_RULES):
         description = _everywhere(description, rules)
     return _everywhere(_cheaper(description), _LAST_RULES)
 
 
 def is_precise(description: KernelDescription) -> bool:
-    """Whether a reader could see the last bits of float32."""
+    """True where a reader could see the last bits of float32."""
     stored = [t.dtype for t in description.stores if t.axes & Axes.FEATURE]
     read = [t.dtype for t in description.loads if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]
     return "float32" in (stored or read or ["float32"])
 
 
 def is_boolean(e: Expr) -> bool:
-    """Whether a node is a condition rather than a number."""
+    """True where a node is a condition rather than a number."""
     return e.op in (*COMPARISONS, "keep")
 
 
@@ -108,7 +108,7 @@ def _masked(e: Expr) -> Expr | None:
 
 
 def _is_multiple(e: Expr) -> bool:
-    """Whether a node is a number times something, and the number may be joined with other factors."""
+    """True where a node is a number times something, and the number may be joined with other factors."""
     return e.op == "mul" and e.args[0].op == "const" and not expr.is_scaled(e)
 
 

@@ -189,7 +189,7 @@ def _make_all(
 
 
 def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
-    """What the jobs of the compiler give, several at a time."""
+    """Run the jobs of the compiler, several at a time, and return their results in order."""
     if not jobs:
         return []
     total, started = len(jobs), list[Future[Any]]()

@@ -144,7 +144,7 @@ class RowText(CudaKernelText):
                 text("te::depart();")
 
     def _declare_fetch_numbers(self) -> None:
-        """What a row has one of is loaded one row before it is needed."""
+        """Declare the loads of numbers that a row has one of, done one row before they are needed."""
         text = self.text
         for name in self.coming.values():
             text(f"float {name} = 0.0f;")
@@ -204,7 +204,7 @@ class RowText(CudaKernelText):
                 yield
 
     def _row_levels(self, depth: int, known: dict[int, str]) -> None:
-        """What is one number a row; of several rows in an array."""
+        """Write the values that are one number a row, in arrays where several rows are held."""
         if not self.held:
             return self.row_level(depth, known)
         before, start = set(known), len(self.text.lines)
@@ -305,7 +305,7 @@ class RowText(CudaKernelText):
             self.text(f"te::reduce_lanes<kLanes, {joins}>({listed});")
 
     def _forget(self, p: Pass) -> None:
-        """What waits in registers waits as it was loaded."""
+        """Keep values that wait in registers in the dtype they were loaded in."""
         waiting = [n for n in self.full if any(n is w for w in p.waits)]
         held = [*(waiting if self.s.kind == Kind.REGISTERS else ()), *self.kept]
         narrow = [n for n in held if self.loads[n.attrs[0]].dtype != "float32"]
@@ -317,7 +317,7 @@ class RowText(CudaKernelText):
                         self.text(f"te::forget({self.row_names[id(n)]}[chunk]{'' if k is None else f'[{k}]'});")
 
     def _shelved(self, nodes: Sequence[Expr]) -> dict[int, str]:
-        """Where the elements of waiting values are while a chunk is computed."""
+        """Names of the elements of waiting values while a chunk is computed, by node."""
         if self.s.kind == Kind.REGISTERS:
             return {id(n): f"{self.waiting[id(n)]}[chunk]{self.held}" for n in nodes}
         found = {id(n): self.names.fresh("waiting_values") for n in nodes}

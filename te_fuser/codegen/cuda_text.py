@@ -1,4 +1,4 @@
-"""How CUDA text is written: lines, names that are roles, and expressions as statements."""
+"""Parts of CUDA text: lines, names that are roles, and expressions as statements."""
 
 from __future__ import annotations
 

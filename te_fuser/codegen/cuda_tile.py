@@ -83,7 +83,7 @@ class TileText(ColumnText):
         return super().constants | {"kRows": self.s.rows, "kTurns": self.s.chunks, "kColumns": self.s.covered}
 
     def _inside(self) -> contextlib.AbstractContextManager[None]:
-        """Only threads whose columns there are."""
+        """Block that is entered only by threads whose columns exist."""
         return self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext()
 
     def _load_what_stays(self) -> None:
@@ -109,11 +109,11 @@ class TileText(ColumnText):
             self.text(f"te::Magnitudes<{made_in}, kVector, kAhead, {self._sides(value)}> {name};")
 
     def _sides(self, value: tuple[object, ...]) -> str:
-        """Whether a value is stored by rows, and whether transposed."""
+        """Template arguments of a value: stored by rows or not, and transposed or not."""
         return ", ".join([str(layout in self.pairs[value]).lower() for layout in ("blocks", "transposed_blocks")])
 
     def _declare_waiting(self) -> None:
-        """Where values of a tile wait for its scales, before the tile that is transposed."""
+        """Declare shared memory where values of a tile wait for its scales, before the tile that is transposed."""
         at, places = 0, []
         self.text(f"__shared__ te::BlockScales block_scales[{len(self.waiting)}];")
         self.text("for (te::BlockScales& scales : block_scales) scales.begin();")
@@ -136,7 +136,7 @@ class TileText(ColumnText):
 
     @contextlib.contextmanager
     def _by_rows_there(self) -> Iterator[None]:
-        """Once for tiles that have all rows, and once for others."""
+        """Write what follows twice: for tiles that have all rows, and for others."""
         if not self.found:
             yield
             return
@@ -204,7 +204,7 @@ class TileText(ColumnText):
 
     @property
     def stored_as_vectors(self) -> tuple[Store, ...]:
-        """Of two stores of one value by blocks only the first."""
+        """Stores that take the vectors of a row; of two stores of one value by blocks only the first."""
         others = [s for stores in self.pairs.values() for s in list(stores.values())[1:]]
         return tuple(s for s in super().stored_as_vectors if not any(s is other for other in others))
 

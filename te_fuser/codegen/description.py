@@ -1,4 +1,4 @@
-"""What a generated kernel computes, free of any schedule: loads, stores, column sums, maxima, and row sums by stage.
+"""Description of a generated kernel, free of any schedule: loads, stores, column sums, maxima, and row sums by stage.
 
 Both targets (C++ and CUDA) and the PyTorch interpreter take this and nothing else.
 """
@@ -117,7 +117,7 @@ class Maximum:
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
+    """Counts of a kernel's work: full-size loads and stores, row sums, their stages, sums over rows."""
 
     loads: int
     stores: int
@@ -159,26 +159,26 @@ class KernelDescription:
 
     @functools.cached_property
     def transposed(self) -> tuple[Store, ...]:
-        """What is stored transposed."""
+        """Stores that are transposed."""
         return tuple(s for s in self.stores if is_transposed(s))
 
     @functools.cached_property
     def in_blocks(self) -> tuple[Store, ...]:
-        """What is stored by blocks, transposed or not."""
+        """Stores by blocks, transposed or not."""
         return tuple(s for s in self.stores if is_in_blocks(s))
 
     @property
     def is_by_tiles(self) -> bool:
-        """Whether something is stored otherwise than row by row."""
+        """True where some output is stored otherwise than row by row."""
         return bool(self.transposed or self.in_blocks)
 
     @functools.cached_property
     def integers(self) -> int:
-        """How many run-time integers a call has."""
+        """Number of run-time integers of a call."""
         return len(self.streams) + (len(PLACES) if self.shared else 0)
 
     def share_of(self, stream: str) -> Shared | None:
-        """How what a stream draws for is shared; None: it is whole."""
+        """Split over ranks of what a stream draws for; None where it is whole."""
         return dict(self.shared).get(stream)
 
     @functools.cached_property
@@ -262,12 +262,12 @@ def item_size(dtype: str) -> int:
 
 
 def is_transposed(tensor: Load | Store | Sum) -> bool:
-    """Whether it is stored as [width, rows]."""
+    """True where a tensor is stored as [width, rows]."""
     return isinstance(tensor, Store) and tensor.layout == "transposed"
 
 
 def is_in_blocks(tensor: Load | Store | Sum) -> bool:
-    """Whether it is stored with a scale for each block."""
+    """True where a tensor is stored with a scale for each block."""
     return isinstance(tensor, Store) and tensor.layout in ("blocks", "transposed_blocks")
 
 
@@ -278,19 +278,19 @@ def sizes_in_blocks(layout: Layout, rows: int, width: int) -> tuple[int, int]:
 
 
 def padded(rows: int) -> int:
-    """For how many rows a tensor that lies transposed has room."""
+    """Number of rows for which a tensor that is stored transposed has room."""
     return -(-rows // TOKENS) * TOKENS
 
 
 def elements_of(tensor: Load | Store | Sum, rows: int, samples: int) -> int:
-    """How many elements a tensor has in a call with so many rows."""
+    """Number of elements of a tensor in a call with so many rows and samples."""
     if isinstance(tensor, Store) and is_in_blocks(tensor):
         return math.prod(sizes_in_blocks(tensor.layout, rows, tensor.width))
     return elements(tensor.axes, tensor.width, padded(rows) if is_transposed(tensor) else rows, samples)
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
-    """How many elements a tensor of this extent has."""
+    """Number of elements of a tensor of this extent."""
     count = width if axes & Axes.FEATURE else 1
     if axes & Axes.OUTER:
         return count * rows
@@ -304,7 +304,7 @@ def axes_text(axes: Axes) -> str:
 
 
 class NotOneKernel(ValueError):
-    """These expressions do not fit one kernel; the message says why."""
+    """Raised for expressions that do not fit one kernel; the message says why."""
 
 
 @record()

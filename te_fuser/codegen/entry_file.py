@@ -82,7 +82,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def tuned_folder(folder: Path | None = None) -> Path:
-    """Where measured choices lie: `tuned` in the folder, or if none is given in the cache folder as it is set now."""
+    """Folder of measured choices: `tuned` in the given folder or, if none is given, in the cache folder as set now."""
     if folder or config.cache_dir:
         return (folder or config.cache_dir) / "tuned"  # type: ignore[operator]
     home = user_cache_dir()

@@ -1,4 +1,4 @@
-"""Which outputs of a generated CUDA kernel may be stored over which of its inputs.
+"""Outputs of a generated CUDA kernel that may be stored over its inputs.
 
 Every schedule keeps to one rule: the thread that stores the vector at `column` of a row (of each part of it) is the
 only one that reads it there, and it has read all parts when it stores the first.
@@ -27,7 +27,7 @@ from te_fuser.formula.expr import Axes
 
 
 def refusal(description: KernelDescription, store: Store, load: Load) -> str:
-    """Why a store cannot have a load's memory; empty when it can."""
+    """Reason for which a store cannot have a load's memory; empty when it can."""
     for tensor in (store, load):
         if tensor.axes != Axes.FULL:
             return f"{tensor.name} has no element for each row and feature ({axes_text(tensor.axes)})"
@@ -60,10 +60,9 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """Whether a kernel's column sums need a kernel of their own on this architecture, so that it overwrites nothing.
+    """True where a kernel's column sums need a kernel of their own on this architecture; then it overwrites nothing.
 
-    Where registers do not suffice they may get one when it is compiled (`cuda_compile`): then it overwrites nothing,
-    either.
+    Where registers do not suffice, they may get one at compilation (`cuda_compile`); it overwrites nothing then.
     """
     if not (description.sums and description.reductions):
         return False

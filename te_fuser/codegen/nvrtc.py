@@ -40,7 +40,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers of a thread, bytes of local memory it spills, static shared memory."""
+    """Resources of one kernel: registers of a thread, bytes of local memory it spills, static shared memory."""
 
     symbol: str
     registers: int
@@ -86,7 +86,7 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept: `te_fuser/cubin` in the user's cache folder."""
+    """Folder of compiled machine code: `te_fuser/cubin` in the user's cache folder."""
     return user_cache_dir() / "cubin"
 
 
@@ -185,7 +185,7 @@ def _compile(source: str, arch: str, name: str) -> Compiled:
 
 
 def _text(nvrtc: Any, program: Any, size_of: Callable[..., Any], get: Callable[..., Any]) -> bytes:
-    """What NVRTC has to give of a program, by the function for its size and the one for it."""
+    """Bytes that NVRTC holds for a program, read by the function for their size and the one that copies them."""
     text = bytearray(_done(nvrtc, *size_of(program)))
     _done(nvrtc, *get(program, text))
     return bytes(text)
@@ -230,7 +230,7 @@ def _resources(log: str) -> tuple[Resources, ...]:
 
 
 def _read(path: Path) -> Compiled | None:
-    """What is kept at `path`; None where there is nothing, or not the whole of it."""
+    """Code that is kept at `path`; None where the file is missing or incomplete."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a kernel description runs on a GPU: who computes what, and what stays where between two passes over a row.
+"""Schedules of a kernel on a GPU: who computes what, and what stays where between two passes over a row.
 
 Five kinds of schedule, by where a row waits for the passes after the first:
 
@@ -32,7 +32,7 @@ from te_fuser.formula.traversal import topological
 
 
 class Kind(str, enum.Enum):
-    """Where a row waits between two passes."""
+    """Kind of schedule, by the place where a row waits between two passes."""
 
     COLUMNS = "columns"
     TILE = "tile"
@@ -42,7 +42,7 @@ class Kind(str, enum.Enum):
 
 
 class Sums(str, enum.Enum):
-    """Where the column sums of a block grow."""
+    """Place where the column sums of a block grow."""
 
     NONE = "none"
     REGISTERS = "registers"
@@ -51,7 +51,7 @@ class Sums(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits a schedule on one kind of GPU; every one has 65,536 registers per multiprocessor."""
+    """Limits of a schedule on one kind of GPU; every one has 65,536 registers per multiprocessor."""
 
     shared_bytes: int  # that one block may use
     resident_threads: int  # per multiprocessor
@@ -78,7 +78,7 @@ def limits_of(arch: str) -> Limits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way to run one description.
+    """Way to run a description on a GPU.
 
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
@@ -110,12 +110,12 @@ class Schedule:
 
     @property
     def owns_columns(self) -> bool:
-        """Whether threads own columns and walk down the rows."""
+        """True where threads own columns and walk down the rows."""
         return self.kind in (Kind.COLUMNS, Kind.TILE)
 
     @property
     def ends_soon(self) -> bool:
-        """Whether a block does a row, or as many as its threads hold at once, and ends."""
+        """True where a block does a row, or as many as its threads hold at once, and ends."""
         return self.rounds == 0 and not self.owns_columns
 
     @property
@@ -134,7 +134,7 @@ class Schedule:
         return self.ahead if self.kind == Kind.REGISTERS else 1
 
     def tiles(self, width: int) -> int:
-        """How many blocks lie side by side along the features."""
+        """Number of blocks side by side along the features."""
         return -(-width // self.covered) if self.owns_columns else 1
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
 
 
 def is_full(e: Expr) -> bool:
-    """Whether a node differs from row to row and from feature to feature."""
+    """True where a node differs from row to row and from feature to feature."""
     return bool(e.axes & Axes.FEATURE and e.axes & Axes.OUTER)
 
 
@@ -211,7 +211,7 @@ _NEVER_WAIT = {"keep", *COMPARISONS}
 
 
 def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
-    """What it costs that this node waits; infinite where nothing but a tensor can.
+    """Cost of letting a node wait for a later pass; infinite where nothing but a tensor can wait.
 
     A node that no reduction needed so far would have to be computed just to wait.
     """
@@ -223,7 +223,7 @@ def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
 
 
 def _again(e: Expr) -> float:
-    """What it costs to compute this node once more."""
+    """Cost of computing a node once more."""
     return 0.0 if e.op == "input" else _COST_AGAIN * FUNCTIONS[e.op].gpu
 
 
@@ -337,7 +337,7 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def _waiting_in_blocks(description: KernelDescription) -> dict[tuple[object, ...], int]:
-    """In how many parts each value is that is stored by blocks, by what it is, with what it is made in behind."""
+    """Number of parts of each value that is stored by blocks, by the parts' digests and the dtype it is made in."""
     return {(*[p.digest for p in t.parts], t.made_in): len(t.parts) for t in description.in_blocks}
 
 
@@ -371,7 +371,7 @@ _LEAST_COPIED = 4  # bytes of an asynchronous copy
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
-    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
+    """Contents of dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
 
     Or tiles (None) of what is stored transposed.
     """

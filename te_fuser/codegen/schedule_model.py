@@ -1,4 +1,4 @@
-"""Which schedule a kernel gets: every one that fits is given a merit, and the best of them is picked.
+"""Choice of a kernel's schedule: every one that fits is given a merit, and the best of them is picked.
 
 A kernel of this kind waits for memory, so its merit is the share of the memory's bandwidth that it can be expected to
 reach. The rules were fitted to some 4,000 timings on an H200 (norms, gated units, dropout and residual stretches, 512
@@ -99,7 +99,7 @@ def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]
 
 
 def variants(description: KernelDescription, limits: Limits, most: int) -> list[tuple[Schedule, ...]]:
-    """What is worth measuring, the picked one first: one schedule, or two for stores and column sums apart."""
+    """Schedules worth measuring, the picked one first: one, or two for stores and column sums apart."""
     whole = [(s,) for s in candidates(description, limits)[:most]]
     return [*whole, *([] if description.overwrites else apart(description, limits)[:1])]
 
@@ -117,7 +117,7 @@ def apart(description: KernelDescription, limits: Limits) -> list[tuple[Schedule
 
 
 def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits: Limits) -> str:
-    """Why a kernel cannot have these schedules; empty when it can."""
+    """Reason for which a kernel cannot have these schedules; empty when it can."""
     if len(schedules) == 2 and description.overwrites:
         return "two kernels would read again what the first of them has overwritten"
     parts = (description,) if len(schedules) == 1 else split(description) if description.sums else ()
@@ -127,7 +127,7 @@ def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits
 
 
 def tile_refusal(description: KernelDescription, limits: Limits) -> str:
-    """Why a kernel cannot store what it shall store transposed; empty when it can, and where there is nothing."""
+    """Reason for which a kernel cannot store by tiles as described; empty when it can, or stores nothing so."""
     if description.in_blocks:
         return _refusal_of_blocks(description, limits)
     if not description.transposed:
@@ -349,7 +349,7 @@ def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int,
 
 
 def _has_samples(description: KernelDescription) -> bool:
-    """Whether something is one for each sample."""
+    """True where some node has one value, or one row, for each sample."""
     return any(n.axes & Axes.BATCH and not n.axes & Axes.OUTER for n in description.nodes)
 
 
@@ -378,7 +378,7 @@ _CHUNKS = {1: 0.98, 2: 1.0, 3: 0.99, 4: 0.985, 5: 0.98}
 
 
 def _filling(rows: int, held: float) -> float:
-    """By rows that a multiprocessor holds: some load while others reduce or store."""
+    """Factor of the merit by rows that a multiprocessor holds: some load while others reduce or store."""
     return min(1.0, held / _ROWS_HELD) ** 0.45 * (1 - 0.2 / rows)
 
 

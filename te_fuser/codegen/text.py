@@ -1,4 +1,4 @@
-"""What the texts of every target share: indented lines, names that are roles, decimals of float32 numbers."""
+"""Parts shared by the texts of every target: indented lines, names that are roles, decimals of float32 numbers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ANY_ROWS = "any"
 
 
 def shape_class(rows: int | None) -> str:
-    """What kernels with about as many rows share: the power of two that is not below; "any" where it does not matter.
+    """Class of kernels with about as many rows: up to the next power of two; "any" where it does not matter.
 
     Raises:
         ValueError: for a negative number.

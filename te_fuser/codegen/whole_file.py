@@ -31,7 +31,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """What processes that were killed while they wrote have left in a folder."""
+    """Files left in a folder by processes that were killed while they wrote."""
     found = []
     for path in folder.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):

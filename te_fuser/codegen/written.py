@@ -1,4 +1,4 @@
-"""What a CUDA kernel that is written by hand must offer to be compiled and loaded beside the generated ones.
+"""Interface of a CUDA kernel that is written by hand, to be compiled and loaded beside the generated ones.
 
 One that is a text gets it from `TextKernel`.
 """
@@ -36,7 +36,7 @@ class WrittenKernel(Hashable, Protocol):
 
     @property
     def name(self) -> str:
-        """What errors and the refusal of a captured stream call it."""
+        """Name of the kernel in errors and in the refusal of a captured stream."""
 
     def compile(self, arch: str, cache: Path | None) -> Loadable:
         """The kernel for an architecture such as "sm_90a"; another call gives the same one, whatever the folder.

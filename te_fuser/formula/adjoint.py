@@ -29,7 +29,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
 
 
 def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
-    """What reaches an argument that was broadcast to `width` features: an adjoint equal for all of them counts each."""
+    """Contribution to an argument that was broadcast to `width` features: one equal for all of them counts for each."""
     if argument.has_features or contribution.has_features:
         return contribution
     return mul(const(width), contribution)
@@ -74,7 +74,7 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
 
 
 def _read_in_parts(order: Iterable[Expr]) -> dict[Expr, list[Expr]]:
-    """What rounds its adjoint and is read in parts and in larger ones -> its parts, in this order.
+    """Nodes that round their adjoint and are read in smaller parts, too -> these parts, in order.
 
     The adjoint is rounded where all that arrives has been added up, so a larger one hands what it gets to its parts.
     """

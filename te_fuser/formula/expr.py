@@ -140,7 +140,7 @@ class Expr:
 
     @property
     def is_part(self) -> bool:
-        """Whether this leaf, or named output, has a part of its tensor's features alone."""
+        """True where this leaf, or named output, has only a part of its tensor's features."""
         return self.has_features and self.width != self.attrs[-1]
 
 
@@ -222,7 +222,7 @@ def value(name: str, inner: Expr) -> Expr:
 
 
 def is_const(e: Expr, number: float | None = None) -> bool:
-    """Whether `e` is a constant (equal to `number`, when one is given)."""
+    """True where `e` is a constant (equal to `number`, when one is given)."""
     return e.op == "const" and (number is None or e.attrs[0] == number)
 
 
@@ -231,7 +231,7 @@ _ONCE = Fraction(1)
 
 
 def may_move(number: float | Fraction) -> bool:
-    """Whether a factor may be joined with others, as if a float32 had any exponent.
+    """True where a factor may be joined with others, as if a float32 had any exponent.
 
     One that is 0.0, infinite or of an extreme size stays where it is: x * 1e20 * 1e20 is 0 where x is, x * 1e40 is NaN.
     """
@@ -239,7 +239,7 @@ def may_move(number: float | Fraction) -> bool:
 
 
 def is_scaled(e: Expr) -> bool:
-    """Whether `e` is a multiple or a quotient by a number that may not be joined with other factors."""
+    """True where `e` is a multiple or a quotient by a number that may not be joined with other factors."""
     number = e.args[0 if e.op == "mul" else 1] if e.op in ("mul", "div") else ONE
     return number.op == "const" and not may_move(number.attrs[0])
 
@@ -393,7 +393,7 @@ def broadcast(e: Expr, axes: Axes, width: int = 1) -> Expr:
 
 
 def written(build: Callable[..., Expr], *args: Expr) -> Expr:
-    """What a formula has written: simplified, but over the features of all its arguments, as it is on tensors.
+    """Expression of a formula: simplified, but over the features of all its arguments, as it is on tensors.
 
     x - x is 0 for each feature, so that a row sum of x - x + m counts m once for each; and NaN where x is not finite.
     """

@@ -23,7 +23,7 @@ _turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turnin
 
 @contextlib.contextmanager
 def ties_turned() -> Iterator[None]:
-    """Inside, numbers that lie next to a tie are rounded the other way, as those are that were computed otherwise."""
+    """Context in which numbers next to a tie are rounded the other way, as those are that were computed otherwise."""
     token = _turning.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How large an expression can be at most, in cheaper terms: without those functions that have a largest value."""
+"""Bounds of an expression's magnitude in cheaper terms: without those functions that have a largest value."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _largest(n: Expr, of: Mapping[int, _Monomial | None]) -> _Monomial | None:
 
 
 def _operands(n: Expr, of: Mapping[int, Known | None]) -> tuple[Known | None, Known | None]:
-    """What is known of the two of a sum, a difference or a product."""
+    """Findings of the two operands of a sum, a difference or a product; (None, None) where there are none."""
     first, second = n.args if n.op in ("add", "sub", "mul") else (None, None)
     return (None, None) if first is None or second is None else (of[id(first)], of[id(second)])
 
 
 class _Sign(NamedTuple):
-    """That of all terms of a polynomial in one leaf: a number's, or the leaf's times it; a leaf and its own number."""
+    """Sign of all terms of a polynomial in one leaf: a number's, times the leaf's where they are of odd degree."""
 
     negative: bool
     odd: bool
@@ -78,7 +78,7 @@ class _Sign(NamedTuple):
 
 
 def _sign_of(e: Expr) -> _Sign | None:
-    """That of a polynomial in one leaf whose terms have one sign, so that it is no difference of infinities."""
+    """Sign of a polynomial in one leaf whose terms share one, so that it is no difference of infinities; else None."""
     found: dict[int, _Sign | None] = {}
     for n in topological([e]):
         found[id(n)] = _sign(n, found)

@@ -64,7 +64,7 @@ def keep_bits(rows: torch.Tensor, width: int, seed: int, offset: int, stream: in
 
 @dataclass(frozen=True)
 class Shared:
-    """How what is drawn for is shared by ranks; kernels are made for it, whatever the rank.
+    """Split over ranks of the rows and columns that are drawn for; kernels are made for it, whatever the rank.
 
     Attributes:
         rows: the number of ranks that share the rows.
@@ -83,7 +83,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where a rank's rows and columns lie in the whole: of as many blocks in a row as there are ranks, it has one.
+    """Place of a rank's rows and columns in the whole: of as many blocks in a row as there are ranks, it has one.
 
         whole row = row + block * (rank + row // block * (ranks - 1))
 
@@ -122,7 +122,7 @@ def _of_whole(index: torch.Tensor, block: int, rank: int, ranks: int) -> torch.T
 
 @dataclass(frozen=True)
 class RandomStream:
-    """Where one op's draws come from, and how its rows map to samples: sample = (row // inner) % size."""
+    """Source of one op's draws, with the map of its rows to samples: sample = (row // inner) % size."""
 
     seed: int
     offset: int

@@ -1,4 +1,4 @@
-"""How formulas see tensors: as rows of features, of samples, in a dtype that rounds nothing."""
+"""Tensors as formulas see them: as rows of features, of samples, in a dtype that rounds nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_round
 
 @contextlib.contextmanager
 def unrounded() -> Iterator[None]:
-    """Inside, references of float64 inputs round nowhere: an op that gives another dtype (Cast) gives float64."""
+    """Context in which references of float64 inputs round nowhere: an op of another dtype (Cast) gives float64."""
     token = _rounding.set(False)
     try:
         yield
@@ -27,12 +27,12 @@ def unrounded() -> Iterator[None]:
 
 
 def rounds() -> bool:
-    """Whether references of float64 inputs round where their ops say so."""
+    """True where references of float64 inputs round as their ops say."""
     return _rounding.get()
 
 
 def whole(y: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What a formula gives for each row and feature; it may be a number, or one for each row."""
+    """Result of a formula for each row and feature; it may be a number, or one for each row."""
     if not isinstance(y, torch.Tensor):
         y = rows.new_full(rows.shape, y)
     return y.expand(rows.shape[0], y.shape[-1])
@@ -46,7 +46,7 @@ def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> 
 
 
 def parameter_axes(shape: tuple[int, ...] | torch.Size) -> Axes:
-    """What a parameter of that shape extends over in formulas; a single number is one for all features."""
+    """Axes of a parameter of that shape in formulas: the features, or none for a single number."""
     return Axes.NONE if math.prod(shape) == 1 else Axes.FEATURE
 
 

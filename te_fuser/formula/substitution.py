@@ -47,7 +47,7 @@ def unmarked(e: Expr) -> Expr:
 
 
 def before_quantized(e: Expr) -> Expr:
-    """What `e` is before it is quantized, part by part where it is put together."""
+    """Expression that `e` is before it is quantized, part by part where it is a concatenation."""
     if e.op == "concat":
         return concat([before_quantized(a) for a in e.args], e.width)
     return e.args[0] if e.op == "quantize" else e

@@ -43,7 +43,7 @@ Deep = Generator[Any, Any, Found]
 
 
 def deep(walk: Deep[Found]) -> Found:
-    """What a walk returns."""
+    """Run a walk, and those that it yields, and return its result."""
     waiting: list[Deep[Any]] = [walk]
     found: Any = None
     while waiting:

@@ -47,7 +47,7 @@ register_library(
 
 
 def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
-    """Why MatMul number `at` of a match cannot be cuBLASLt's product of that kind; None when it can."""
+    """Reason for which MatMul number `at` of a match cannot be cuBLASLt's product of that kind; None when it can."""
     if m.device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {m.device.type}"
     if m.dtype not in products.DTYPES:
@@ -64,18 +64,18 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
 
 
 def why_no_backward(m: Match) -> str | None:
-    """Why a product that gives nothing but what follows its activation is none for a match; None if it is."""
+    """Reason against a product that gives only what follows its activation; None if it fits the match."""
     return "backward reads the value before the activation, and it gives only its output" if m.needs_grad else None
 
 
 def why_no_bias(m: Match, at: int = 1) -> str | None:
-    """Why the bias of op `at` is none for an epilogue, which takes it in the dtype of the product; None if it is."""
+    """Reason against the bias of op `at` in an epilogue, which takes it in the product's dtype; None if it fits."""
     dtype = m[at].dtype_of("bias")
     return None if dtype == m.dtype else f"the bias is in {dtype}, the product in {m.dtype}"
 
 
 def why_no_gelu(m: Match, at: int) -> str | None:
-    """Why the epilogues' GELU is not that of op `at`; None if it is."""
+    """Reason for which the epilogues' GELU is not that of op `at`; None if it is."""
     if m[at].approximate != "tanh":
         return "the epilogue's GELU is the tanh form, and this one is exact (erf)"
     if m.dtype == torch.float32:
@@ -87,12 +87,12 @@ def why_no_gelu(m: Match, at: int) -> str | None:
 
 
 def why_no_dropout(m: Match, at: int) -> str | None:
-    """Why the Dropout of op `at` cannot be left out; None if it can."""
+    """Reason for which the Dropout of op `at` cannot be left out; None if it can."""
     return "an epilogue drops nothing, and this Dropout does" if m[at].op.draws() else None
 
 
 def why_no_addend(m: Match, at: int, dtype: torch.dtype | None = None) -> str | None:
-    """Why what op `at` adds is none for a product in `dtype`, by default that of its input; None if it is."""
+    """Reason against the addend of op `at` for a product in `dtype`, by default that of its input; None if it fits."""
     added, product = m[at].dtype_of("other"), dtype or m.dtype
     return None if added == product else f"what is added is in {added}, the product in {product}"
 
@@ -145,7 +145,7 @@ _LAUNCHES = {"dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
 
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
-    """What MatMul number `at` of a match takes as cuBLASLt's product of that kind."""
+    """Cost of MatMul number `at` of a match as cuBLASLt's product of that kind."""
     rows, columns, inner = _sizes(m, kind, at, m.x)
     options, size = products.KINDS[kind], m.dtype.itemsize
     epilogue, out = str(options.get("epilogue", "none")), rows * columns * size
@@ -197,14 +197,14 @@ class ProductRow:
 
     @property
     def direction(self) -> str:
-        """That of its fusion."""
+        """Direction of the fusion."""
         if self.forward and self.backward:
             return "joint"
         return "forward" if self.forward else "backward"
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What forward's product reads, in its order."""
+        """Names of the tensors that forward's product reads, in its order."""
         if not self.forward:
             return ()
         addend = [f"{k}.other" for k, kind in enumerate(self.pattern) if kind is Add]
@@ -216,7 +216,7 @@ class ProductRow:
         return max(k for k, kind in enumerate(self.pattern) if kind is MatMul)
 
     def reasons(self, m: Match) -> Iterator[str | None]:
-        """Why its products cannot compute a match, asked of its ops and of each product; None for each that can."""
+        """Reasons for which its products cannot compute a match, by ops and by products; None for each that can."""
         for kind, why_not in _EPILOGUES.items():
             if kind in self.pattern:
                 yield why_not(m, self.pattern.index(kind))
@@ -226,14 +226,14 @@ class ProductRow:
             yield why_no_product(m, node.method, self._last)
 
     def accepts(self, m: Match) -> bool | str:
-        """Whether it takes a match, or why not."""
+        """True where the row takes a match, else the reason why it does not."""
         why = self.when(m)
         if why is None and self.instead is None:
             why = next(filter(None, self.reasons(m)), None)
         return why or True
 
     def cost(self, m: Match) -> Costs:
-        """What its products take."""
+        """Cost of the row's products."""
         backward = tuple(cost_of(m, node.method, self._last) for node in self.backward)
         if not self.forward:
             return backward
@@ -241,7 +241,7 @@ class ProductRow:
         return (forward, backward) if backward else forward
 
     def choose(self, m: Match, method: str) -> Body:
-        """What runs in a match."""
+        """Body that runs in a match."""
         if self.instead is not None and any(self.reasons(m)):
             return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
@@ -278,7 +278,7 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
-    """That, or PyTorch's function where there is no choice to be made at each call."""
+    """`linear_bias`, or PyTorch's function where there is no choice to be made at each call."""
     op, halves = cast(MatMul, m[0]), m.device.type == "cpu" and m.dtype.itemsize == 2
     if halves or m[1].dtype_of("bias") != m.dtype:
         return linear_bias

@@ -79,7 +79,7 @@ def _lies_by_rows(m: Match) -> bool:
 
 
 def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
-    """One of the products as it is configured."""
+    """Form of one of the products, as it is configured."""
     form, own, (a, b) = _form(m), _own_scalings(m), _FACTORS[which]
     out = form.weight_dtype if which == "dW" else form.dtype
     fast = dict(zip(_FACTORS, form.fast, strict=True))[which]
@@ -154,7 +154,7 @@ def put_weight_gradient(
 
 
 def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
-    """Why cuBLASLt cannot run these products of a match; True when it can."""
+    """Reason for which cuBLASLt cannot run these products of a match; True when it can."""
     own = _own_scalings(m)
     block = None if own is None else own[0].block
     scales = "tensor" if own is None else "block" if block is not None and block[1] == 128 else "mx"
@@ -213,7 +213,7 @@ _WHY_NO_FACTORS: dict[type[FusableOperation], Callable[[Match], str | None]] = {
 
 
 def _why_no_epilogue(m: Match) -> str | None:
-    """Why an op behind the product of a match is none for the epilogue of one of 8 bits; None when all are."""
+    """Reason against an op behind a match's product in the epilogue of one of 8 bits; None when all fit."""
     found = (why(m, k) for k, op in enumerate(m.ops) if (why := _EPILOGUES.get(op.kind)) is not None)
     return next(filter(None, found), None)
 

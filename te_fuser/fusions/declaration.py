@@ -1,4 +1,4 @@
-"""How a fusion is declared: `@fusion`, its `Details`, and what is refused of them."""
+"""Declaration of a fusion: `@fusion`, its `Details`, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Details:
-    """What a declaration may say beyond the everyday: how its body is called, and what the planner may know of it.
+    """Rarer parts of a declaration: how its body is called, and what the planner may know of it.
 
     Attributes:
         takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
@@ -93,7 +93,7 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Any]) -
 
 
 def _check_functions(**given: Any) -> None:
-    """What is asked while planning is a function."""
+    """Check that what is asked while planning is a function."""
     for what, function in given.items():
         if function is not None and not callable(function):
             raise TypeError(f"fusion: {what} is a function of the match, got {function!r}; write a lambda")
@@ -125,7 +125,7 @@ def _check_meant(entry: Fusion) -> None:
 
 
 def _part(direction: str, what: str, given: int | slice) -> slice:
-    """Which ops of a match a direction covers, as a slice."""
+    """Slice of the ops of a match that a direction covers."""
     part = slice(-given, None) if isinstance(given, int) else given
     positive = isinstance(given, slice) or (isinstance(given, int) and given > 0)
     if not positive or part.step not in (None, 1) or (direction != "joint" and part != ALL):
@@ -227,7 +227,7 @@ def chosen(
 
 
 def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
-    """What a declaration says of itself, before there is a body."""
+    """Check what a declaration says of itself, before there is a body."""
     names = ("takes", "gives", "sums", "gradients", "saved_bytes", "takes_gradients_in")
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
@@ -269,7 +269,7 @@ def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict
 
 
 def _directions(name: str, direction: str, body: Any, details: Details) -> tuple[Any, Any]:
-    """What runs forward and what backward, of a body that was decorated."""
+    """Functions (or classes) that run forward and backward, of a body that was decorated."""
     apart = [] if details.choose else [node.method for node in details.gradients]
     missing = next((method for method in apart if not callable(getattr(body, method, None))), None)
     if missing is not None:

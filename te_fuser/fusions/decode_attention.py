@@ -36,7 +36,7 @@ def _cache_write(m: Match) -> CacheWrite:
 
 
 def _why_not_cached(m: Match) -> str | None:
-    """Why the kernel is none for a match; None where it is."""
+    """Reason against the kernel for a match; None where it fits."""
     starts, counts = (m[0].inputs[name].dtype for name in ("starts", "counts"))
     why = m.why_no_cuda()
     if why is None and starts != counts:
@@ -83,7 +83,7 @@ def _one_query(m: Match) -> OneQuery:
 
 
 def _why_not_one_query(m: Match) -> str | None:
-    """Why the kernel is none for a match; None where it is."""
+    """Reason against the kernel for a match; None where it fits."""
     if m.needs_grad:
         return "it has no backward"
     settings = _settings(m)

@@ -55,7 +55,7 @@ def _rotation(m: Match) -> packed_heads.Rotation | None:
 
 
 def _why_not_the_ops_before(m: Match) -> str | None:
-    """Why what comes before attention cannot be part of its backward; None when it can, or there is nothing."""
+    """Reason for which ops before attention cannot be part of its backward; None when they can, or there are none."""
     if len(m) == 1:
         return None
     if _op(m).settings().beyond:
@@ -67,7 +67,7 @@ def _why_not_the_ops_before(m: Match) -> str | None:
 
 
 def _why_not_these_inputs(m: Match) -> str | None:
-    """Why keys and values cannot be read as they are."""
+    """Reason for which keys and values cannot be read as they are; None when they can."""
     inputs = m[len(m) - 1].inputs
     others = [inputs[name].dtype for name in inputs_of(_op(m).packed)[1:]]
     mixed = next((dtype for dtype in others if dtype != m.dtype), None)

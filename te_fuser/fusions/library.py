@@ -38,7 +38,7 @@ _registered: list[Library] = []
 
 
 def register_library(library: Library) -> None:
-    """Let the engine know a library."""
+    """Register a library with the engine."""
     _registered.append(library)
 
 

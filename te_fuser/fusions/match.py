@@ -1,6 +1,6 @@
-"""What a fusion sees: the matched ops while planning (`Match`), their tensors while running (`FusionCall`).
+"""Interface of a fusion: the matched ops while planning (`Match`), their tensors while running (`FusionCall`).
 
-And what it says of a match: what it costs (`Cost`), and what runs there (`Body`).
+A fusion answers with the cost of a match (`Cost`) and with what runs there (`Body`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """What running something takes: bytes, operations, launches; or plain seconds.
+    """Cost of running something: bytes, operations, launches; or plain seconds.
 
     Attributes:
         read, written: bytes.
@@ -94,7 +94,7 @@ def costs_in(found: Any) -> Iterator[Any]:
 
 
 def why_no_cost(found: Any) -> str | None:
-    """Why something is no cost of a match, in words; None where it is one, or says nothing."""
+    """Reason for which something is no cost of a match, in words; None where it is one, or None itself."""
     if found is None:
         return None
     if not isinstance(found, Cost):
@@ -134,7 +134,7 @@ class ByBlocks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called in each layout."""
+        """Names of the tensor, one for each layout."""
         return tuple([f"{self.name}.{layout}" for layout in self.layouts])
 
 
@@ -148,7 +148,7 @@ class InBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Body:
-    """What a fusion chose to run in a match: a plain function of tensors, and what may be known of it.
+    """Choice of a fusion for a match: a plain function of tensors, and what may be known of it.
 
     Attributes:
         plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
@@ -209,7 +209,7 @@ class MatchedOp:
         return self._own[name]
 
     def reads(self, name: str) -> bool:
-        """Whether it is bound to a parameter of that name, or is given such a named input."""
+        """True where the op is bound to a parameter of that name, or is given such a named input."""
         return name in self._dtypes
 
     def __getattr__(self, name: str) -> Any:
@@ -246,11 +246,11 @@ class Match:
         return len(self.ops)
 
     def exact(self) -> Match:
-        """The same with plain sizes."""
+        """Copy of the match with plain sizes."""
         return replace(self, x=self.x.exact(), y=self.y.exact(), dy=self.dy and self.dy.exact())
 
     def rounded(self) -> Match:
-        """The same as prices see it."""
+        """Copy of the match with sizes as prices see them."""
         return replace(self, x=self.x.rounded(), y=self.y.rounded(), dy=self.dy and self.dy.rounded())
 
     @property
@@ -260,7 +260,7 @@ class Match:
         return self.target
 
     def why_no_cuda(self) -> str | None:
-        """Why no CUDA kernel that is compiled for the GPU at hand can run in this plan; None where one can."""
+        """Reason for which no CUDA kernel compiled for the GPU at hand can run in this plan; None where one can."""
         if self.device.type != "cuda":
             return f"it runs on cuda, the input is on {self.device.type}"
         if self.target != "cuda":
@@ -328,7 +328,7 @@ class FusionCall:
         return len(self._ops)
 
     def needs(self, name: str) -> bool:
-        """Whether the gradient of "input", "k.parameter" or "k.named" is needed."""
+        """True where the gradient of "input", "k.parameter" or "k.named" is needed."""
         return name in self._needed
 
     def emit(self, name: str, tensor: torch.Tensor) -> None:
@@ -336,11 +336,11 @@ class FusionCall:
         self.made[name] = tensor
 
     def draws(self, index: int) -> bool:
-        """Whether op `index` draws random numbers in this plan, whatever its training flag says by now."""
+        """True where op `index` draws random numbers in this plan, whatever its training flag says by now."""
         return index in self._streams
 
     def drawing(self, index: int, device: torch.device) -> AbstractContextManager[None]:
-        """In here PyTorch's generator is what a library draws from that draws by itself for op `index`.
+        """Context in which PyTorch's generator is the one for a library that draws by itself for op `index`.
 
         Where ranks share what it draws for, each has a state of its own, of the draw that the call has made.
         """

@@ -69,7 +69,7 @@ def _needs_an_op(part: PatternPart) -> bool:
 
 
 def most_ops(pattern: Sequence[PatternPart]) -> int | None:
-    """How many elementary ops a match has at most; None where that depends on the list."""
+    """Largest number of elementary ops of a match; None where that depends on the list."""
     counts = [_most_ops_of(part) for part in pattern]
     return None if None in counts else sum(filter(None, counts))
 
@@ -96,7 +96,7 @@ def _check_part(part: Any, fusion: str) -> None:
 
 
 def _why_never(kind: Any) -> str | None:
-    """Why no list holds an op of this kind; None: one may."""
+    """Reason for which no list holds an op of this kind; None where one may."""
     if isinstance(kind, FusableOperation):
         own = f"write {type(kind).__name__}, and say by when= what it has to be like"
         return _why_never(type(kind)) or f"{kind!r} is an op, and a pattern lists classes: {own}"
@@ -152,7 +152,7 @@ class _List:
     places: Sequence[tuple[Place, ...]]
 
     def ends(self, kind: type[FusableOperation], at: int) -> Iterator[int]:
-        """Where the one op, or the run of ops of one fused operation, that begins at `at` and is of this kind ends."""
+        """Stops of the op, or of each run of ops of one fused operation, that begins at `at` and is of this kind."""
         if at >= len(self.ops):
             return
         if not issubclass(kind, FusedOperation):
@@ -198,7 +198,7 @@ def heads(pattern: Sequence[PatternPart]) -> tuple[type[FusableOperation], ...] 
 
 
 def among(kinds: Sequence[type[FusableOperation]], there: Collection[Any]) -> list[Any]:
-    """Those of the kinds that are there which are one of `kinds`, or of its family."""
+    """Members of `there` that are one of `kinds`, or of its family."""
     found = [[k for k in there if issubclass(k, kind)] if kind.family else [kind] for kind in kinds]
     return [k for k in dict.fromkeys(itertools.chain.from_iterable(found)) if k in there]
 

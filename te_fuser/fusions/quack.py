@@ -60,7 +60,7 @@ _MOST_SUMMED = 8192
 
 
 def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
-    """Why the GPU or the package is none for it; `unusable` says why what is called of the package is not."""
+    """Reason against the GPU or the package; `unusable` gives that against what is called of the package."""
     if m.capability is None and not torch.cuda.is_available():
         return "no GPU is at hand"
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
@@ -70,13 +70,13 @@ def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
 
 
 def _why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
-    """Why ops `product`, `gelu` and `bias` of a match are none for quack's kernels; None if they are."""
+    """Reason against ops `product`, `gelu` and `bias` of a match for quack's kernels; None if they fit."""
     why = _why_no_product(m, product, "its tanh is right to 11 bits, which is enough for bfloat16 alone")
     return why or why_no_gelu(m, gelu) or why_no_bias(m, bias) or why_not_here(m, quack.unusable)
 
 
 def _why_no_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
-    """Why op `product` of a match is none, whatever its epilogue, which is for no other dtype for the reason given."""
+    """Reason against op `product` of a match, whatever its epilogue, which is for bfloat16 for the reason given."""
     if m.device.type != "cuda":
         return f"quack's kernels run on cuda, the input is on {m.device.type}"
     if m.target == "torch":
@@ -103,7 +103,7 @@ def _why_not_swiglu(m: Match) -> bool | str:
 
 
 def _why_not_onto(m: Match, at: int) -> str | None:
-    """Why the gradient of the weight of op `at` cannot go to its main_grad in the same step; None where it may."""
+    """Reason for which the weight gradient of op `at` cannot go to its main_grad in the same step, or None."""
     if m[at].accumulate_into_main_grad and m[at].own_dtype_of("weight") != m[at].dtype_of("weight"):
         return "it reads the weight as it is cast, and main_grad is that of the weight itself"
     return None
@@ -205,7 +205,7 @@ _FACTORS = ("input", "0.weight_data", "0.input_inverse", "0.weight_inverse")
 
 
 def _why_no_quack_8(m: Match, bias: int) -> str | None:
-    """Why op 0 and a bias behind it are none for quack's kernels; None if they are."""
+    """Reason against op 0 and a bias behind it for quack's kernels; None if they fit."""
     why = cublaslt_float8.why_no_float8(m, ("y",))
     if isinstance(why, str):
         return why
@@ -286,7 +286,7 @@ def float8_matmul_add_bias_quack(*tensors: torch.Tensor) -> torch.Tensor:
     cost=_cost_added,
 )
 def float8_matmul_add_bias_quack_dropout(*tensors: torch.Tensor) -> torch.Tensor:
-    """The same, where Dropout drops nothing."""
+    """The product's epilogue adds the bias and what a residual adds, where Dropout drops nothing."""
     return quack.linear_bias_add_8(*tensors)
 
 

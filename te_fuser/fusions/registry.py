@@ -49,16 +49,16 @@ class Rule:
 
     @property
     def has_forward(self) -> bool:
-        """Whether it takes part in forward plans."""
+        """True where the fusion takes part in forward plans."""
         return self.direction != "backward"
 
     @property
     def has_backward(self) -> bool:
-        """Whether it takes part in backward plans."""
+        """True where the fusion takes part in backward plans."""
         return self.direction != "forward"
 
     def refusal(self, match: Match) -> str | None:
-        """Why this fusion does not take the match, in words; None when it does."""
+        """Reason for which this fusion does not take the match, in words; None when it does."""
         if self.when is None:
             return None
         try:
@@ -70,7 +70,7 @@ class Rule:
         return None if answer is None or answer else "its condition `when` said no"
 
     def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
-        """Where matches that begin at `start` end; `places` says where each op stands in fused operations."""
+        """Ends of the matches that begin at `start`; `places` says where each op stands in fused operations."""
         return matches(self.pattern, ops, start, places)
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Fusion(Rule):
         return start + low, start + high
 
     def asked(self, what: str, *arguments: Any) -> Any:
-        """What its function `what` says while planning.
+        """Answer of the fusion's function `what`, asked while planning.
 
         Raises:
             RuntimeError: when the function fails.
@@ -116,7 +116,7 @@ class Fusion(Rule):
             raise RuntimeError(f"fusion {self.name!r}: its `{what}` failed, {error!r}") from error
 
     def costs(self, match: Match) -> Costs | None:
-        """What it says that the match takes; None where it says nothing.
+        """Cost of the match by the fusion's own account; None where it gives none.
 
         Raises:
             TypeError: when that is no Cost, or one that nothing can take, as NaN seconds.
@@ -202,7 +202,7 @@ def names() -> tuple[str, ...]:
 
 
 def enabled(name: str) -> bool:
-    """Whether a fusion takes part in plans made now."""
+    """True where a fusion takes part in plans made now."""
     chosen = _only.get()
     return name not in _disabled.get() and (chosen is None or name in chosen)
 
@@ -214,7 +214,7 @@ def active() -> list[Fusion]:
 
 
 def state() -> tuple[int, frozenset[str], frozenset[str | Fusion] | None]:
-    """What plans depend on: a token that changes with the registry and with the scope."""
+    """State on which plans depend: a token that changes with the registry and with the scope."""
     return _version, _disabled.get(), _only.get()
 
 
@@ -256,7 +256,7 @@ def only(*on: str | Fusion) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan reads of what is made for one op.
+    """Parameters made for one op that a plan reads.
 
     Attributes:
         op: as the plan has it.
@@ -288,11 +288,11 @@ class Maker(ABC):
 
     @abstractmethod
     def takes(self, op: FusableOperation) -> bool:
-        """Whether these are made for an op, and not there already."""
+        """True where the parameters in `makes` are made for an op, and not there already."""
 
     @abstractmethod
     def cost(self, wanted: Sequence[Wanted]) -> Cost:
-        """What that takes."""
+        """Cost of making what is wanted."""
 
     @abstractmethod
     def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
@@ -307,10 +307,10 @@ _makers: dict[type[FusableOperation], list[Maker]] = {}
 
 
 def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
-    """Let the engine know who makes parameters of ops of a kind: the first that takes one."""
+    """Register the makers of parameters of ops of a kind; the first that takes an op makes them."""
     _makers[kind] = [*makers]
 
 
 def maker_for(op: FusableOperation) -> Maker | None:
-    """Who makes parameters of an op; None where nobody does."""
+    """Maker of parameters of an op; None where there is none."""
     return next((maker for maker in _makers.get(op.kind, ()) if maker.takes(op)), None)

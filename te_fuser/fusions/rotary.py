@@ -38,18 +38,18 @@ SUMS = ("0.bias", "1.bias")
 
 
 def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
-    """How an op turns heads."""
+    """Rotation of heads by an op."""
     return packed_heads.Rotation(op.rotary_dim, op.base, op.style, op.position_offset, op._context)
 
 
 def why_no_kernel(m: Match) -> str | None:
-    """Why the kernel over packed heads cannot run on what enters the match, or None."""
+    """Reason for which the kernel over packed heads cannot run on what enters the match, or None."""
     bias, why = bias_of(m), why_not_scaled(m)
     return why or m.why_no_cuda() or reason_not(m.dtype, m.dtype if bias is None else m[bias].own_dtype_of("bias"))
 
 
 def why_not_scaled(m: Match) -> str | None:
-    """Why a kernel that quantizes cannot stand for QuantizeGradient at the beginning of the match."""
+    """Reason for which a kernel that quantizes cannot stand for QuantizeGradient at the match's beginning, or None."""
     if m[0].kind is QuantizeGradient and m[0].own is not None:
         return "its scale follows from the gradient that it quantizes, which has to be there first"
     if m[0].kind is QuantizeGradient and not m[0].reads("amax"):
@@ -58,7 +58,7 @@ def why_not_scaled(m: Match) -> str | None:
 
 
 def bias_of(m: Match | FusionCall) -> int | None:
-    """Where the bias stands among the matched ops."""
+    """Index of the bias among the matched ops; None where there is none."""
     return next((k for k in range(min(len(m), len(BEFORE))) if m[k].kind is Bias), None)
 
 
@@ -68,7 +68,7 @@ def quantizes(m: Match | FusionCall) -> torch.dtype | None:
 
 
 def scaled_by(m: FusionCall) -> Scaled | None:
-    """How the kernel stores that gradient."""
+    """Scaling by which the kernel stores that gradient; None where it is not quantized."""
     dtype = quantizes(m)
     return None if dtype is None else Scaled(dtype, m["0.scale"], m["0.amax"])
 
@@ -82,7 +82,7 @@ def _when_packed(m: Match) -> bool | str:
 
 
 def cost_back(m: Match) -> Cost:
-    """Of one pass over the gradient."""
+    """Cost of one pass over the gradient."""
     return Cost(m.x.nbytes, gradient_bytes(m))
 
 
@@ -130,7 +130,7 @@ _GIVEN = ("angles", "key_angles", "cos", "sin", "starts", "offsets")
 
 @dataclass(frozen=True)
 class _Covered:
-    """What a match says of its ops: all that bodies need beside a call's tensors.
+    """Summary of a match's ops: all that bodies need beside a call's tensors.
 
     Attributes:
         rotation, norm: the places of both in the match, if they are there.
@@ -158,11 +158,11 @@ class _Covered:
     context: Context = Context()
 
     def forward_pass(self) -> TurnedPass:
-        """What forward launches."""
+        """Pass that forward launches."""
         return TurnedPass(self.heads, self.dtype, self.turning, self.norming)
 
     def backward_pass(self, needed: Iterable[str]) -> TurnedPass:
-        """What backward launches where these gradients are needed."""
+        """Pass that backward launches where these gradients are needed."""
         wanted = set(needed)
         names = tuple(n for n in WEIGHTS if n in self.norm_names and f"{self.norm}.{n}" in wanted)
         columns = self.bias if f"{self.bias_at}.bias" in wanted else None
@@ -201,7 +201,7 @@ class _QKNormRope:
         return run(x, self._covered.given(m, p, x))[0]
 
     def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
-        """The same back, with the gradients of parameters."""
+        """One pass back, with the gradients of parameters."""
         c, wanted = self._covered, tuple(name for name in self._names if m.needs(name))
         if wanted not in self._backward:
             self._backward[wanted] = self._called(c.backward_pass(wanted))
@@ -268,7 +268,7 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
 
 
 def _why_not(m: Match) -> str | None:
-    """Why the kernel cannot run on what the match covers; None where it can."""
+    """Reason for which the kernel cannot run on what the match covers; None where it can."""
     places = _places(m)
     if len(places) < len(m):
         return "it norms once and turns once, and here one of them is done twice"

@@ -29,7 +29,7 @@ WHOLE = {torch.int32: ("int32", "int"), torch.int64: ("int64", "long long")}
 
 
 def why_not_cached(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why the kernel does not take such heads; None when it does."""
+    """Reason for which the kernel does not take such heads; None when it does."""
     if dtype not in _CACHE_DTYPES:
         return f"it takes {', '.join(name for name, _ in _CACHE_DTYPES.values())}, there is {dtype}"
     if head_dim * dtype.itemsize % _ACCESS:
@@ -129,7 +129,7 @@ _QUERY_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def why_not_one_query(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why the kernel does not take such heads; None when it does."""
+    """Reason for which the kernel does not take such heads; None when it does."""
     if dtype not in _QUERY_DTYPES:
         return f"it takes {' and '.join(_QUERY_DTYPES.values())}, there is {dtype}"
     if head_dim % _VECTOR or head_dim > _MOST_WIDTH:

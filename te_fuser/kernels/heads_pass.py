@@ -116,7 +116,7 @@ class HeadsPass(TextKernel[_native.CudaKernel]):
 
     @property
     def threads(self) -> int:
-        """Of a block: as many as leave the fewest idle."""
+        """Threads of a block: as many as leave the fewest idle."""
         lanes = self.lanes
         return min((t for t in _THREADS if 2 * t <= self.resident), key=lambda t: -(-lanes // t) * t)
 
@@ -139,7 +139,7 @@ def constants(types: Mapping[str, str], integers: Mapping[str, object], flags: M
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:
-    """Why such a kernel does not take tensors of these dtypes; None when it does."""
+    """Reason for which such a kernel does not take tensors of these dtypes; None when it does."""
     wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
     taken = ", ".join(map(text_of, GENERATED))
     return None if wrong is None else f"its kernel takes {taken}, there is {text_of(wrong)}"

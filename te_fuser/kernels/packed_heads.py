@@ -36,7 +36,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """How queries and keys turn; see `ops.RotaryEmbedding`, whose arguments these are."""
+    """Rotation of queries and keys; its fields are arguments of `ops.RotaryEmbedding`."""
 
     rotary_dim: int
     base: float
@@ -51,7 +51,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class PackedPass(HeadsPass):
-    """What the text is written for.
+    """Case that the text of the pass is written for.
 
     Attributes:
         parts: whether queries, keys and values come from three tensors.
@@ -84,7 +84,7 @@ class PackedPass(HeadsPass):
         sums: torch.dtype | None = None,
         stored: torch.dtype | None = None,
     ) -> PackedPass:
-        """What `turn`, or `Packing` (parts, back), runs; layouts and base and offset of a rotation share a text."""
+        """Pass of `turn`, or of `Packing` (parts, back); layouts and base and offset of a rotation share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums, stored)
 
@@ -230,13 +230,13 @@ def rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
-    """Of [B, G, S, D]."""
+    """Strides of positions, samples and groups of a tensor [B, G, S, D]."""
     return steps[2], steps[0], steps[1]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a launch is told of the sizes and strides of its tensors.
+    """Sizes and strides of a launch's tensors, as the kernel takes them.
 
     Attributes:
         out: the shape of the result.
@@ -263,7 +263,7 @@ class Rows:
         samples: int,
         positions: int,
     ) -> Rows:
-        """Of a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
+        """Build for a result in the layout of `heads`. ValueError for more rows than the kernel counts."""
         if samples * positions > MOST_ROWS:
             raise ValueError(
                 f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"
@@ -310,7 +310,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a call needs beside its tensors."""
+    """Parts of a call beside its tensors."""
 
     kernel: _native.CudaKernel
     vector: int
@@ -335,7 +335,7 @@ def _ready(
 
 
 def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
-    """Where the arguments come from; what is not there is never read, and any address stands for it."""
+    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
     nothing = ("tensor", 0)
     sources = [("tensor", k) for k in ((0, 1, 2) if p.parts else (0, 0, 0))]
     after = 3 if p.parts else 1

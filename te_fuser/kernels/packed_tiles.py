@@ -34,7 +34,7 @@ _FORMS_KEPT = 256
 
 
 def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> str:
-    """Why the kernel does not pack these heads; empty when it does."""
+    """Reason for which the kernel does not pack these heads; empty when it does."""
     vector = _ACCESS // dtype.itemsize
     if in_blocks and heads.features % TOKENS:
         return f"{heads.features} features are no multiple of {TOKENS}"
@@ -43,7 +43,7 @@ def why_not(heads: PackedHeads, dtype: torch.dtype, in_blocks: bool = False) -> 
 
 @dataclass(frozen=True)
 class PackedTiles(TextKernel[_native.CudaKernel]):
-    """What the text is written for.
+    """Case that the text of the kernel is written for.
 
     Attributes:
         heads: how the result lies.

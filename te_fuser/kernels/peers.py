@@ -44,7 +44,7 @@ Memory = tuple[torch.Tensor, Sequence[int]]  # this rank's bytes, and where thos
 
 
 def obstacle(group: Group, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot write to one another on the device at hand, in words; None where none is known.
+    """Reason for which a group's ranks cannot write to one another on the device at hand; None where none is known.
 
     It asks this process alone: what other ranks lack shows when a plan first runs.
     """
@@ -59,7 +59,7 @@ def obstacle(group: Group, device: torch.device) -> str | None:
 
 
 def _why_no_memory(device: torch.device) -> str | None:
-    """Why PyTorch gives no memory that several GPUs write to."""
+    """Reason for which PyTorch gives no memory that several GPUs write to; None where it does."""
     try:
         backend = _symmetric_memory().get_backend(device)
     except ImportError as error:
@@ -70,13 +70,13 @@ def _why_no_memory(device: torch.device) -> str | None:
 
 
 def _why_multicast() -> str | None:
-    """Why NVLink multicast would be used."""
+    """Reason for which NVLink multicast would be used; None where it would not."""
     asked = os.environ.get(MULTICAST, "1")
     return None if asked == "1" else f"{MULTICAST}={asked} asks for NVLink multicast, which is not used here: unset it"
 
 
 def _why_not_one_host(group: Group) -> str | None:
-    """Why the ranks are not those of one host, as far as who started them says so."""
+    """Reason for which the ranks are not on one host, as far as their launcher says so; None where they are."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or local == "0":
         return None
@@ -86,7 +86,7 @@ def _why_not_one_host(group: Group) -> str | None:
 
 
 def _why_no_peers(group: Group, device: torch.device) -> str | None:
-    """Why the GPUs of this host are too few, or do not write to one another's memory."""
+    """Reason for which this host has too few GPUs, or some that do not write to one another's memory; or None."""
     count, index = torch.cuda.device_count(), torch.cuda.current_device() if device.index is None else device.index
     if count < group.size and os.environ.get(OVERLAPPING) != "1":
         return (
@@ -179,7 +179,7 @@ class Peers:
         return f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else "no other rank"
 
     def is_done(self) -> bool:
-        """Whether the device is done with all exchanges that were waited for."""
+        """True where the device is done with all exchanges that were waited for."""
         return all(buffers.is_done() for buffers in self._all())
 
     def release(self) -> None:
@@ -351,7 +351,7 @@ def _watch() -> None:
 
 
 def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memory:
-    """So many bytes on each rank, which every rank can write.
+    """Memory of so many bytes on each rank, which every rank can write.
 
     Raises:
         RuntimeError: where they cannot be had, or by NVLink multicast alone.
@@ -378,7 +378,7 @@ def _symmetric_allocation(group: Group, size: int, device: torch.device) -> Memo
 
 
 def _allocated(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes, for which the allocator gives back what it keeps where there is no room."""
+    """Memory of so many bytes; where there is no room, the allocator first gives back what it keeps."""
     try:
         return _symmetric_memory().empty(size, dtype=torch.uint8, device=device)  # type: ignore[no-any-return]
     except RuntimeError:

@@ -68,7 +68,7 @@ def transpose_by_kernel(data: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_transposed(features: int) -> str | None:
-    """Why the kernel does not turn rows of so many features; None when it does."""
+    """Reason for which the kernel does not transpose rows of so many features; None when it does."""
     return (
         f"the kernel that turns bytes takes rows of a multiple of {STEP}, not {features}" if features % STEP else None
     )

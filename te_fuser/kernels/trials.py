@@ -1,4 +1,4 @@
-"""What tuning tried: each change by itself in the running model, in the end all that gained against none of it."""
+"""Trials of tuning: each change by itself in the running model, in the end all that gained against none of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReasonNot = Callable[[AbstractContextManager[None]], str]
 
 @dataclass(frozen=True)
 class Deciding:
-    """Who decides where several processes tune one model: without arguments this one.
+    """Decision among several processes that tune one model: without arguments this process decides.
 
     Attributes:
         first: (what, value) -> the value of the one that decides, as json has it; all give theirs, in the same order.

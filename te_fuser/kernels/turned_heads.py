@@ -42,7 +42,7 @@ _ORDERS = {**LAYOUTS, "tokens": (0, 1)}  # which dimensions are positions and sa
 
 @dataclass(frozen=True)
 class Groups:
-    """Where heads lie in the features: groups one behind the other, in each its queries, keys and others."""
+    """Layout of heads in the features: groups one behind the other, in each its queries, keys and others."""
 
     groups: int
     queries: int
@@ -52,7 +52,7 @@ class Groups:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int | None, head_dim: int, packing: str) -> Groups:
-        """Of heads alone (kv_heads=None), of keys and values alone (heads=0), or of all, packed."""
+        """Build for heads alone (kv_heads=None), for keys and values alone (heads=0), or for all, packed."""
         groups = (kv_heads or 1) if packing == "interleaved" else 1
         keys = (kv_heads or 0) // groups
         return cls(groups, heads // groups, keys, keys, head_dim)
@@ -64,13 +64,13 @@ class Groups:
 
     @property
     def features(self) -> int:
-        """Those of all heads."""
+        """Number of features of all heads."""
         return self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Turning:
-    """How heads turn; see `ops.RotaryByAngles`.
+    """Rotation of heads; see `ops.RotaryByAngles`.
 
     Attributes:
         rotary_dim: features that turn.
@@ -94,7 +94,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class Norming:
-    """How heads are normalized; see `ops.HeadNorm`.
+    """Normalization of heads; see `ops.HeadNorm`.
 
     Attributes:
         norm: "RMSNorm", "LayerNorm" or "L2Normalization".
@@ -111,7 +111,7 @@ class Norming:
 
 @dataclass(frozen=True)
 class TurnedPass(HeadsPass):
-    """What the text is written for.
+    """Case that the text of the pass is written for.
 
     Attributes:
         back: whether it is the backward.
@@ -133,12 +133,12 @@ class TurnedPass(HeadsPass):
 
     @property
     def rotary_dim(self) -> int:
-        """How many features of a head turn."""
+        """Number of features of a head that turn."""
         return self.turning.rotary_dim if self.turning else 0
 
     @property
     def style(self) -> str:
-        """Which features are partners."""
+        """Pairing of a head's features in the rotation."""
         return self.turning.style if self.turning else "half"
 
     @property
@@ -171,7 +171,7 @@ class TurnedPass(HeadsPass):
 
     @property
     def reads(self) -> bool:
-        """Whether backward reads the input of the forward."""
+        """True where backward reads the input of the forward."""
         return self.back and self.norming is not None
 
     @property
@@ -297,12 +297,12 @@ class TurnedPass(HeadsPass):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How many numbers each of them has."""
+        """Number of elements of each of the `sums`."""
         return (*([self.heads.features] if self.columns else []), *[self.heads.head_dim] * len(self.gradients))
 
 
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
-    """Why the kernel does not take such heads, or tensors of these dtypes; None when it does."""
+    """Reason for which the kernel does not take such heads, or tensors of these dtypes; None when it does."""
     wide = f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
     return heads_pass.reason_not(*dtypes) or wide
 
@@ -312,7 +312,7 @@ def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a call brings beside the heads.
+    """Inputs of a call beside the heads.
 
     Attributes:
         tables: angles; angles of queries and of keys; or cosines and sines, each [L, 1 or B, 1, rotary_dim].
@@ -392,7 +392,7 @@ class Turned:
         return out, sums
 
     def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: PassInputs) -> Form:
-        """What a call with three-dimensional heads and with tables that lie so is told."""
+        """Arguments of a call with three-dimensional heads and with tables in these strides."""
         shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
         if shape[0] * shape[1] > MOST_ROWS:
             raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {MOST_ROWS}: split the batch")
@@ -436,7 +436,7 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[i
 
 
 def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
-    """Where the arguments come from; what is not there is never read, and any address stands for it."""
+    """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
     places = {name: ("tensor", k) for k, name in enumerate(read)}
     if "second" not in places:
         places["second"] = places.get("first", ("tensor", 0))

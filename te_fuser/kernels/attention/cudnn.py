@@ -146,7 +146,7 @@ class CudaCudnnFrontend(CudnnProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why not; cuDNN itself is asked of a GPU at hand that is to run the backward."""
+        """Reason against the problem; cuDNN itself is asked of a GPU at hand that is to run the backward."""
         reason, p = super().reason_not(problem), problem
         device = p.at_hand if p.settings.beyond else p.backward_on
         if reason is not None or device is None or not p.samples * p.positions * p.key_positions:
@@ -245,7 +245,7 @@ def _graph(
 
 
 def _why_none(graph_of: Callable[..., Any], *problem: Any) -> str | None:
-    """Why cuDNN takes no such problem; None if it does."""
+    """Reason for which cuDNN takes no such problem; None if it does."""
     found = graph_of(*problem)
     return found if isinstance(found, str) else None
 

@@ -75,7 +75,7 @@ class CudaFlashAttn4(CudaProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why not; on a machine with a GPU the package is imported for it."""
+        """Reason against the problem; on a machine with a GPU the package is imported to find it."""
         reason = super().reason_not(problem)
         return flash_attn_4.unusable() if reason is None and torch.cuda.is_available() else reason
 

@@ -123,7 +123,7 @@ def blank_by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
 
 
 def why_not_blanked(dtype: torch.dtype) -> str | None:
-    """Why the kernel does not take such rows; None when it does."""
+    """Reason for which the kernel does not take such rows; None when it does."""
     taken = ", ".join(name for name, _ in _DTYPES.values())
     return None if dtype in _DTYPES else f"the kernel that blanks rows takes {taken}, there is {dtype}"
 
@@ -161,7 +161,7 @@ def window_of(mask: AttentionMask) -> tuple[int, int]:
 
 
 def counts_from_the_end(p: AttentionProblem) -> str | None:
-    """Why a kernel that aligns the last query with the last key would hide others; None where it does not."""
+    """Reason against a kernel that aligns the last query with the last key; None where it hides the same keys."""
     mask = p.settings.mask
     if not mask.is_banded or mask.corner == "bottom_right" or not isinstance(p.settings.heads, ApartHeads):
         return None
@@ -197,7 +197,7 @@ class Sides:
         return cls(queries, keys, mask, first)
 
     def clamped(self) -> tuple[Side, Side]:
-        """Of queries and of keys."""
+        """Sides of queries and of keys, clamped."""
         queries = _clamped(self.queries)
         return queries, queries if self.keys is None else _clamped(self.keys)
 

@@ -48,7 +48,7 @@ Found = tuple[Tokens, Tokens | None]
 
 
 class CompactByTorch:
-    """Both by PyTorch, which moves all rows."""
+    """Search for tokens and their move by PyTorch, which moves all rows."""
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
@@ -97,11 +97,11 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 class CompactByKernel:
-    """Both by kernels, on a GPU; plans compile them."""
+    """Search for tokens and their move by kernels, on a GPU; plans compile them."""
 
     @staticmethod
     def find(hidden: torch.Tensor | None, key_hidden: torch.Tensor | None, positions: int, keys: int | None) -> Found:
-        """As `CompactByTorch.find`, in one launch and what adds up offsets."""
+        """Do as `CompactByTorch.find`, in one launch and what adds up offsets."""
         some = hidden if hidden is not None else key_hidden
         assert some is not None
         samples, some = len(some), some.contiguous()
@@ -120,7 +120,7 @@ class CompactByKernel:
 
     @staticmethod
     def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """As `CompactByTorch.together`; what lies behind the zeros is anything."""
+        """Do as `CompactByTorch.together`; rows behind the zeros hold anything."""
         x = readable(x, _ACCESS // x.element_size())
         if x.data_ptr() % _ACCESS:
             x = x.clone(memory_format=torch.contiguous_format)
@@ -130,7 +130,7 @@ class CompactByKernel:
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
-        """As `CompactByTorch.back`, where pieces lie in steps of 16 bytes."""
+        """Do as `CompactByTorch.back`, where pieces lie in steps of 16 bytes."""
         rows = rows.contiguous()
         _move(rows, as_one(x, reach(x)), rows, tokens, x, True)
 
@@ -150,7 +150,7 @@ def _move(
 
 
 class _RowKernel(TextKernel[_native.CudaKernel]):
-    """One of those that `moved_rows.cu` has, as plans compile it beside their generated ones."""
+    """Kernel of `moved_rows.cu`, as plans compile it beside their generated ones."""
 
     def text(self) -> str:
         """The CUDA text: the constants, and `moved_rows.cu`."""
@@ -190,7 +190,7 @@ _MOVED = f"{PADDED} is told by moving tokens together, "
 
 
 def why_not_moved(settings: AttentionSettings) -> str | None:
-    """Why padding cannot be told by lengths and offsets; None when it can."""
+    """Reason for which padding cannot be expressed by lengths and offsets; None when it can."""
     mask, apart = settings.mask, isinstance(settings.heads, ApartHeads)
     alike = not apart or mask.padding == mask.key_padding  # then there are as many keys as queries
     if mask.counts:
@@ -204,7 +204,7 @@ def why_not_moved(settings: AttentionSettings) -> str | None:
 
 
 def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
-    """Why a provider that is told the structure cannot compute a problem with padding; None when it can."""
+    """Reason for which a provider told the structure cannot compute a problem with padding; None when it can."""
     reason = why_not_moved(problem.settings)
     if reason is not None:
         return reason
@@ -282,7 +282,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class _PaddedCalls:
-    """Both calls: what is computed by lengths of the tensors `front`, and by offsets of those that are moved."""
+    """Pair of calls: by lengths of the tensors `front`, and by offsets of those that are moved."""
 
     by_lengths: AttentionSettings
     by_offsets: AttentionSettings
@@ -293,7 +293,7 @@ class _PaddedCalls:
 
     @classmethod
     def of(cls, whole: HeadsCall, tensors: Tensors, rows: type[CompactByTorch] | type[CompactByKernel]) -> _PaddedCalls:
-        """Of a call with masks of padding."""
+        """Build the pair of a call with masks of padding."""
         q, k, _ = whole.heads
         keys = k.shape[2] if isinstance(whole.settings.heads, ApartHeads) else None
         queries, others = rows.find(tensors.get("padding"), tensors.get("key_padding"), q.shape[2], keys)

@@ -32,7 +32,7 @@ class Speed:
 
     @classmethod
     def constant(cls, forward: float, backward: float) -> Speed:
-        """One share for every problem."""
+        """Speed of the same shares for every problem."""
         every = {(wide, drops): (1.0 / forward, 1.0 / backward) for wide in (False, True) for drops in (False, True)}
         return cls(every, {False: (0.0, 0.0), True: (0.0, 0.0)})
 
@@ -48,7 +48,7 @@ class Speed:
         )
 
     def shares(self, settings: AttentionSettings, positions: int) -> tuple[float, float]:
-        """Of forward and of backward."""
+        """Shares of the rate of large matrix products in forward and in backward."""
         slowness = self.slowness[settings.heads.head_dim > 64, settings.dropout > 0.0]
         warm_up = self.warm_up[settings.causal]
         forward, backward = (a + b / max(positions, 1) for a, b in zip(slowness, warm_up, strict=True))
@@ -85,7 +85,7 @@ class Provider:
         return f"<attention provider {self.name}>"
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why this provider cannot compute the problem; None when it can."""
+        """Reason for which this provider cannot compute the problem; None when it can."""
         if self._unavailable is not None:
             return self._unavailable
         asked = [words for words in problem.settings.beyond if words not in self.beyond]
@@ -143,7 +143,7 @@ class Provider:
     def gradients_apart(
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor
     ) -> tuple[Gradients, Callable[..., Gradients]]:
-        """Of packed heads the kernel's own three, and the views that group them for `packed_heads.Packing`."""
+        """Kernel's three gradients of packed heads, and the views that group them for `packed_heads.Packing`."""
         call = PackedCall.of(settings, tensors, self._readable)
         if call.is_empty:
             return settings.packed.split(call.zeros()["input"]), lambda *parts: parts
@@ -220,7 +220,7 @@ class Provider:
 
 
 def operator_of(schema: str) -> Any:
-    """This torch's operator of the schema's name; None where there is none."""
+    """Operator of this torch by the schema's name; None where there is none."""
     name = schema.removeprefix("aten::").partition("(")[0]
     found = getattr(torch.ops.aten, name, None)
     return None if found is None else found.default
@@ -233,7 +233,7 @@ def function_of(schema: str) -> Any:
 
 
 def why_no_operator(schema: str) -> str | None:
-    """Why this torch has no operator that can be called by that schema, or None."""
+    """Reason for which this torch has no operator that can be called by that schema, or None."""
     operator, name = operator_of(schema), schema.partition("(")[0]
     if operator is None:
         return f"torch {torch.__version__} has no {name}"

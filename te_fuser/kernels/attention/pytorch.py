@@ -142,7 +142,7 @@ class CudaFlash(CudaProvider):
         self._forward_by_structure, self._backward_by_structure = map(function_of, _BY_STRUCTURE)
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why not; what hides by structure is for operators of its own."""
+        """Reason against the problem; a mask by structure needs operators of its own."""
         return super().reason_not(problem) or (self._no_structure if problem.settings.mask.beyond else None)
 
     def tells(self, settings: AttentionSettings) -> bool:

@@ -258,7 +258,7 @@ class HeadsCall:
         return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
 
     def memory(self) -> torch.Tensor:
-        """For the output."""
+        """Uninitialized memory for the output."""
         x, heads = self.inputs["input"], self.settings.heads
         return x.new_empty((*x.shape[:-1], heads.heads * heads.value_dim))
 
@@ -267,7 +267,7 @@ class HeadsCall:
         return self.settings.heads.split_output(y[None] if y.dim() == 2 else y).flatten(1, 2)
 
     def gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The kernel's, by input."""
+        """Gradients that the kernel gives, by input."""
         heads = self.settings.heads
         parts: Gradients = (dq.unflatten(1, (heads.kv_heads, heads.per_group)), dk, dv)
         return pack_gradients(heads, parts, self.inputs)
@@ -285,7 +285,7 @@ class HeadsCall:
 
 @record(eq=False)  # made in each call
 class PackedCall(HeadsCall):
-    """One of packed heads, of which no structure hides any; samples and heads are a kernel's as `lead` says."""
+    """Call of packed heads that no structure hides; samples and heads are a kernel's as `lead` says."""
 
     views: Views
 

@@ -39,7 +39,7 @@ version = _native.cublaslt_version
 
 
 def obstacle() -> str | None:
-    """Why cuBLASLt cannot be used here, in words; None if it can."""
+    """Reason for which cuBLASLt cannot be used here, in words; None if it can."""
     why = _native.cublaslt_refusal()
     if why is not None and torch.version.cuda is not None:
         # A PyTorch that has not loaded it yet depends on NVIDIA's package of it.
@@ -55,7 +55,7 @@ def obstacle() -> str | None:
 def refusal(
     kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why the product of that kind cannot be had in these sizes on this device; None if it can.
+    """Reason for which the product of that kind cannot be had in these sizes on this device; None if it can.
 
     Raises:
         KeyError: when there is no such kind.
@@ -64,7 +64,7 @@ def refusal(
 
 
 def refusal_of(form: ProductForm, sizes: tuple[int, int, int], device: torch.device) -> str | None:
-    """Why cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
+    """Reason for which cuBLASLt cannot run a product of sizes (m, n, k) on a device; None if it can."""
     why = obstacle()
     if why is not None:
         return why
@@ -192,7 +192,7 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
 
 
 def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
-    """One bit for each element, whether it is positive."""
+    """Write one bit for each element, set where it is positive."""
     wide = y.new_zeros(*y.shape[:-1], 8 * mask.shape[-1], dtype=torch.uint8)
     wide[..., : y.shape[-1]] = y > 0
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=y.device)
@@ -263,7 +263,7 @@ def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = 
 
 
 def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
-    """Why a device has no products of 8 bits, in words; None where it has.
+    """Reason for which a device has no products of 8 bits, in words; None where it has.
 
     Args:
         capability: the compute capability of a GPU that is not at hand.

@@ -48,7 +48,7 @@ class ProductForm:
         return not self.transpose_a and self.scales_a == "one" and not self.epilogue.endswith("bgrad")
 
     def giving(self, dtype: torch.dtype) -> ProductForm:
-        """This form with a result in a dtype."""
+        """Copy of the form with another dtype of the result."""
         return self if dtype == self.out_dtype else replace(self, out_dtype=dtype)
 
     def __str__(self) -> str:

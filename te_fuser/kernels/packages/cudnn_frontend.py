@@ -36,7 +36,7 @@ G = TypeVar("G", bound="CudnnGraph")
 
 
 def unusable(cudnn_version: int) -> str | None:
-    """Why the front end cannot work on the cuDNN that PyTorch has loaded, of that version; None when it can."""
+    """Reason for which the front end cannot use PyTorch's loaded cuDNN, of that version; None when it can."""
     found = _version_in_use()
     if isinstance(found, str):
         return found
@@ -186,7 +186,7 @@ class CudnnGraph:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """On PyTorch's current stream, one thread at a time."""
+        """Run on PyTorch's current stream, one thread at a time."""
         stream = current_stream(self._device)
         try:
             with _lock:
@@ -229,7 +229,7 @@ class BackwardGraph(CudnnGraph):
     def _addresses(
         self, x: torch.Tensor, dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, kept: list[torch.Tensor]
     ) -> list[int]:
-        """Of all tensors, in the order of their numbers."""
+        """Addresses of all tensors, in the order of their numbers."""
         heads, to_heads = x.data_ptr(), dx.data_ptr()
         read = [y.data_ptr(), dy.data_ptr(), *[tensor.data_ptr() for tensor in kept]]
         return [*[heads + k for k in self._offsets], *read, *[to_heads + k for k in self._offsets]]
@@ -328,12 +328,12 @@ class _Description:
         self.stats: Form = (b, h, length, 1), (h * length, length, 1, 1)  # where the log of sums lies
 
     def add(self, name: str, form: Form | HeadsForm, kind: Any = None) -> Any:
-        """A tensor that is read."""
+        """Add a tensor that is read."""
         kind = self.io if kind is None else kind
         return self.graph.tensor(name=name, dim=form[0], stride=form[1], data_type=kind, uid=self._next())
 
     def give(self, tensor: Any, form: Form | HeadsForm, kind: Any = None) -> None:
-        """One that is written."""
+        """Mark a tensor as written, and give it its form."""
         tensor.set_output(True).set_uid(self._next()).set_dim(form[0]).set_stride(form[1])
         tensor.set_data_type(self.io if kind is None else kind)
 

@@ -172,7 +172,7 @@ runs = FirstRuns(PACKAGE.name)
 
 @functools.cache
 def unusable() -> str | None:
-    """Why the package that is installed cannot be called; None when it can."""
+    """Reason for which the installed package cannot be called; None when it can."""
     return PACKAGE.unusable(
         lambda: [
             *(why_changed(_module(), name, taken) for name, taken in _TAKEN.items()),

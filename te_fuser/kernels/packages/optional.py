@@ -51,11 +51,11 @@ class Package:
         return self.name
 
     def version(self) -> str | None:
-        """The one that is installed, if any."""
+        """Installed version, if any."""
         return version_of(self.name)
 
     def missing(self) -> str | None:
-        """Why there is none to use, found without importing it; None where there is one."""
+        """Reason for which there is no package to use, found without an import; None where there is one."""
         version, install = self.version(), f'pip install "{self.name}>={self.oldest}"'
         if version is None:
             return f"{self.name} is not installed: {install}"
@@ -64,7 +64,7 @@ class Package:
         return None
 
     def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
-        """Why the one that is installed, called as the oldest was, cannot be; None when it can.
+        """Reason for which the installed package cannot be called as its oldest version was; None when it can.
 
         Args:
             changes: imports it and gives what `why_changed` says of each function.
@@ -121,7 +121,7 @@ PACKAGES = {
 
 
 def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
-    """Why a function, class or method ("A.f") is no more what was written for; None if it takes these arguments."""
+    """Reason for which a function, class or method ("A.f") does not take these arguments; None if it does."""
     try:
         function = operator.attrgetter(name)(owner)
     except AttributeError:

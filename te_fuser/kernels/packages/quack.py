@@ -45,18 +45,18 @@ runs = FirstRuns(PACKAGE.name)
 
 @functools.cache
 def unusable() -> str | None:
-    """Why the package that is installed cannot be called; None when it can."""
+    """Reason for which the installed package cannot be called; None when it can."""
     return why_not_as_it_was(_TAKEN)
 
 
 @functools.cache
 def unusable_by_gates() -> str | None:
-    """Why what `input_gradient_dswiglu` calls cannot be called; None when it can."""
+    """Reason for which the functions of `input_gradient_dswiglu` cannot be called; None when they can."""
     return unusable() or why_not_as_it_was(_TAKEN_BY_GATES)
 
 
 def why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
-    """Why something of it does not take these arguments any more; by module and name."""
+    """Reason for which functions of the package, by module and name, do not take these arguments any more."""
     return PACKAGE.unusable(
         lambda: (why_changed(module(where), name, taken) for (where, name), taken in called.items())
     )
@@ -148,7 +148,7 @@ def _launch_gates(
 
 
 def _turned_halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves of [N, 2 I], each as [I, N]."""
+    """Halves of [N, 2 I], each as [I, N]."""
     (count, features), step, first = rows.shape, rows.stride(0), rows.storage_offset()
     size, strides = (features // 2, count), (1, step)
     return rows.as_strided(size, strides, first), rows.as_strided(size, strides, first + features // 2)
@@ -279,7 +279,7 @@ _TAKEN_8 = {
 
 @functools.cache
 def unusable_8() -> str | None:
-    """Why the package that is installed cannot be called; None when it can."""
+    """Reason for which the installed package cannot be called for 8 bits; None when it can."""
     why = why_not_as_it_was(_TAKEN_8)
     if why is None and _SUMMED not in module(_HOPPER).GemmSm90.__init__.__code__.co_names:
         return f"quack-kernels is not as it was: {_HOPPER} has no {_SUMMED}"
@@ -317,7 +317,7 @@ def linear_bias_gelu_aux_8(
 
 
 def _room(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For what a product of x gives."""
+    """Memory for the result of a product of x."""
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
 
 
