@@ -247,7 +247,7 @@ class DelayedScaling(Recipe):
 
     @property
     def own_scales(self) -> None:
-        """They are kept."""
+        """None: scales are kept from call to call."""
 
 
 @dataclass(frozen=True)
