@@ -125,7 +125,7 @@ def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:
-    """True where a module has a tensor of that name; torch.nn.utils.parametrize's are not computed to find out."""
+    """True where a module has a tensor of that name; one by torch.nn.utils.parametrize is not computed for it."""
     if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
         return True
     return isinstance(getattr(owner, name, None), torch.Tensor)

@@ -13,7 +13,7 @@ from te_fuser.params.binding import WeakBinding
 
 
 class Given(torch.nn.Module):
-    """Owner of tensors of a call that ops read as their parameters: `Bound(op, given, weight="weight")`.
+    """Owner of a call's tensors, which ops read as their parameters: `Bound(op, given, weight="weight")`.
 
     A call runs inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`); or it gives
     the tensors by the path of the list that the ops stand in, `model(x, **{"0.weight": w})`. Each such tensor gets its

@@ -41,7 +41,7 @@ _earlier = ContextVar("_earlier", default=-1)
 
 @contextlib.contextmanager
 def of_backward(number: int) -> Iterator[None]:
-    """Count gradients written in here, outside of autograd, to an earlier backward, given by autograd's number."""
+    """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
     token = _earlier.set(number)
     try:
         yield

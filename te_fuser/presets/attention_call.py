@@ -125,7 +125,7 @@ class AttentionCall:
         return found
 
     def argument(self, name: str) -> str:
-        """Name of an argument in calls: in a layer with a prefix, of self attention for `attn_mask_type` alone."""
+        """Keyword of an argument in calls; of a layer's self attention, `attn_mask_type` alone has a prefix."""
         return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
 
     @property

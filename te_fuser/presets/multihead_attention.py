@@ -148,7 +148,7 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def qkv_weight_interleaved(self) -> bool:
-        """True where heads lie group by group, as asked for; never where queries, keys and values have several weights."""
+        """True where heads lie group by group, as asked for; False where q, k and v have weights of their own."""
         projection: Any = self.key_value if self.crosses else self.first
         return bool(self.common.qkv_weight_interleaved) and len(projection.parts["weight"]) == 1
 
