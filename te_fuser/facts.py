@@ -45,5 +45,5 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, several: Iterable[Facts]) -> Facts:
-        """All of them."""
+        """Join several facts into one."""
         return cls(*(tuple(itertools.chain(*same)) for same in zip(*several, strict=True)))

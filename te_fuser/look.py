@@ -92,7 +92,7 @@ def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
-    """In here a copy of a tensor is what stands for it."""
+    """Mode in which a copy of a tensor is its stand-in."""
 
     def __init__(self, look: Look) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class DecoderBlock(ops.Together):
     # ------------------------------------------------------------------------------- what a family says
 
     def front(self, parts: LayerParts) -> list[nn.Module]:
-        """From x to packed queries, keys and values, [all queries | all keys | all values], turned by their angles."""
+        """Ops from x to packed queries, keys and values, [all queries | all keys | all values], turned by angles."""
         raise NotImplementedError
 
     def norm_before(self, parts: LayerParts) -> list[nn.Module]:
@@ -111,7 +111,7 @@ class DecoderBlock(ops.Together):
         raise NotImplementedError
 
     def back(self, parts: LayerParts) -> list[nn.Module]:
-        """From what attention gives to y; the layer's input is called "residual"."""
+        """Ops from attention's output to y; the layer's input is called "residual"."""
         raise NotImplementedError
 
     def attention_left(self) -> str | None:

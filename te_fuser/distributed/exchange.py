@@ -31,13 +31,13 @@ class Transport(Protocol):
     """A way to move tensors between ranks, whose blocks lie one behind the other; each method starts to fill `made`."""
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        """Every rank's tensor."""
+        """Gather every rank's tensor."""
 
     def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         """The sum of every rank's block for this one."""
 
     def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        """Every rank's block for this one."""
+        """Swap blocks: receive every rank's block for this one."""
 
 
 class ByProcessGroup:
@@ -190,7 +190,7 @@ class Exchange:
         return y
 
     def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Both at once."""
+        """Start the exchange and wait for it."""
         return self.wait(self.start(x, group), group)
 
 

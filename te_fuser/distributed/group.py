@@ -96,7 +96,7 @@ class Group:
             return None
 
     def __str__(self) -> str:
-        """As messages say it: which rank of how many, in which group."""
+        """Text for messages: the rank of how many, in which group."""
         known = self.size == 1 or self._known() is not None
         at = f"rank {self.rank} of {self.size}" if known else f"one of {self.size} ranks"
         return f"{at} ({self.title})"

@@ -78,7 +78,7 @@ def stream_of(
 
 @contextlib.contextmanager
 def own_state(stream: Callable[[], RandomStream], device: torch.device) -> Iterator[None]:
-    """In here PyTorch's generator of a device draws what a rank's place and a stream say; then it is as it was.
+    """Context in which a device's generator in PyTorch draws by a rank's place and a stream; its state is put back.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, whose replays draw by the generator's own seed.

@@ -147,7 +147,7 @@ _standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
 
 @contextmanager
 def standing_in(known: StandIns) -> Iterator[None]:
-    """In here an op that reads a parameter which is computed gets what stands for it, and nothing is computed."""
+    """Context in which ops get the stand-ins of parameters that are computed, and nothing is computed."""
     token = _standing.set({**(_standing.get() or {}), **known})
     try:
         yield

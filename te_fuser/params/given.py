@@ -36,7 +36,7 @@ class Given(torch.nn.Module):
 
     @contextmanager
     def holding(self, **tensors: torch.Tensor) -> Iterator[None]:
-        """In here ops that are bound to this read these tensors."""
+        """Context in which ops that are bound to this read these tensors."""
         held: ContextVar[Any] = self.__dict__["_held"]
         token = held.set(tensors)
         try:
@@ -55,7 +55,7 @@ class GivenBinding(WeakBinding):
     tells: ClassVar[bool] = True
 
     def shape(self) -> tuple[int, ...]:
-        """None that is known without a call."""
+        """Empty shape, as none is known without a call."""
         return ()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:

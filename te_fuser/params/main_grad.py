@@ -182,9 +182,9 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Afterwards main_grad, and the note that it was added to, are as they were; backwards in here do write to it.
+    """Context in which backwards write to main_grad, which is put back afterwards, with the note that it was added to.
 
-    For captures, which must see the memory that replays are to write to. A copy lies around meanwhile.
+    For captures, which must see the memory that replays are to write to. Memory of a copy is taken meanwhile.
     """
     before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
     notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
@@ -223,7 +223,7 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 @contextlib.contextmanager
 def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *also: str) -> Iterator[None]:
-    """Another tensor as main_grad; further attributes are put back with it."""
+    """Context in which another tensor is the main_grad; further attributes are put back with it."""
     names = ("main_grad", "get_main_grad", *also)
     before = {name: weight.__dict__[name] for name in names if name in weight.__dict__}
     weight.__dict__.pop("get_main_grad", None)

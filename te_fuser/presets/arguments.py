@@ -189,7 +189,7 @@ _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is be
 
 
 def stacklevel_of_user() -> int:
-    """For `warnings.warn` in the function that asks: the caller of whatever preset is being made or called."""
+    """Level for `warnings.warn` in the calling function: the caller of whatever preset is being made or called."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals["__name__"].startswith(_PRESETS):
         frame, level = frame.f_back, level + 1
@@ -270,7 +270,7 @@ def check_epsilon(name: str, value: Any) -> float:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """One of several words, in any case. ValueError, naming them all."""
+    """Check that a value is one of several words, in any case, and return that. ValueError, naming them all."""
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
         near = meant(value, list(choices)) if isinstance(value, str) else ""

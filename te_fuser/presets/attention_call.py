@@ -314,7 +314,7 @@ class Asking:
     def _sequences(
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """Of "thd": where sequences begin, and how long they are where padding lies between them."""
+        """Variant for "thd", and where its sequences begin, and how long they are where padding lies between them."""
         ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
         begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:

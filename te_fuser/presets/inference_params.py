@@ -246,7 +246,7 @@ def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers on a device, for which nobody waits."""
+    """Copy of whole numbers on a device, for which nobody waits."""
     made = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
 

@@ -123,7 +123,7 @@ class Subject:
                 p.data.neg_()
 
     def _both_ways(self, case: Case, call: VerifiedCall) -> list[Row]:
-        """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
+        """Rows by nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
         with registry.disabled(registry.RECORDED):
             rows = _Run(self, case, call).rows()
         return rows + (_Run(self, case, call).rows() if self._records(call) else [])
