@@ -68,9 +68,9 @@ class GraphedModel:
 
 
 class _Captured:
-    """What a graph holds of its model: the memory of its tensors, and its modules as they were.
+    """State of its model that a graph depends on: the memory of its tensors, and its modules as they were.
 
-    A replay looks at neither, so each call compares them with the model as it is. Tensors and modules are looked up
+    A replay looks at neither, so each call compares it with the model as it is. Tensors and modules are looked up
     where the model does, and kept: another one cannot come to lie at the address of one that was replaced.
     """
 
@@ -138,7 +138,7 @@ class _Captured:
                 )
 
     def _changed_op(self, name: str) -> ValueError:
-        """What to say of an op with other attributes."""
+        """Error for an op with other attributes."""
         changed = self._modules[self._names.index(name)]
         return ValueError(
             f"an attribute of {name or 'the model'} ({type(changed).__name__}) was set since the capture, and the "
@@ -146,7 +146,7 @@ class _Captured:
         )
 
     def _wrong_mode(self) -> ValueError:
-        """What to say of the first module in another mode; the model is the first of all."""
+        """Error for the first module in another mode, where the model is the first of all."""
         pairs = zip(self._names, self._modules, self._modes, strict=True)
         name, training = next((n, before) for n, m, before in pairs if m.training != before)
         mode = "train" if training else "eval"
@@ -217,13 +217,13 @@ class _Positional(torch.nn.Module):
 
 
 def _main_grad_at(p: torch.Tensor) -> int:
-    """Where a parameter's main_grad lies; 0 where it has none."""
+    """Address of a parameter's main_grad; 0 where it has none."""
     held = held_main_grad(p)
     return 0 if held is None else held.data_ptr()
 
 
 def _over(p: torch.Tensor) -> bool:
-    """Whether a parameter says that its gradient is written over its main_grad."""
+    """True where a parameter says that its gradient is written over its main_grad."""
     return bool(getattr(p, "overwrite_main_grad", False))
 
 

@@ -118,7 +118,7 @@ def _keeping_a_part(
 
 @contextlib.contextmanager
 def _with_states(tracker: Any, states: States) -> Iterator[None]:
-    """In here the tracker has these states."""
+    """Context in which the tracker has these states."""
     now = dict(tracker.get_states())
     tracker.set_states(dict(states))
     try:
@@ -178,7 +178,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """In here random numbers are drawn from the state of that name.
+        """Context in which random numbers are drawn from the state of that name.
 
         Raises:
             KeyError: when there is none.

@@ -247,7 +247,7 @@ def _optional_parts() -> dict[str, str]:
 
 
 def _runs(recipe: Recipe) -> str:
-    """How products run by a recipe here."""
+    """Description of how products run by a recipe on this machine."""
     import torch
 
     from te_fuser.kernels.cublaslt.products import obstacle_on

@@ -1,12 +1,12 @@
-"""How far a result may lie from float64: at most twice as far as plain PyTorch in the same dtype, plus one ulp.
+"""Bound on a result's error against float64: at most twice that of plain PyTorch in the same dtype, plus one ulp.
 
-PyTorch's libraries differ in how many products they add up one after the other before they begin anew, and what a sum
-of n errs by grows with its square root. So where the data have sums that long, a result may also err by what the
-longest such run errs more than the shortest.
+PyTorch's libraries differ in how many products they add up in a row before they begin a new sum. The error of a sum
+of n grows with the square root of n. So where the data have sums that long, a result's bound is larger by the
+difference in error between the longest and the shortest such run.
 
 Source: Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019).
 
-What plain PyTorch errs by is itself a matter of luck on few elements. So where the data at hand would fail a result,
+The error of plain PyTorch is itself a matter of luck on few elements. So where the data at hand would fail a result,
 plain PyTorch is asked again on neighbouring data, moved by at most an ulp, and its largest error counts.
 """
 
@@ -57,7 +57,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Row:
-    """What one tensor erred by in one case, as a share of the tensor's scale.
+    """Errors of one tensor in one case, as shares of the tensor's scale.
 
     Attributes:
         case: what was run.
@@ -77,12 +77,12 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are allowed and nothing else is wrong."""
+        """True where both errors are allowed and nothing else is wrong."""
         return not self.note and self.error <= self.allowed and self.rms_error <= self.rms_allowed
 
     @property
     def share(self) -> float:
-        """How much of what is allowed was used; above 1 it failed."""
+        """Share of the allowed error that was used; above 1 it failed."""
         if self.note:
             return float("inf")
         return max(_share(self.error, self.allowed), _share(self.rms_error, self.rms_allowed))
@@ -103,7 +103,7 @@ def _share(error: float, allowed: float) -> float:
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
-    """How far apart two tensors are; equal infinities and NaN in the same place are no distance."""
+    """Distance between two tensors; equal infinities and NaN in the same place are no distance."""
     if not exact.numel():
         return Distance()
     pieces = [t.detach().reshape(-1).split(_AT_ONCE) for t in (found, exact)]
@@ -198,7 +198,7 @@ def judge_alike(
 
 
 def _settled(rows: list[Row], neighbours: int) -> bool:
-    """Whether more neighbours than these would change nothing."""
+    """True where more neighbours than these would change nothing."""
     hopeless = _HOPELESS if neighbours >= _FEW else float("inf")
     return all(row.passed or row.share > hopeless for row in rows)
 
@@ -215,14 +215,14 @@ def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distan
 
 
 def _sizes(tensors: Tensors) -> dict[str, Distance]:
-    """How large tensors are, where that can be said."""
+    """Sizes of tensors, 0 for those that are not finite."""
     sizes = {name: distance(t, torch.zeros_like(t)) for name, t in tensors.items()}
     return {name: size if size.largest < float("inf") else Distance() for name, size in sizes.items()}
 
 
 def _scattered(data: Tensors) -> dict[str, torch.Tensor]:
-    """The same data with signs of the incoming gradients changed by chance: what is 0 because equal ones cancel, as
-    the gradient of a softmax's sum, shows what size its terms have."""
+    """Data with signs of the incoming gradients changed at random: a result that is 0 because equal terms cancel, as
+    the gradient of a softmax's sum, then shows what size its terms have."""
     rng = torch.Generator().manual_seed(0)
 
     def signs(t: torch.Tensor) -> torch.Tensor:
@@ -251,7 +251,7 @@ def _row(
 
 
 def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
-    """What the longest sums of the data may err by in float32 beyond plain PyTorch's, as a share of their scale."""
+    """Error that the longest sums of the data may have in float32 beyond plain PyTorch's, as a share of their scale."""
     if dtype == torch.float64:
         return 0.0
     shortest, longest = _RUNS
@@ -265,12 +265,12 @@ def _kind(t: torch.Tensor) -> str:
 
 
 def doubled(data: Tensors) -> dict[str, torch.Tensor]:
-    """The same numbers in float64."""
+    """Data with the same numbers in float64."""
     return {name: t.double() if t.is_floating_point() else t for name, t in data.items()}
 
 
 def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
-    """The same data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
+    """Data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
     rng = torch.Generator().manual_seed(number)
     moved = dict(data)
     for name, t in data.items():
@@ -282,7 +282,7 @@ def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Te
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit."""
+    """True where two tensors are equal bit for bit."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(_bits(a), _bits(b))

@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
 def text_of(dtype: torch.dtype) -> str:
-    """Any dtype for people: float32, int64."""
+    """Name of any dtype for people: float32, int64."""
     return str(dtype).removeprefix("torch.")
 
 

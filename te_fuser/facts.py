@@ -19,7 +19,7 @@ _Weak = ReferenceType["torch.nn.Module"]
 
 
 class Facts(NamedTuple):
-    """What was so, and may not be any more; `still_hold(facts)` tells.
+    """Conditions that held once, and may not any more; `still_hold(facts)` tells.
 
     Whoever keeps facts keeps the dicts and tensors in them alive, but no module.
 
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
         owned: (owner, path, module, name, whether): the path of names leads from the owner to that module in it, both
             by weak references, and whether this has a parameter of that name.
         placed: (dict, key, tensor, place): the tensor that is there, and what `tensor_place` knew of it.
-        calls: (function, what it gives).
+        calls: (function, its result).
         pairs: two objects that are equal.
     """
 
@@ -45,5 +45,5 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, several: Iterable[Facts]) -> Facts:
-        """All of them."""
+        """Join several facts into one."""
         return cls(*(tuple(itertools.chain(*same)) for same in zip(*several, strict=True)))

@@ -1,4 +1,4 @@
-"""What a nested list of ops comes to: parts in a row, and the names that cross them.
+"""Flattening of a nested list of ops: into parts in a row, and the names that cross them.
 
 Ops that are planned together are a group; a module that runs by its own __call__ is a border between groups.
 """
@@ -39,7 +39,7 @@ class ListOptions(dict[str, Any]):
 
 
 class Option:
-    """How a list is planned: as it says itself, else as the list around it says, else as `default` says."""
+    """Option of how a list is planned: its own value, else that of the list around it, else `default`."""
 
     def __init__(self, default: Any) -> None:
         self.default = default
@@ -57,7 +57,7 @@ class Option:
 
 
 class OpList(torch.nn.Sequential, TakesArguments):
-    """What flattening knows of a list of ops.
+    """List of ops, as far as flattening knows it.
 
     `flattens` promises, of the class that defines `forward`, that it only turns its call into x, named inputs and
     outputs: a list around takes the ops and does not run it. A forward whose class does not say so is run.
@@ -115,7 +115,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
         return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}
 
     def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
-        """What stands in the list, by name: all modules but those that compute its parameters."""
+        """Members of the list, by name: all modules but those that compute its parameters."""
         for name, child in self._modules.items():
             computes = isinstance(child, torch.nn.ModuleDict) and name == "parametrizations"
             if not (child is None or computes):
@@ -257,7 +257,7 @@ class _Flattener:
         self._sequential(root, "", [self.shared], _Planning(root.options()))
 
     def items(self) -> list[ListedOp | Border]:
-        """What was found, op by op."""
+        """Items that were found, op by op."""
         return [item for part in self.found for item in ([part] if isinstance(part, Border) else part.listed)]
 
     def _sequential(self, module: OpList, path: str, scopes: list[dict[str, str]], planning: _Planning) -> None:
@@ -349,7 +349,7 @@ def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
 
 
 def has_own_call(m: OpList) -> bool:
-    """Whether calls of a list may do something else than what its class promises."""
+    """True where calls of a list may do something else than what its class promises."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.outside_tracing import constant
 
@@ -360,7 +360,7 @@ def has_own_call(m: OpList) -> bool:
 
 
 def _promises(kind: type) -> bool:
-    """Whether the class that defines a list's forward promises that calls do nothing else."""
+    """True where the class that defines a list's forward promises that calls do nothing else."""
     saying = next(vars(base) for base in kind.__mro__ if vars(base).keys() & {"flattens", "forward"})
     return bool(saying.get("flattens", False))
 

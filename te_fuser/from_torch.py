@@ -75,9 +75,9 @@ def from_torch(
 
 
 def lines_to_write(module: nn.Module, name: str) -> str:
-    """How to convert the largest parts of a module that from_torch takes, as a hint; empty where there are none.
+    """Hint with the lines that convert the largest parts of a module that from_torch takes; empty where it has none.
 
-    Those count that are called with x alone when they are ops, too: whoever calls them need not change.
+    Only parts count that are called with x alone as modules and as ops: whoever calls them need not change.
     """
     found = [*_parts(module, name)]
     more = f", and so {len(found) - _SHOWN} more of its parts" if len(found) > _SHOWN else ""
@@ -86,7 +86,7 @@ def lines_to_write(module: nn.Module, name: str) -> str:
 
 
 def converts(module: nn.Module) -> bool:
-    """Whether from_torch makes ops of a module, which may stand in its place."""
+    """True where from_torch makes ops of a module, which may stand in its place."""
     if isinstance(module, (*_OPS, nn.MultiheadAttention)):  # the latter as ops is called with x alone
         return False
     try:
@@ -108,7 +108,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def why_none(module: nn.Module) -> str:
-    """Why no ops could stand for a module, nor for any part of it; empty where some could."""
+    """Reason for which no ops could stand for a module, nor for any part of it; empty where some could."""
     if callable(getattr(module, "as_ops", None)):
         return ""
     conversion = _Converter("none")
@@ -190,7 +190,7 @@ class _Converter:
         return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 
     def part(self, module: nn.Module, path: str) -> Any:
-        """What stands for a module in a list: ops, or itself.
+        """Ops that stand for a module in a list, or the module itself.
 
         Raises:
             _Cannot: for attention that would not get its mask then.

@@ -37,14 +37,14 @@ class Look:
         return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
     def of(self, given: Any) -> Any:
-        """What stands for a tensor, or for each in a structure of them."""
+        """Stand-in for a tensor, or for each in a structure of them."""
         return tree_map_only(torch.Tensor, self._of, given)
 
     def _of(self, t: torch.Tensor) -> torch.Tensor:
         return t if isinstance(t, FakeTensor) else self._mode.from_tensor(t)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-        """What stands for a tensor that was made, which in-place operations may store into: it is no leaf."""
+        """Stand-in for a tensor that was made, which in-place operations may store into: it is no leaf."""
         with self._mode, torch.set_grad_enabled(needs_grad):
             leaf = torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
             # A node of autograd asks its device for streams: PyTorch aborts where that device is named alone.
@@ -63,7 +63,7 @@ class Look:
         return found
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function gives for stand-ins."""
+        """Run a function on stand-ins and return its result."""
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a later call would take a stand-in for the cast of a weight
         # Whoever has hooks for saved tensors, as checkpointing has, must not see what is saved here.
@@ -78,7 +78,7 @@ class Look:
                     del cache[key]
 
     def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
-        """What stands for a tensor of a module that is computed."""
+        """Stand-in for a tensor of a module that is computed."""
         maker = maker_of(owner, name)
         if maker is not owner:
             return self.run(self.copied(maker))  # type: ignore[no-any-return]
@@ -86,13 +86,13 @@ class Look:
 
 
 def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
-    """What computes a tensor of a module: its parametrization, or itself."""
+    """Module that computes a tensor of another: its parametrization, or that module itself."""
     lists = owner._modules.get("parametrizations")
     return lists[name] if isinstance(lists, torch.nn.ModuleDict) and name in lists else owner
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
-    """In here a copy of a tensor is what stands for it."""
+    """Mode in which a copy of a tensor is its stand-in."""
 
     def __init__(self, look: Look) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ def looking() -> Iterator[Look]:
 
 
 def is_looking() -> bool:
-    """Whether a look is under way."""
+    """True while a look is under way."""
     return _current.get() is not None
 
 
 def stands_in(t: torch.Tensor) -> bool:
-    """Whether it is a stand-in, of the look that is under way."""
+    """True for a stand-in, of the look that is under way."""
     return isinstance(t, FakeTensor) and _current.get() is not None
 
 
@@ -138,7 +138,7 @@ Form = tuple[Sequence[int], torch.dtype, torch.device, bool]
 
 
 class LastCall:
-    """What the last call of a module was like and gave, without the tensors."""
+    """Record of a module's last call: the forms of its inputs and results, without the tensors."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, Sequence[Form], Any] | None = None
@@ -157,7 +157,7 @@ class LastCall:
             self._known = like, gave, _state(module)
 
     def gave(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str]) -> Sequence[Form] | None:
-        """What it gave, if that call was like one with `given` now, and the module is what it was."""
+        """Forms of the last call's results, if that was like one with `given` now, and the module is what it was."""
         known = self._known
         if known is None or not all(isinstance(t, torch.Tensor) for t in given):
             return None
@@ -174,6 +174,6 @@ def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """What else the form of a module's results may depend on."""
+    """State of a module that the form of its results may depend on, too."""
     modules = [(weakref.ref(m), m.training) for m in module.modules()]
     return modules, [(p.dtype, p.device, p.requires_grad) for p in module.parameters()]

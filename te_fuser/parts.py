@@ -53,7 +53,7 @@ class Border:
         return self._named(made, asked, values)
 
     def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """What stands for the module's result, where x and `values` are stand-ins: nothing of the module runs.
+        """Stand-in for the module's result, where x and `values` are stand-ins: nothing of the module runs.
 
         Raises:
             NotSeenError: where that takes a real call.

@@ -382,7 +382,7 @@ class Sequential(OpList):
             walk_parts(self._prepared(), x, named_tensors(inputs), self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
-        """The same result op by op from their meaning, in plain differentiable PyTorch operations.
+        """Compute the same result op by op from the ops' meaning, in plain differentiable PyTorch operations.
 
         It is a run: plain modules between ops are called as in forward, their hooks included.
         """
@@ -412,9 +412,9 @@ class Residual(Sequential):
 
 @dataclass(frozen=True, eq=False)
 class _Structure:
-    """What a list comes to, and the facts by which it is known to be that still.
+    """Parts that a list comes to, and the facts by which it is known to be that still.
 
-    An object, as of tuples, lists and dicts that are attributes of a module torch.export leaves copies.
+    It is an object, as torch.export leaves copies of a module's attributes that are tuples, lists or dicts.
     """
 
     facts: Facts

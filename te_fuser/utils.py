@@ -1,4 +1,4 @@
-"""What scripts of the quickstart use beside the modules: a clock, plain attention, a plain MLP, shared parameters."""
+"""Helpers for scripts of the quickstart: a clock, plain attention, a plain MLP, shared parameters."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ class Variants(Sequential):
         raise NotImplementedError(f"{type(self).__name__} must define variant_ops(self, **how)")
 
     def appended(self) -> Iterable[torch.nn.Module]:
-        """What stands behind the ops of every variant; by default nothing."""
+        """Modules that stand behind the ops of every variant; by default none."""
         return ()
 
     def _is_made_from_now(self) -> bool:
-        """Whether this list and those in it have the members that the variants were made from."""
+        """True where this list and those in it have the members that the variants were made from."""
         made_from = self._made_from
         return bool(made_from) and all([*members.values()] == then for members, then in made_from)
 
@@ -76,7 +76,7 @@ class Variants(Sequential):
         return variant
 
     def within(self, **how: Hashable) -> Sequential:
-        """The same list, to stand in a variant of a list around: hooks of this one and its options are for it, too.
+        """Variant of this list for a variant of a list around it: hooks of this one and its options are for it, too.
 
         Raises:
             TypeError: where this one has a forward of its own, which would not run.
@@ -127,7 +127,7 @@ class _Within(Sequential):
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, kind: bool | None) -> None:
-        """That of the origin counts, which may get hooks later."""
+        """Ignore the kind: that of the origin counts, which may get hooks later."""
 
 
 # Where torch.nn.Module keeps those of calls.

@@ -42,7 +42,7 @@ _EAGER = "eager_attention_forward"  # the name of a family's function
 
 @dataclass
 class _Made:
-    """What a layer has made for its calls, as long as its modules are what they were."""
+    """Lists that a layer has made for its calls, valid while its modules are what they were."""
 
     facts: Facts
     left: dict[str, str]
@@ -52,15 +52,15 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Now:
-    """How a layer's attention runs, as long as its settings and its modules are what they were.
+    """Settings by which a layer's attention runs, valid while they and its modules are what they were.
 
     Attributes:
         attention: the module.
         left: whether it runs by itself; nothing else is known of it then.
-        knows: whether the op computes what its function does.
-        heads: how many of queries, keys and values; `head_dim` features each.
-        options: what the function is given beside queries, keys, values and mask.
-        key: what lists depend on, beside the modules.
+        knows: whether the op computes the same as the model's function.
+        heads: numbers of heads of queries, keys and values; `head_dim` features each.
+        options: arguments of the function beside queries, keys, values and mask.
+        key: settings that lists depend on, beside the modules.
     """
 
     facts: Facts
@@ -93,13 +93,13 @@ class DecoderBlock(ops.Together):
 
     @classmethod
     def why_not(cls, layer: Any) -> str | None:
-        """Why a layer cannot be one of these; None where it can."""
+        """Reason for which a layer cannot be one of these; None where it can."""
         return None
 
     # ------------------------------------------------------------------------------- what a family says
 
     def front(self, parts: LayerParts) -> list[nn.Module]:
-        """From x to packed queries, keys and values, [all queries | all keys | all values], turned by their angles."""
+        """Ops from x to packed queries, keys and values, [all queries | all keys | all values], turned by angles."""
         raise NotImplementedError
 
     def norm_before(self, parts: LayerParts) -> list[nn.Module]:
@@ -111,11 +111,11 @@ class DecoderBlock(ops.Together):
         raise NotImplementedError
 
     def back(self, parts: LayerParts) -> list[nn.Module]:
-        """From what attention gives to y; the layer's input is called "residual"."""
+        """Ops from attention's output to y; the layer's input is called "residual"."""
         raise NotImplementedError
 
     def attention_left(self) -> str | None:
-        """Why the attention module runs by itself, beside what `why_left` says; None if it does not."""
+        """Reason, beside those of `why_left`, for which the attention module runs by itself; None where it does not."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -123,11 +123,11 @@ class DecoderBlock(ops.Together):
         raise NotImplementedError
 
     def function_options(self) -> dict[str, Any]:
-        """What the model's attention function is given beside queries, keys, values and mask."""
+        """Arguments of the model's attention function beside queries, keys, values and mask."""
         raise NotImplementedError
 
     def modes(self) -> tuple[Hashable, ...]:
-        """What lists depend on beside their modules and the settings of attention."""
+        """Modes that lists depend on, beside their modules and the settings of attention."""
         return ()
 
     def settled_by(self) -> list[nn.Module]:
@@ -135,7 +135,7 @@ class DecoderBlock(ops.Together):
         return [self._attention()]
 
     def by_module(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """What the attention module gives of x."""
+        """Output of the attention module for x."""
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------- running
@@ -201,7 +201,7 @@ class DecoderBlock(ops.Together):
         return y  # type: ignore[no-any-return]
 
     def _how(self, x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-        """Who runs attention: the op, by what it hides, or the model."""
+        """Way to run attention: by the model's module or function, or by the op, named by what that hides."""
         if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
         if not now.knows or not _sees_itself(x, call, now):
@@ -214,11 +214,11 @@ class DecoderBlock(ops.Together):
         return self._modules[self.attention]
 
     def is_eager(self) -> bool:
-        """Whether the model computes attention by matrix products and a softmax."""
+        """True where the model computes attention by matrix products and a softmax."""
         return self._attention().config._attn_implementation == "eager"  # type: ignore[no-any-return]
 
     def knows_function(self) -> bool:
-        """Whether the op computes what the model's attention function does."""
+        """True where the op computes what the model's attention function does."""
         function, own = self._function(), self._eager() if self.is_eager() else sdpa_attention_forward
         package = (getattr(function, "__module__", None) or "").partition(".")[0]
         return function is own and package == "transformers"  # no other was put in its place there
@@ -289,7 +289,7 @@ class DecoderBlock(ops.Together):
         )
 
     def _choice(self) -> Facts:
-        """Which function the model's attention is."""
+        """Facts that determine the model's attention function."""
         config, eager = self._attention().config, self._eager()
         name = config._attn_implementation
         items = ((vars(self._attention()), "config", config), (vars(sys.modules[self.was.__module__]), _EAGER, eager))
@@ -353,7 +353,7 @@ class DecoderBlock(ops.Together):
 
 
 def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
-    """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
+    """True where the keys are those of x alone: nothing is in the cache yet, whatever it does with them."""
     past, number = call.past, now.attention.layer_idx
     if past is None:
         return True
@@ -365,7 +365,7 @@ def _sees_itself(x: torch.Tensor, call: LayerCall, now: _Now) -> bool:
 
 
 def _hides(x: torch.Tensor, call: LayerCall, now: _Now) -> str:
-    """What attention to the layer's own positions hides."""
+    """Kind of mask of attention to the layer's own positions; the model's function where the op has no such mask."""
     mask = call.mask
     if mask is None:
         asked = call.arguments.get("is_causal")
@@ -385,9 +385,9 @@ def _heads(packed: torch.Tensor, now: _Now) -> Iterable[torch.Tensor]:
 
 
 def _is_recorded(x: torch.Tensor) -> bool:
-    """Whether the call asks for attention's probabilities, which hooks of its module record.
+    """True where the call asks for attention's probabilities, which hooks of its module record.
 
-    Nobody collects where checkpointing runs the layer again, in backward: there the same x says what its forward did.
+    No collector is active where checkpointing runs the layer again, in backward: there a mark on the same x tells.
     """
     collected = output_capturing._active_collector.get() or {}
     asked = any("attentions" in name for name in collected)
@@ -401,7 +401,7 @@ def _is_recorded(x: torch.Tensor) -> bool:
 
 
 def _once(mask: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What is made of a mask; all layers of a call are given one, which has it as long as it lives."""
+    """Return make(mask), cached on the mask, which all layers of a call are given."""
     if mask.is_inference():
         return make(mask)
     known = mask.__dict__.get("_te_fuser_made")

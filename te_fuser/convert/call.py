@@ -89,7 +89,7 @@ def cache_name(forward: Any) -> str:
 
 
 def decoders(stack: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """By each kind of cache: the last layer's output for a prompt, some positions behind it, and one more."""
+    """Functions, by kind of cache, of the last layer's output for a prompt, some positions behind it, and one more."""
 
     @torch.no_grad()
     def decode(make: Callable[..., Cache]) -> torch.Tensor:

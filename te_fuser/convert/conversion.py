@@ -31,12 +31,12 @@ _ROWS = (2, 7)  # samples and positions of the check
 
 @dataclass
 class Conversion:
-    """What `convert` did; prints as text.
+    """Result of `convert`; prints as text.
 
     Attributes:
         model: the model, converted in place.
         converted: the paths of its layers that run by te_fuser.
-        error: how far output and input gradient lie from the original's, at most, relative to the largest of each, on
+        error: largest distance of output and input gradient from the original's, relative to the largest of each, on
             random input; None where that was not checked.
     """
 
@@ -132,7 +132,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, list[Any]]:
-    """What became of each layer, and those that were not converted before."""
+    """Turn layers into those of te_fuser; return what became of each, and those that were not converted before."""
     converted, refused, new = list[str](), dict[str, str](), list[Any]()
     for path, module in model.named_modules():
         kind = _kind_of(type(module))
@@ -176,11 +176,11 @@ def _blocks(model: nn.Module) -> list[Any]:
 
 
 def _checked(model: nn.Module) -> float:
-    """How far a converted model lies from what it was.
+    """Largest distance of a converted model's results from the original's, relative to the largest of each.
 
     Raises:
         ValueError: where no module turns tokens into what layers take.
-        RuntimeError: when it is too far.
+        RuntimeError: when it is too large.
     """
     stacks = [m for m in model.modules() if any(_blocks(c) for c in m.children() if isinstance(c, nn.ModuleList))]
     stacks = [m for m in stacks if hasattr(m, "get_input_embeddings")]

@@ -66,7 +66,7 @@ class LlamaLike(DecoderBlock):
         return parts.norm(path, self.norm_class, self.norm_op)
 
     def norm_op(self, norm: Any) -> FusableOperation:
-        """What the family's norm computes."""
+        """Op that computes the family's norm."""
         return ops.RMSNorm(norm.weight.shape[0], norm.variance_epsilon, device="meta")
 
     # ----------------------------------------------------------------------------------- attention

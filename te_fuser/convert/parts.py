@@ -1,4 +1,4 @@
-"""What stands for a module of a layer in a list: an op that is bound to its parameters, or the module itself."""
+"""Members of a list in place of a layer's modules: an op bound to a module's parameters, or the module itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LayerParts:
         return self.owner.get_submodule(path)
 
     def is_left(self, path: str, kind: type[nn.Module]) -> bool:
-        """Whether the module there has to run by itself; `left` then says why."""
+        """True where the module there has to run by itself; `left` then has the reason."""
         why = why_left(self.module(path), kind)
         if why is not None:
             self.left[path] = why
@@ -108,7 +108,7 @@ class LayerParts:
         self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
 
     def facts(self) -> Facts:
-        """What ops were made with, as it is now."""
+        """Facts about the numbers and linear layers that ops were made with, as they are now."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
         return Facts.of([items, answers(*(functools.partial(_form, p) for p in self.linears))])
 
@@ -120,7 +120,7 @@ def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Why a module is not what its class says, so that it runs by itself; None where it is."""
+    """Reason for which a module runs by itself, as it is not what its class says; None where it is."""
     if any(getattr(hook, "__module__", "") != _RECORDING for hooks in hooks_of(module) for hook in hooks.values()):
         return "it has hooks, which run with the module alone"
     if has_own_forward(module) or type(module).__call__ is not nn.Module.__call__:
@@ -143,13 +143,13 @@ def why_shared(attention: nn.Module) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module runs something else than its class's forward, under whose name wrappers may have left that."""
+    """True where a module runs a forward other than its class's, which wrappers may have left on the module."""
     found = module.__dict__.get("forward")
     return found is not None and not _is_of_class(found, module)
 
 
 def keeps_forward(layer: nn.Module) -> bool:
-    """Whether what runs in place of a layer's forward is accelerate's, which calls the forward that it has kept."""
+    """True where accelerate runs in place of a layer's forward, and calls the forward that it has kept."""
     return "_hf_hook" in layer.__dict__ and _is_of_class(layer.__dict__.get("_old_forward"), layer)
 
 

@@ -1,4 +1,4 @@
-"""What a layer's lists were made by, as facts that each call holds against what is."""
+"""Facts about what a layer's lists were made from, which each call checks."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def scalars_of(modules: Iterable[nn.Module]) -> Facts:
 
 
 def answers(*asked: Callable[[], Any]) -> Facts:
-    """What functions give now."""
+    """Facts that functions still give the answers that they give now."""
     return Facts(calls=tuple([(ask, ask()) for ask in asked]))

@@ -91,7 +91,7 @@ def shared_errors(groups: Sequence[Group]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(groups: Sequence[Group]) -> Iterator[None]:
-    """In here no other thread runs what the ranks of these groups run together: their order would differ among ranks.
+    """Context in which no other thread runs what these groups' ranks run together: orders would differ among ranks.
 
     Raises:
         RankMismatchError: where one does.

@@ -26,7 +26,7 @@ LAID = "_laid"  # attribute of a module: parameter -> how its parts lie
 
 
 class Lies(NamedTuple):
-    """How a parameter of a call lies among ranks.
+    """Layout of a call's parameter among ranks.
 
     Attributes:
         shape: of this rank's own tensor.
@@ -42,7 +42,7 @@ class Lies(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> Lies | None:
-        """How a tensor lies; None where it is no DTensor."""
+        """Layout of a tensor; None where it is no DTensor."""
         if not is_dtensor(t):
             return None
         mesh = t.device_mesh
@@ -50,11 +50,11 @@ class Lies(NamedTuple):
         return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements))
 
     def is_whole(self) -> bool:
-        """Whether every rank has all of it."""
+        """True where every rank has all of it."""
         return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
 
     def is_cut(self, dim: int, group: Group) -> bool:
-        """Whether the ranks of that group alone, in their order, have equal parts along a dimension."""
+        """True where the ranks of that group alone, in their order, have equal parts along a dimension."""
         if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
             return False
         (placement,) = self.placements
@@ -62,7 +62,7 @@ class Lies(NamedTuple):
 
 
 def is_dtensor(t: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is one, of which nobody has heard before its module is loaded."""
+    """True for a DTensor; before its module is loaded no tensor can be one."""
     if type(t) in _PLAIN:
         return False
     known = sys.modules.get("torch.distributed.tensor")
@@ -70,11 +70,11 @@ def is_dtensor(t: Any) -> TypeGuard[DTensor]:
 
 
 class Laid(NamedTuple):
-    """How parts lie: for the ranks in turn, of each part a rank's share, then the next rank's.
+    """Layout of parts that are each cut among ranks: all shares of the first rank, then those of the next.
 
     Attributes:
         sizes: the features of each part.
-        ranks: how many ranks cut them.
+        ranks: the number of ranks that cut them.
     """
 
     sizes: tuple[int, ...]
@@ -102,7 +102,7 @@ class Laid(NamedTuple):
             before += count
 
     def _shares(self) -> Iterator[tuple[int, int]]:
-        """Where in the whole what lies one behind the other begins, and how much it is."""
+        """Start and size, in the whole, of each share, in the order in which they lie."""
         starts = [0, *itertools.accumulate(self.sizes)]
         for rank in range(self.ranks):
             for start, size in zip(starts, self.sizes, strict=False):
@@ -115,7 +115,7 @@ def how_laid(owner: torch.nn.Module) -> Mapping[str, Laid]:
 
 
 def waited(t: Any) -> Any:
-    """What a collective of PyTorch sends, once it is there (AsyncCollectiveTensor); anything else as it is."""
+    """Result of one of PyTorch's collectives, once it is there (AsyncCollectiveTensor); anything else as it is."""
     known = sys.modules.get("torch.distributed._functional_collectives")
     return _Waited.apply(t) if known is not None and isinstance(t, known.AsyncCollectiveTensor) else t
 
@@ -133,17 +133,17 @@ class _Waited(torch.autograd.Function):
 
 
 def own_part(t: torch.Tensor) -> torch.Tensor:
-    """This rank's own tensor, without autograd; a plain tensor as it is."""
+    """Local tensor of a DTensor, without autograd; a plain tensor as it is."""
     return t._local_tensor if is_dtensor(t) else t
 
 
 def recorded_part(t: torch.Tensor) -> torch.Tensor:
-    """The same as autograd records it."""
+    """Local tensor of a DTensor, recorded by autograd; a plain tensor as it is."""
     return _OwnPart.apply(t, t._spec, tuple(t._local_tensor.shape)) if is_dtensor(t) else t  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _OwnPart(torch.autograd.Function):
-    """What `to_local` gives; transforms of torch.func take it, too."""
+    """Function that gives what `to_local` does; transforms of torch.func take it, too."""
 
     generate_vmap_rule = True
 
@@ -175,12 +175,12 @@ def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> to
 
 
 def like_dtensor(own: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's own part of a DTensor that lies as another does."""
+    """DTensor of this rank's own part, laid out as another one."""
     return as_gradient(own, like._spec, tuple(like._local_tensor.shape))
 
 
 def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's own part of a tensor that every rank has whole, as a DTensor lies; a view."""
+    """Part that this rank has of a whole tensor that is laid out as a DTensor; a view."""
     (chunk,) = like.__create_chunk_list__()
     own = whole[tuple([slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)])]
     return own.view(like._local_tensor.shape) if not own.numel() else own
@@ -202,7 +202,7 @@ def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any
 
 
 def is_taken_away(owner: torch.nn.Module) -> bool:
-    """Whether `fully_shard` takes parameters of a module away between forward and backward.
+    """True where `fully_shard` takes parameters of a module away between forward and backward.
 
     Its marks are hooks for loading, on each module that owns some.
     """

@@ -31,13 +31,13 @@ class Transport(Protocol):
     """A way to move tensors between ranks, whose blocks lie one behind the other; each method starts to fill `made`."""
 
     def gather(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        """Every rank's tensor."""
+        """Gather every rank's tensor."""
 
     def scatter(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         """The sum of every rank's block for this one."""
 
     def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
-        """Every rank's block for this one."""
+        """Swap blocks: receive every rank's block for this one."""
 
 
 class ByProcessGroup:
@@ -79,7 +79,7 @@ class _CollectiveUnderWay(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What ranks do with a tensor of each, all of one shape.
+    """Exchange among ranks of one tensor from each, all of one shape.
 
     Attributes:
         cut: the dimension along which each rank cuts its own into a block for every rank; None: all get the whole.
@@ -96,7 +96,7 @@ class Exchange:
 
     @property
     def back(self) -> Exchange:
-        """That of the gradient, of the sum of all ranks' losses: where it cuts, what comes back is joined."""
+        """Exchange of the gradient, of the sum of all ranks' losses: where this one cuts, that one joins."""
         return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ class Exchange:
         return y
 
     def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Both at once."""
+        """Start the exchange and wait for it."""
         return self.wait(self.start(x, group), group)
 
 
@@ -225,7 +225,7 @@ def exchanged(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, gr
 
 
 class _Exchanged(torch.autograd.Function):
-    """It is linear, so its derivatives are exchanges, too."""
+    """Function of an exchange, which is linear, so its derivatives are exchanges, too."""
 
     @staticmethod
     def forward(x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Group:
 
     @classmethod
     def of(cls, op: str, given: Any) -> Group:
-        """What an op was given as its group: one, a ProcessGroup, or a DeviceMesh of one dimension.
+        """Group from an op's argument: a `Group`, a ProcessGroup, or a DeviceMesh of one dimension.
 
         Raises:
             TypeError: for anything else.
@@ -64,7 +64,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This process's place among the ranks.
+        """Rank of this process in the group.
 
         Raises:
             RuntimeError: when torch.distributed does not know the group.
@@ -72,7 +72,7 @@ class Group:
         return 0 if self.size == 1 else torch.distributed.get_rank(self.process_group())
 
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """What torch.distributed knows under its name.
+        """ProcessGroup that torch.distributed knows by the name.
 
         Raises:
             RuntimeError: when it knows nothing.
@@ -86,7 +86,7 @@ class Group:
         return found
 
     def is_here(self) -> bool:
-        """Whether torch.distributed knows it in this process."""
+        """True where torch.distributed knows it in this process."""
         return self._known() is not None
 
     def _known(self) -> torch.distributed.ProcessGroup | None:
@@ -96,14 +96,14 @@ class Group:
             return None
 
     def __str__(self) -> str:
-        """As messages say it: which rank of how many, in which group."""
+        """Text for messages: the rank of how many, in which group."""
         known = self.size == 1 or self._known() is not None
         at = f"rank {self.rank} of {self.size}" if known else f"one of {self.size} ranks"
         return f"{at} ({self.title})"
 
     @property
     def title(self) -> str:
-        """What messages and plans call it: by its dimension of a mesh, else by its ranks."""
+        """Name in messages and plans: the label or dimension of a mesh, else its ranks."""
         if self.label or not self.name:
             return self.label or "this process"
         found = self._known()
@@ -125,7 +125,7 @@ def groups_given() -> tuple[Group, ...]:
 
 
 class OfRanks:
-    """What has a group of ranks, this process alone at first; it may be set to what `Group.of` takes."""
+    """Base of objects with a group of ranks, this process alone at first; set it to anything that `Group.of` takes."""
 
     _group: Group = Group()
 
@@ -139,5 +139,5 @@ class OfRanks:
 
 
 def has_ranks() -> bool:
-    """Whether other processes run with this one."""
+    """True where other processes run with this one."""
     return dist.is_initialized() and dist.get_world_size() > 1

@@ -97,7 +97,7 @@ CALL = _CurrentModule()  # the module that a list calls, and what enters it ther
 
 @contextlib.contextmanager
 def entering(module: Any, known: Entering) -> Iterator[None]:
-    """In here a call of this module, an op or a list, is told what enters it; others in there are not."""
+    """Context in which calls of this module, an op or a list, are told what enters it; those of others are not."""
     before = CALL.module, CALL.entering
     CALL.module, CALL.entering = module, known
     try:

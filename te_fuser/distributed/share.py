@@ -18,7 +18,7 @@ from te_fuser.formula.rows import batch_layout
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank has of a value that ranks share.
+    """Share of a value that this rank has.
 
     Attributes:
         rows: the groups whose ranks share the rows, each what the one before it leaves a rank; none: they are whole.
@@ -33,23 +33,23 @@ class Share:
     parts: int = 1
 
     def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
-        """The same without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
+        """Sizes of the share without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
         dim = self.dim % dimensions
         samples = batch_dim is not None and bool(self.rows) and batch_dim % dimensions == dim
         return Shared(_size(self.rows), dim > 0, samples, _size(self.columns), self.parts)
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """This process's place among those that share the rows, and the columns."""
+        """Place of this process among those that share the rows, and among those that share the columns."""
         return _rank(self.rows), _rank(self.columns)
 
     @property
     def ranks_draw_apart(self) -> bool:
-        """Whether ranks have different parts, for which they draw different numbers."""
+        """True where ranks have different parts, for which they draw different numbers."""
         return max(_size(self.rows), _size(self.columns)) > 1
 
     def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> RankPlacement:
-        """Where the rows and columns of a value of this shape lie in the whole."""
+        """Placement in the whole of the rows and columns of a value of this shape."""
         block = max(math.prod(shape[self.dim % len(shape) : -1]), 1)
         return RankPlacement(self.shared(batch_dim, len(shape)), *self.ranks, block)
 
@@ -78,7 +78,7 @@ def stream_of(
 
 @contextlib.contextmanager
 def own_state(stream: Callable[[], RandomStream], device: torch.device) -> Iterator[None]:
-    """In here PyTorch's generator of a device draws what a rank's place and a stream say; then it is as it was.
+    """Context in which a device's generator in PyTorch draws by a rank's place and a stream; its state is put back.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, whose replays draw by the generator's own seed.

@@ -1,4 +1,4 @@
-"""What checkpoints see of weights that lie in parts: the shapes of the whole model.
+"""Shapes of the whole model for weights that lie in parts, as checkpoints see them.
 
 A weight of several parts that ranks cut lies as `ops.dtensor.Laid` says. In `state_dict` of its module, and of an
 optimizer that has stepped, it stands as `WholeShape`: a DTensor of the whole's shape of which each rank has several
@@ -27,7 +27,7 @@ class _Pieces(LocalShardsWrapper):
     """Pieces of a whole, which take their values from it."""
 
     def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> _Pieces:
-        """What `torch.distributed.checkpoint.state_dict` does with a tensor that the first rank has sent."""
+        """Fill the pieces from a whole tensor, `torch.distributed.checkpoint.state_dict`'s from the first rank."""
         for piece, offsets in zip(self.local_shards(), self.local_offsets(), strict=True):
             piece.copy_(
                 whole[tuple([slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True)])], non_blocking
@@ -43,7 +43,7 @@ class WholeShape(DTensor):
 
     @classmethod
     def of(cls, cut: DTensor, laid: Laid) -> WholeShape:
-        """That of a DTensor, over its memory."""
+        """View of a DTensor in the whole's shape, over its memory."""
         (chunk,) = cut.__create_chunk_list__()
         whole = torch.empty(cut.shape, dtype=cut.dtype, device="meta")
         local = cut._local_tensor.detach()
@@ -59,7 +59,7 @@ class WholeShape(DTensor):
         return made
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's pieces."""
+        """Return this rank's pieces."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -73,7 +73,7 @@ class WholeShape(DTensor):
 
 
 def _as_it_lies(value: Any, like: DTensor, laid: Laid | None) -> Any:
-    """What was loaded for a parameter, as this lies: of a whole tensor a rank's part; what does not fit as it is."""
+    """Loaded value in the layout of a parameter: of a whole tensor a rank's part; one that does not fit as it is."""
     if isinstance(value, WholeShape):
         return value.cut
     if isinstance(value, DTensor) and laid is not None:
@@ -92,7 +92,7 @@ _known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # which have param
 
 
 class _Layouts(dict[str, Laid]):
-    """How the parameters of a module lie that are in parts; what copies or loads the module makes its own of them."""
+    """Layouts of those parameters of a module that lie in parts; copies and pickles of the module get their own."""
 
     def __init__(self, owner: torch.nn.Module, laid: Mapping[str, Laid]) -> None:
         super().__init__(laid)

@@ -1,4 +1,4 @@
-"""Which products of a model ranks share, and how: of each pair in a branch the first by column, the last by row."""
+"""Choice of the products that ranks share, and how: of each pair in a branch the first by column, the last by row."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _pairs(run: list[Named]) -> Iterator[tuple[Named, list[Named], Named]]:
 
 
 def _takes_its_share(op: torch.nn.Module) -> bool:
-    """Whether an op can run on a rank's part of the features."""
+    """True where an op can run on a rank's part of the features."""
     if isinstance(op, GatedUnit):
         return op.glu_interleave_size is None
     if isinstance(op, DotProductAttention):
@@ -130,7 +130,7 @@ def _takes_its_share(op: torch.nn.Module) -> bool:
 
 
 def _parts(product: FusableOperation, between: list[Named], group: Group) -> Parts:
-    """What lies side by side in a weight, each of which is cut by itself."""
+    """Parts that lie side by side in a weight, each of which is cut by itself."""
     joined = isinstance(product, Bound) and not isinstance(product.names["weight"], str)
     for name, module in between:
         op = _own(module)

@@ -26,7 +26,7 @@ _TAKES = "a MatMul, a Bias, a Linear, or a Bound one of these"
 
 @dataclass
 class _Style(ParallelStyle):
-    """How the ranks of a mesh share a product, or a bias.
+    """Style by which the ranks of a mesh share a product, or a bias.
 
     Args:
         sequence_parallel: whether ranks cut the rows of what is whole in its features; None: as `parallelize` says, by
@@ -172,7 +172,7 @@ def described(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:
-    """How large each of the parts of something is; what does not divide it gives parts that make another whole."""
+    """Sizes of the parts of a whole; where their ratios do not divide it, the sizes add up to another number."""
     ratios = (1,) * parts if isinstance(parts, int) else parts
     return tuple(whole // sum(ratios) * ratio for ratio in ratios)
 

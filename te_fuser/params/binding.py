@@ -30,12 +30,12 @@ class Binding:
 
     @property
     def key(self) -> Key:
-        """The same for all bindings of one parameter, whichever copy that shares it is the owner."""
+        """Key of the parameter, equal for all its bindings, whichever copy that shares it is the owner."""
         return id(self.owner._parameters), self.name
 
     @property
     def computed(self) -> bool:
-        """Whether the parameter is computed, as by torch.nn.utils.parametrize, and not a tensor that is there."""
+        """True where the parameter is computed, as by torch.nn.utils.parametrize, and no tensor is stored."""
         return _stored(self.owner, self.name) is None
 
     def get(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Binding:
         return (rows, *first.shape[1:]) if others else tuple(first.shape)
 
     def taken(self) -> torch.Tensor:
-        """What a call takes for the parameter: by default the same."""
+        """Tensor that a call takes for the parameter: by default the parameter itself."""
         return self.get()
 
     @property
@@ -64,19 +64,19 @@ class Binding:
         return self.owner._parameters, self.name
 
     def facts(self) -> Facts:
-        """What has to hold for calls to find the right tensor there; by default nothing has to."""
+        """Facts by which calls find the right tensor in `slot`; by default none are needed."""
         return Facts()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-        """What stands for one that is computed, by `made(shape, dtype, device, needs_grad)`; None: computing tells."""
+        """Stand-in for a computed parameter, by `made(shape, dtype, device, needs_grad)`; None: computing it tells."""
         return None
 
     def note(self) -> str:
-        """What plans say of it; mostly empty."""
+        """Note on the parameter in plans; mostly empty."""
         return ""
 
     def weak(self) -> Binding:
-        """The same, but it does not keep the owner alive."""
+        """Binding of the same parameter that does not keep the owner alive."""
         return WeakBinding(self.owner, self.name)
 
 
@@ -111,7 +111,7 @@ def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 
 
 def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
-    """What holds while parameters are of the modules that they are of, or are none that these have.
+    """Facts that hold while each parameter stays with its module, and each missing one stays missing.
 
     Raises:
         AttributeError: when there is no such part.
@@ -125,7 +125,7 @@ def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:
-    """Whether a module has a tensor of that name; what torch.nn.utils.parametrize computes is not computed for it."""
+    """True where a module has a tensor of that name; one by torch.nn.utils.parametrize is not computed for it."""
     if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
         return True
     return isinstance(getattr(owner, name, None), torch.Tensor)
@@ -147,7 +147,7 @@ _standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
 
 @contextmanager
 def standing_in(known: StandIns) -> Iterator[None]:
-    """In here an op that reads a parameter which is computed gets what stands for it, and nothing is computed."""
+    """Context in which ops get the stand-ins of parameters that are computed, and nothing is computed."""
     token = _standing.set({**(_standing.get() or {}), **known})
     try:
         yield
@@ -156,14 +156,14 @@ def standing_in(known: StandIns) -> Iterator[None]:
 
 
 class PlannedParametrizations:
-    """What an op has as its `parametrizations` while it is planned: name -> a function that gives the stand-in."""
+    """Value of an op's `parametrizations` while it is planned: name -> a function that gives the stand-in."""
 
     def __init__(self, owner: torch.nn.Module, known: StandIns) -> None:
         self._owner, self._known = owner, known
 
     @classmethod
     def of(cls, owner: torch.nn.Module) -> PlannedParametrizations | None:
-        """Those of an op; None where nothing stands in for its parameters."""
+        """Planned parametrizations of an op; None where nothing stands in for its parameters."""
         known = _standing.get()
         return None if known is None or not any(k == id(owner._parameters) for k, _ in known) else cls(owner, known)
 

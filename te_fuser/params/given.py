@@ -13,7 +13,7 @@ from te_fuser.params.binding import WeakBinding
 
 
 class Given(torch.nn.Module):
-    """What ops are bound to that read tensors of a call as their parameters: `Bound(op, given, weight="weight")`.
+    """Owner of a call's tensors, which ops read as their parameters: `Bound(op, given, weight="weight")`.
 
     A call runs inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`); or it gives
     the tensors by the path of the list that the ops stand in, `model(x, **{"0.weight": w})`. Each such tensor gets its
@@ -36,7 +36,7 @@ class Given(torch.nn.Module):
 
     @contextmanager
     def holding(self, **tensors: torch.Tensor) -> Iterator[None]:
-        """In here ops that are bound to this read these tensors."""
+        """Context in which ops that are bound to this read these tensors."""
         held: ContextVar[Any] = self.__dict__["_held"]
         token = held.set(tensors)
         try:
@@ -55,7 +55,7 @@ class GivenBinding(WeakBinding):
     tells: ClassVar[bool] = True
 
     def shape(self) -> tuple[int, ...]:
-        """None that is known without a call."""
+        """Empty shape, as none is known without a call."""
         return ()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine
 
 
 def is_left(parameter: torch.Tensor) -> bool:
-    """Whether the engine adds up a parameter's gradient, as its mark says.
+    """True where the engine adds up a parameter's gradient, as its mark says.
 
     Raises:
         ValueError: where it was joined from several, and some of them alone are marked.
@@ -56,7 +56,7 @@ def wait_for_sums(under_way: Sums, gradients: Sequence[torch.Tensor], group: Gro
 
 
 def with_sum(parameter: torch.Tensor, group: Group) -> torch.Tensor:
-    """The same, whose gradient autograd adds up over the ranks; what is left to the engine stays as it is."""
+    """Parameter whose gradient autograd adds up over the ranks; one that is left to the engine stays as it is."""
     if group.size == 1 or is_left(parameter):
         return parameter
     return exchanged(parameter, None, Exchange(), group)

@@ -28,13 +28,13 @@ def _concatenated(*parts: torch.Tensor) -> torch.Tensor:
 
 
 class Joined(NamedTuple):
-    """What a tensor was joined from, or made of in another way.
+    """Sources of a tensor that was joined, or made in another way.
 
     Attributes:
-        parts: these.
-        facts: that these are the parts and lie where they lay.
+        parts: the sources.
+        facts: hold while these are the parts and lie where they lay.
         copied: whether it has memory of its own, and is no view of theirs.
-        again: makes it of them.
+        again: makes the tensor from the parts.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -114,7 +114,7 @@ class JoinedBinding(WeakBinding):
         return owner.__dict__.get("_wholes", owner._parameters), self.name
 
     def facts(self) -> Facts:
-        """Which tensors the parts of the kept one are, and where they lie."""
+        """Facts of the kept tensor: its parts, and where they lie."""
         kept = joined_of(self._wholes.get(self.name))
         return Facts() if kept is None else kept.facts
 
@@ -139,7 +139,7 @@ class JoinedBinding(WeakBinding):
         return whole
 
     def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
-        """These are the parts, and lie where they lie now; on a GPU the stream is the same."""
+        """Facts that hold while these are the parts and lie where they lie now; on a GPU the stream is the same."""
         dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
         placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
         of_others = owned(self.owner, [name for name in self.names if "." in name])
@@ -161,12 +161,12 @@ class JoinedBinding(WeakBinding):
 
 
 def joined_of(t: torch.Tensor | None) -> Joined | None:
-    """What a parameter of a call was joined from; None where it was not."""
+    """Sources of a parameter of a call that was joined; None where it was not."""
     return None if t is None else t.__dict__.get(_JOINED)
 
 
 def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The same, its parts alone; empty where it was not joined."""
+    """Parts of a parameter that was joined; empty where it was not."""
     joined = joined_of(t)
     return () if joined is None else joined.parts
 
@@ -189,7 +189,7 @@ Places = list[tuple[int, int, int, Callable[..., torch.Tensor]]]
 
 
 def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
-    """What is kept for backward, with the parts of copies, which stand at some of the places `joined`, in their stead.
+    """Tensors kept for backward, where the copies among those at the places `joined` are replaced by their parts.
 
     So a copy dies with forward, and parameters that `fully_shard` takes away in between take no memory.
     """
@@ -204,7 +204,7 @@ def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any]
 
 
 def whole_again(kept: Sequence[Any], places: Places) -> Sequence[Any]:
-    """The same the other way round."""
+    """Tensors that `kept_in_parts` took apart, with the copies made again."""
     if not places:
         return kept
     found = list(kept[: places[0][1]])
@@ -214,7 +214,7 @@ def whole_again(kept: Sequence[Any], places: Places) -> Sequence[Any]:
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors lie one behind the other in one buffer, without gaps."""
+    """True where tensors lie one behind the other in one buffer, without gaps."""
     if not all(p.is_contiguous() and p.device.type != "meta" for p in parts):
         return False
     places = [(p.untyped_storage().data_ptr(), p.storage_offset(), p.numel()) for p in parts]
@@ -228,7 +228,7 @@ def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _viewed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same, with its node where a part needs a gradient."""
+    """View of parts that `lie_together` as one, with a node of autograd where a part needs a gradient."""
     whole = in_one_buffer([own_part(p) for p in parts])
     if not any(p.requires_grad for p in parts):
         return whole
@@ -238,7 +238,7 @@ def _viewed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same as a copy."""
+    """Copy of parts as one tensor, joined along dimension 0."""
     if not any(map(is_dtensor, parts)):
         return torch.cat(parts)  # type: ignore[arg-type]
     whole = _concatenated(*parts)
@@ -246,7 +246,7 @@ def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any], ...]:
-    """Whether the current stream is the one that is current now, as `Facts.calls`."""
+    """Check that the current stream is still the one of now, as `Facts.calls`."""
     if device.type != "cuda":
         return ()
     stream = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
@@ -254,7 +254,7 @@ def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any]
 
 
 class _Wholes(dict[str, torch.Tensor]):
-    """What was joined without a copy, by the names; copies and pickles of a module have none."""
+    """Cache of tensors joined without a copy, by the names; copies and pickles of a module have none."""
 
     def __reduce__(self) -> Any:
         return _Wholes, ()
@@ -280,7 +280,7 @@ class Together(HoldsScales):
         self._settle()
 
     def _settle(self) -> None:
-        """What follows whenever parameters may be others than before."""
+        """Drop the joined tensors and bring parts into one buffer again, as parameters may be others than before."""
         self.__dict__.get("_wholes", {}).clear()
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)

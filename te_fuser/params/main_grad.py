@@ -41,7 +41,7 @@ _earlier = ContextVar("_earlier", default=-1)
 
 @contextlib.contextmanager
 def of_backward(number: int) -> Iterator[None]:
-    """What is written in here, outside of autograd, is of an earlier backward, by autograd's number for it."""
+    """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
     token = _earlier.set(number)
     try:
         yield
@@ -119,7 +119,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
 
 
 def _writes_over(weight: torch.Tensor, over: bool) -> bool:
-    """Whether a gradient replaces what main_grad holds; outside of backward each is alone."""
+    """True where a gradient replaces what main_grad holds; outside of backward each is alone."""
     over = over or getattr(weight, "overwrite_main_grad", False)
     backward = max(torch._C._current_graph_task_id(), _earlier.get())
     if backward < 0:
@@ -159,7 +159,7 @@ def gradient_added(weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_absent(gradient: torch.Tensor) -> bool:
-    """Whether a tensor only stands for a gradient that is in a main_grad, and autograd is to get none."""
+    """True where a tensor only stands for a gradient that is in a main_grad, and autograd is to get none."""
     return _ABSENT in gradient.__dict__
 
 
@@ -182,9 +182,9 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Afterwards main_grad, and the note that it was added to, are as they were; backwards in here do write to it.
+    """Context in which backwards write to main_grad, which is put back afterwards, with the note that it was added to.
 
-    For captures, which must see the memory that replays are to write to. A copy lies around meanwhile.
+    For captures, which must see the memory that replays are to write to. Memory of a copy is taken meanwhile.
     """
     before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
     notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
@@ -200,7 +200,7 @@ def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """What a backward in here gives to main_grad, by itself; main_grad has it afterwards. None: there is none."""
+    """Yield a tensor for what a backward in here gives to main_grad, which has it afterwards. None: no main_grad."""
     parts = parts_of(weight) or (weight,)
     held = [held_main_grad(part) for part in parts]
     first = next((t for t in held if t is not None), None)
@@ -223,7 +223,7 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 @contextlib.contextmanager
 def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *also: str) -> Iterator[None]:
-    """Another tensor as main_grad; further attributes are put back with it."""
+    """Context in which another tensor is the main_grad; further attributes are put back with it."""
     names = ("main_grad", "get_main_grad", *also)
     before = {name: weight.__dict__[name] for name in names if name in weight.__dict__}
     weight.__dict__.pop("get_main_grad", None)
@@ -244,7 +244,7 @@ def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def has_main_grad(weight: torch.Tensor) -> bool:
-    """Whether a weight, or one that it was joined from, has a main_grad."""
+    """True where a weight, or one that it was joined from, has a main_grad."""
     return any(held_main_grad(part) is not None for part in parts_of(weight) or (weight,))
 
 

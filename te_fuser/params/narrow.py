@@ -26,12 +26,12 @@ _scaled = WeakTensorKeyDictionary()
 
 
 def is_narrow(t: torch.Tensor) -> bool:
-    """Whether a tensor is in 8 bits."""
+    """True where a tensor is in 8 bits."""
     return t.dtype in FLOAT8.values()
 
 
 def prefix_of(name: str) -> str:
-    """What buffers of a weight have before their names: "" of "weight", "fc1_" of "fc1_weight"."""
+    """Prefix of the names of a weight's buffers: "" of "weight", "fc1_" of "fc1_weight"."""
     parts = [part.removesuffix(".T").removesuffix("weight").strip("._") for part in name.split(", ")]
     said = "_".join(part.replace(".", "_") for part in parts if part)
     return f"{said}_" if said else ""
@@ -86,7 +86,7 @@ def note_scaled(module: torch.nn.Module, moved: bool = False) -> None:
 
 
 def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
-    """Why the scale of a module with these parameters is not that of its weight in 8 bits, in words; None: it is."""
+    """Reason for which a scale in this module is not that of its weight in 8 bits, in words; None where it is."""
     if p not in _scaled:  # somebody's, who brings scale and numbers, as torch.func.functional_call does
         _scaled[p] = version_of(p), id(there)
     version, of = _scaled[p]
@@ -100,12 +100,12 @@ def not_scaled(p: torch.Tensor, there: Mapping[str, Any]) -> str | None:
 
 
 def version_of(p: torch.Tensor) -> float:
-    """How often a tensor was written in place; NaN, which nothing equals, where it is not told: of inference mode."""
+    """Number of in-place writes to a tensor; NaN, which nothing equals, in inference mode, where none are counted."""
     return math.nan if p.is_inference() else p._version
 
 
 def staying_narrow(module: torch.nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What `_apply` does to tensors, which leaves numbers of 8 bits what they are."""
+    """Function for `_apply`, which leaves numbers of 8 bits what they are."""
 
     def applied(t: torch.Tensor) -> Any:
         made = fn(t)

@@ -103,7 +103,7 @@ def states_of(owner: torch.nn.Module) -> States:
 
 
 def asides() -> list[Aside]:
-    """All that is kept on modules and that calls change."""
+    """List everything that is kept on modules and that calls change."""
     return list(_asides.values())
 
 
@@ -215,7 +215,7 @@ _ALONE = (
 
 
 def _unsound(key: str, found: torch.Tensor) -> str:
-    """In words what a checkpoint has of scales or of a history that calls cannot go by; empty where that is sound."""
+    """Message about scales or a history in a checkpoint that calls cannot go by; empty where these are sound."""
     if found.is_meta or isinstance(found, FakeTensor):  # without numbers
         return ""
     numbers, is_scale = found.float(), key.endswith(SCALE)

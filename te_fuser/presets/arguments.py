@@ -1,4 +1,4 @@
-"""What all presets take: the arguments they share, those that do nothing here, and what is said of any other."""
+"""Arguments that all presets share: those with an effect, those that do nothing here, and the messages about others."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ SETTLED = frozenset(_SETTLED.split())
 
 @dataclass(frozen=True)
 class PlacementArguments:
-    """Where the parameters of a preset are: what every preset takes.
+    """Placement arguments that every preset takes: dtype, device and ranks of its parameters.
 
     Attributes:
         params_dtype: the parameters'; None: torch's default.
         device: the parameters'; None: torch's default where it was set, else the GPU where there is one, else the CPU.
         sequence_parallel: whether ranks cut the sequence between products, so that each has its part of x's rows.
-        sequence_dim: along which dimension of x; where attention's layout says it, that is taken.
+        sequence_dim: the dimension of x that they cut; attention's layout, where it gives one, takes precedence.
         tp_group: the group of ranks that share the weights: a ProcessGroup, or a dimension of a DeviceMesh.
-        tp_size: how many ranks, where the group comes later, by `set_tensor_parallel_group`.
+        tp_size: the number of ranks, where the group comes later, by `set_tensor_parallel_group`.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got, and what to do.
@@ -100,13 +100,13 @@ class RandomState:
 
     @staticmethod
     def of(given: Any) -> RandomState | None:
-        """That of a preset's arguments, where they name a tracker."""
+        """Random state of the tracker that a preset's arguments name; None where they name none."""
         return given.get_rng_state_tracker and RandomState(given.get_rng_state_tracker, given.rng_tracker_name)
 
 
 @dataclass(frozen=True)
 class Common(PlacementArguments):
-    """What presets with weights take, too.
+    """Arguments of presets with weights, beside those of placement.
 
     Attributes:
         init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
@@ -132,7 +132,7 @@ class Common(PlacementArguments):
                 raise TypeError(f"{name} is a function, got {getattr(self, name)!r}: give one, or leave it out")
 
     def fill(self, output_layer: bool = False) -> Fill:
-        """What fills a weight."""
+        """Initializer of a weight, `output_layer_init_method` for the last one of a block."""
         return (self.output_layer_init_method if output_layer else self.init_method) or normal
 
 
@@ -189,7 +189,7 @@ _PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is be
 
 
 def stacklevel_of_user() -> int:
-    """For `warnings.warn` in the function that asks: the caller of whatever preset is being made or called."""
+    """Level for `warnings.warn` in the calling function: the caller of whatever preset is being made or called."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals["__name__"].startswith(_PRESETS):
         frame, level = frame.f_back, level + 1
@@ -263,14 +263,14 @@ def check_size(name: str, value: Any) -> int:
 
 
 def check_epsilon(name: str, value: Any) -> float:
-    """What is added to a variance. ValueError for what is no finite number from 0 on."""
+    """Check a norm's epsilon and return it. ValueError for anything but a finite number from 0 on."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
         raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
     return value
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """One of several words, in any case. ValueError, naming them all."""
+    """Check that a value is one of several words, in any case, and return that. ValueError, naming them all."""
     found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
         near = meant(value, list(choices)) if isinstance(value, str) else ""

@@ -163,7 +163,7 @@ def plans_ahead(said: Any) -> bool:
 
 
 def own_rows(preset: Preset, rows: list[int]) -> list[int]:
-    """Of the sizes of the whole's rows this rank's, where ranks cut the sequence.
+    """Sizes of this rank's rows, of those of the whole, where ranks cut the sequence.
 
     Raises:
         ValueError: when they cannot cut it so.

@@ -1,4 +1,4 @@
-"""What a call says of an attention: which variant of the op it takes, and the tensors that this reads by name."""
+"""Arguments of an attention's call: the variant of the op that they select, and the tensors that it reads by name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class AttentionCall:
     def of(
         cls, mask_type: Any, window_size: Any, bottom_right_diagonal: Any, qkv_format: Any, prefix: str = ""
     ) -> AttentionCall:
-        """That of a preset that was made with these arguments.
+        """Variant of a preset that was made with these arguments.
 
         Raises:
             TypeError, ValueError: naming the argument, and what it takes.
@@ -101,7 +101,7 @@ class AttentionCall:
     def changed(
         self, mask_type: Any = None, window_size: Any = None, bottom_right_diagonal: Any = None
     ) -> AttentionCall:
-        """The same with another mask, as far as these are not None; a mask's type says the corner, unless it is given.
+        """Copy with the arguments replaced that are not None; a mask's type sets the corner, unless that is given.
 
         Raises:
             TypeError, ValueError: naming the argument, and what it takes.
@@ -125,7 +125,7 @@ class AttentionCall:
         return found
 
     def argument(self, name: str) -> str:
-        """What calls name an argument of it; those of a layer say of self attention `self_attn_mask_type` alone."""
+        """Keyword of an argument in calls; of a layer's self attention, `attn_mask_type` alone has a prefix."""
         return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
 
     @property
@@ -135,12 +135,12 @@ class AttentionCall:
 
     @property
     def causal(self) -> bool:
-        """Whether later positions are hidden."""
+        """True where later positions are hidden."""
         return "causal" in self.mask_type
 
     @property
     def reads_mask(self) -> bool:
-        """Whether a boolean tensor says what is hidden."""
+        """True where a boolean tensor is read as the mask."""
         return self.mask_type == "arbitrary" or "padding" in self.mask_type and self.padded_by in ("mask", "keys")
 
     @property
@@ -172,7 +172,7 @@ class AttentionCall:
         return replace(self, bottom_right=True, padded_by="cache")
 
     def hides(self, apart: bool) -> ops.AttentionMask:
-        """What is hidden, of keys that are packed with the queries or apart."""
+        """Mask of the op, for keys that are packed with the queries or `apart` from them."""
         counts = self.causal or self.window is not None or self.bias in ("alibi", "slopes")
         # Of packed heads there are as many keys as queries: both corners are the same.
         corner = "bottom_right" if apart and counts and self.bottom_right else "top_left"
@@ -199,7 +199,7 @@ class AttentionCall:
         return found
 
     def scores(self, soft_cap: float, sink: str) -> ops.AttentionScores:
-        """What is done to the scores."""
+        """Changes to the scores: soft cap, bias, ALiBi slopes and sink."""
         alibi = "alibi_slopes" if self.bias == "slopes" else self.bias == "alibi"
         bias = "core_attention_bias" if self.bias == "given" else None
         by_position = bias is not None and self.qkv_format == "thd"
@@ -314,7 +314,7 @@ class Asking:
     def _sequences(
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        """Of "thd": where sequences begin, and how long they are where padding lies between them."""
+        """Variant for "thd", and where its sequences begin, and how long they are where padding lies between them."""
         ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
         begins: list[Any] = [given.get("cu_seqlens_q_padded"), given.get("cu_seqlens_kv_padded")]
         if ends[0] is None:
@@ -337,7 +337,7 @@ class Asking:
         return replace(call, padded_by="offsets and lengths"), _between_padding(sides, ends, begins, alike)
 
     def _longest(self, given: list[Any], alike: bool) -> int | None:
-        """What bounds all sequences, a power of two for the sake of few variants; None: one side's may be any length.
+        """Upper bound of all sequences' lengths, a power of two to keep variants few; None: one side has no bound.
 
         A tensor's number is taken, too: its device is waited for.
 
@@ -425,7 +425,7 @@ def _type(call: AttentionCall) -> str:
 def _between_padding(
     sides: Sequence[str], ends: Sequence[Any], begins: Sequence[Any], alike: bool
 ) -> dict[str, torch.Tensor]:
-    """Where each side's sequences begin, and how many tokens they have."""
+    """Start of each side's sequences between padding, and their numbers of tokens."""
     found: dict[str, torch.Tensor] = {}
     for side, end, begin in zip(sides, ends, begins, strict=True):
         own = ends[0] if end is None else end

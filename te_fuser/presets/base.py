@@ -45,7 +45,7 @@ Made = TypeVar("Made", bound="Preset")
 
 @dataclass(frozen=True)
 class Declared:
-    """How a parameter of a preset is filled, and the attributes that it carries for others to read."""
+    """Initial value of a preset's parameter, and the attributes that it carries for others to read."""
 
     fill: Fill | float
     marks: dict[str, Any]
@@ -55,7 +55,7 @@ _NOTHING: dict[str, Any] = {}  # beside x; nobody writes to it
 
 
 class Asked(NamedTuple):
-    """What a call of a preset comes to.
+    """Call of a preset, as the call of a list that it comes to.
 
     Attributes:
         listed: the list that it takes: the preset itself or a variant.
@@ -76,7 +76,7 @@ class Asked(NamedTuple):
     is_first_microbatch: bool | None = None
 
     def of_list(self, way: Callable[..., Any]) -> Any:
-        """What way(list, x, **call) gives."""
+        """Return way(list, x, **call), run in `held` and by `is_first_microbatch`."""
         if self.held is None and self.is_first_microbatch is None:
             return way(self.listed, self.x, **self.call)
         with microbatch(self.is_first_microbatch), self.held or contextlib.nullcontext():
@@ -168,7 +168,7 @@ class Preset(Together, Variants):
         super().__setattr__(name, value)
 
     def keywords(self, arguments: type[PlacementArguments] = Common, **changed: Any) -> dict[str, Any]:
-        """What this preset was given of these arguments, for the parts of it that are presets themselves."""
+        """Keywords of these arguments as this preset was given them, for its parts that are presets themselves."""
         common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
         group = None if self._group == ops.Group() else self._group
         placed = {"tp_group": group, "tp_size": self.tp_size, "sequence_dim": self.sequence_dim}
@@ -280,7 +280,7 @@ class Preset(Together, Variants):
         vars(self).update({name: getattr(self.common, name) for name in said if name not in vars(self)})
 
     def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
-        """What stands in the list: what `relist` put there, or has taken its place, and what was appended.
+        """Members of the list: those that `relist` put there, or their replacements, and those appended.
 
         A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
 
@@ -295,7 +295,7 @@ class Preset(Together, Variants):
         return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
 
     def own_ops(self) -> list[torch.nn.Module]:
-        """What `relist` put into the list, or has taken its place."""
+        """Members that `relist` put into the list, or their replacements."""
         return [module for name, module in self.members() if name in self._listed]
 
     def appended(self) -> Iterable[torch.nn.Module]:
@@ -326,7 +326,7 @@ class Preset(Together, Variants):
         return self._asked(*args, **call).of_list(measure)  # type: ignore[no-any-return]
 
     def _asked(self, *args: Any, **call: Any) -> Asked:
-        """What a call comes to by the forward of the preset, whatever a subclass does before and after it."""
+        """Return the list's call that a call of the preset comes to, whatever a subclass does before and after it."""
         forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
         return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
 
@@ -358,7 +358,7 @@ class Preset(Together, Variants):
         return Asked(listed, x, call, held, returns, again, is_first_microbatch)
 
     def writes_over(self, is_first_microbatch: bool | None) -> bool:
-        """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
+        """True where a call writes gradients over main_grad, by its `is_first_microbatch`."""
         return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
 
     def product(
@@ -403,7 +403,7 @@ class Preset(Together, Variants):
 
     @property
     def is_list(self) -> bool:
-        """Whether a call of nothing but x is one of the bare list, which gives what the preset returns."""
+        """True where a call with x alone is one of the bare list, whose output is the preset's."""
         return not self.asked()
 
     def asked(self) -> tuple[str, ...]:

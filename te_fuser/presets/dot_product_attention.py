@@ -52,7 +52,7 @@ class ScoreArguments(PlacementArguments):
 
 @dataclass(frozen=True)
 class DotProductAttentionArguments(ScoreArguments):
-    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset.
+    """Keywords of `DotProductAttention`, documented there, and the layout of heads in the list of another preset.
 
     Attributes:
         set_parallel_mode: whether each rank of the group has its part of the heads.
@@ -178,7 +178,7 @@ class DotProductAttention(ContextParallel):
 
     @property
     def own_heads(self) -> tuple[int, int]:
-        """This rank's heads of queries, and of keys and values."""
+        """Number of heads of queries, and of keys and values, on this rank."""
         if not self.common.set_parallel_mode:
             return self.num_attention_heads, self.num_gqa_groups
         heads = self.share(self.num_attention_heads, "num_attention_heads")

@@ -139,7 +139,7 @@ class InferenceParams:
             rows.put([], [])
 
     def goes_on(self) -> bool:
-        """Whether a sequence of the step has tokens of earlier steps."""
+        """True where a sequence of the step has tokens of earlier steps."""
         return any(length > count for length, count in zip(self.sequences.values(), self._steps, strict=True))
 
     def _move(self, before: list[Hashable], now: list[Hashable]) -> None:
@@ -223,7 +223,7 @@ class InferenceParams:
 
 
 def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
-    """What `pre_step` was told, as plain numbers. TypeError or ValueError, naming the sequence, and what it takes."""
+    """Argument of `pre_step` as plain integers. TypeError or ValueError, naming the sequence, and what it takes."""
     if not isinstance(step_dict, Mapping):
         raise TypeError(f"pre_step takes a dict, sequence -> how many tokens, got {type(step_dict).__name__}")
     found = {}
@@ -246,13 +246,13 @@ def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers on a device, for which nobody waits."""
+    """Copy of whole numbers on a device, for which nobody waits."""
     made = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
 
 
 class Lengths:
-    """How long sequences are, on a device: tensors that stay where they are."""
+    """Lengths of sequences on a device, in tensors that stay where they are."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -269,7 +269,7 @@ class Lengths:
 
 
 def cached(params: Any, wanted: CacheRequest, heads: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What an attention with caches reads by name, for x [positions, batch, ..] or [batch, positions, ..].
+    """Tensors that an attention with caches reads by name, for x [positions, batch, ..] or [batch, positions, ..].
 
     Args:
         params: `InferenceParams`, or any object with max_batch_size, max_sequence_length, sequence_len_offset,
@@ -321,7 +321,7 @@ _MEGATRONS = (
 def _alike(
     params: Any, wanted: CacheRequest, batch: int, positions: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """The same numbers for all samples, by `sequence_len_offset`."""
+    """Start, count and end of positions by `sequence_len_offset`, the same numbers for all samples."""
     start = int(params.sequence_len_offset)
     if start + positions > params.max_sequence_length:
         raise ValueError(

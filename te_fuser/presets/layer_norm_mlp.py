@@ -57,7 +57,7 @@ def activation_op(name: str, params: Mapping[str, Any] | None = None) -> ops.Fus
 
 
 def widens(name: str) -> bool:
-    """Whether the activation takes twice the features that it gives."""
+    """True where the activation takes twice the features that it gives."""
     return issubclass(ACTIVATIONS[check_choice("activation", name, ACTIVATIONS)], ops.GatedUnit)
 
 
@@ -122,7 +122,7 @@ _FUNCTIONS: dict[type[ops.FusableOperation], Callable[[torch.Tensor], torch.Tens
 
 @dataclass(frozen=True)
 class LayerNormMLPArguments(Normed):
-    """What `LayerNormMLP` takes as keywords."""
+    """Keywords of `LayerNormMLP`, documented there."""
 
     fc1_bias: bool | None = None
     activation: str = "gelu"

@@ -23,7 +23,7 @@ def linear_to_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn
 
 @dataclass(frozen=True)
 class AffineArguments(Common):
-    """What `Linear` and `LayerNormLinear` take, as the former says."""
+    """Keywords that `Linear` and `LayerNormLinear` share, documented at `Linear`."""
 
     parallel_mode: str | None = None
     skip_weight_param_allocation: bool = False
@@ -285,7 +285,7 @@ class Linear(Affine):
 
 @dataclass(frozen=True)
 class LayerNormLinearArguments(AffineArguments, Normed):
-    """What `LayerNormLinear` takes as keywords."""
+    """Keywords of `LayerNormLinear`, documented there."""
 
 
 class LayerNormLinear(Affine):

@@ -116,12 +116,12 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def crosses(self) -> bool:
-        """Whether keys and values are another tensor's."""
+        """True where keys and values are another tensor's."""
         return self.attention_type == "cross"
 
     @property
     def qk_norm_before_rope(self) -> bool:
-        """Whether norms of heads come before the rotation."""
+        """True where norms of heads come before the rotation."""
         return bool(self.common.qk_norm_before_rope)
 
     @property
@@ -132,7 +132,7 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def _core(self) -> DotProductAttention:
-        """What is between the projections.
+        """Attention between the projections.
 
         Raises:
             TypeError: where another module stands there, which calls cannot tell their mask.
@@ -148,13 +148,13 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def qkv_weight_interleaved(self) -> bool:
-        """Whether heads lie group by group: as was said, where one weight has queries, keys and values together."""
+        """True where heads lie group by group, as asked for; False where q, k and v have weights of their own."""
         projection: Any = self.key_value if self.crosses else self.first
         return bool(self.common.qkv_weight_interleaved) and len(projection.parts["weight"]) == 1
 
     @property
     def _packing(self) -> str:
-        """How heads lie that attention reads."""
+        """Layout of the heads that attention reads."""
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         return f"{KEYS}{packing}" if self.crosses else packing
 
@@ -313,7 +313,7 @@ class MultiheadAttention(ContextParallel):
             yield "qk_norm", norm
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
-        """What an op on heads is told of them: queries, those with keys and values, or these alone."""
+        """Keywords of an op on heads: of queries, of queries with keys and values, or of `keys_alone`."""
         heads, groups = self._core.own_heads
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         kv_heads = groups if keys_alone or not self.crosses else None
@@ -338,10 +338,10 @@ class MultiheadAttention(ContextParallel):
         inference_params: Any = None,
         hidden_states: torch.Tensor | None = None,
     ) -> tuple[dict[str, Hashable], dict[str, torch.Tensor]]:
-        """What is different from the list itself, for `variant`, and the tensors that ops read by name.
+        """Differences from the list itself, as keywords of `variant`, and the tensors that ops read by name.
 
         Args:
-            hidden_states: what caches are made for, where there are inference_params.
+            hidden_states: the input that caches are made for, where there are inference_params.
 
         Raises:
             TypeError, ValueError: for what the preset does not take, or what is missing.

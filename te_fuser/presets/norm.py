@@ -19,7 +19,7 @@ _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
 @dataclass(frozen=True)
 class NormArguments(PlacementArguments):
-    """What a norm takes that is a preset."""
+    """Arguments of a norm that is a preset."""
 
     hidden_size: int | None = None
     zero_centered_gamma: bool = False
@@ -27,7 +27,7 @@ class NormArguments(PlacementArguments):
 
 @dataclass(frozen=True)
 class Normed(Common):
-    """What a preset with a norm at its head takes.
+    """Arguments of a preset that begins with a norm.
 
     Attributes:
         normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.

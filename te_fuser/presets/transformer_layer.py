@@ -49,7 +49,7 @@ _ARGUMENTS = ("self_attn_mask_type", *_CROSS, *(name for name in ARGUMENTS if na
 
 @dataclass(frozen=True)
 class TransformerLayerArguments(HeadsArguments):
-    """What `TransformerLayer` takes as keywords."""
+    """Keywords of `TransformerLayer`, documented there."""
 
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -223,7 +223,7 @@ class TransformerLayer(ContextParallel):
 
     @property
     def decodes(self) -> bool:
-        """Whether there is cross attention."""
+        """True where there is cross attention."""
         return self.layer_type == "decoder"
 
     # --------------------------------------------------------------------------------------- lists
@@ -269,7 +269,7 @@ class TransformerLayer(ContextParallel):
         yield f"{name}_end", self._end(f"{name}_residual")
 
     def _end(self, residual: str) -> Sequential:
-        """What comes behind a branch."""
+        """Ops at the end of a branch: dropout, stochastic depth, and the sum with the residual."""
         said = self.common
         paths = [ops.DropPath(said.drop_path_rate, _BATCH[said.attn_input_format])] if said.drop_path_rate else []
         return Sequential(ops.Dropout(said.hidden_dropout), *paths, ops.Add(residual))

@@ -85,7 +85,7 @@ class Block:
         return [state for ref in self._states if ref is not None and (state := ref()) is not None]
 
     def index(self, rows: tuple[int, ...]) -> torch.Tensor:
-        """These rows as an index; it is kept, as a copy to a GPU waits for that."""
+        """Index tensor of these rows; it is kept, as a copy to a GPU waits for the GPU."""
         found = self._indices.get(rows)
         if found is None:
             if len(self._indices) >= _INDICES_KEPT:

@@ -27,7 +27,7 @@ _LOST = (
 
 
 def checkpoint_contexts() -> tuple[Any, Any]:
-    """For `torch.utils.checkpoint.checkpoint(.., use_reentrant=False, context_fn=checkpoint_contexts)`.
+    """Contexts for `torch.utils.checkpoint.checkpoint(.., use_reentrant=False, context_fn=checkpoint_contexts)`.
 
     What is computed again in backward runs in the regions of its forward by the scales of then, and amaxes count once.
     `te_fuser.checkpoint` does so by itself.
@@ -89,7 +89,7 @@ class _Forward:
 
     @contextlib.contextmanager
     def _by_its_scales(self) -> Iterator[None]:
-        """In here products that were called in its regions have the scales of then, and no update gives them others.
+        """Context in which products that were called in its regions have the scales of then, and keep them in updates.
 
         Those of other threads are left alone. What forward records goes nowhere, as it was folded.
         """
@@ -161,7 +161,7 @@ read_in_capture = _captured.get  # the copies of scales that calls here read, wh
 
 
 def of_capture(scales: Snapshot) -> contextlib.AbstractContextManager[None]:
-    """In here they are these."""
+    """Context in which `read_in_capture` gives these scales."""
     return region.being(_captured, scales)
 
 

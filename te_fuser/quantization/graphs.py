@@ -54,7 +54,7 @@ class GraphedRegion:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """In here a forward warms up, or is captured."""
+        """Context in which a forward warms up, or is captured."""
         if self._key is None:
             yield
             return
@@ -141,7 +141,7 @@ class GraphedRegion:
 
 @contextlib.contextmanager
 def _copied(device: torch.device) -> Iterator[None]:
-    """In here calls read copies of the scales of a device, made here."""
+    """Context in which calls read copies of the scales of a device, made here."""
     before: list[Kept] = []
     snapshot = Snapshot([], is_captured=True)
     with lock, torch.no_grad():

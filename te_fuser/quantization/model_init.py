@@ -32,7 +32,7 @@ _waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quant
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """In here ops and presets are made whose products keep their weights in 8 bits alone, for inference.
+    """Context in which ops and presets are made whose products keep their weights in 8 bits alone, for inference.
 
     A weight becomes a parameter of float8_e4m3fn, with the scale 448 / amax among the module's buffers (`fp8_scale`),
     as soon as its module is made. Calls take a region of FP8 and no gradients; checkpoints load in 8 bits and wide.

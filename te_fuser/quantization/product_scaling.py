@@ -60,7 +60,7 @@ class StateBinding(Binding):
 
     @property
     def owner(self) -> torch.nn.Module:  # type: ignore[override]
-        """No module has it among its parameters.
+        """Raise, as no module has it among its parameters.
 
         Raises:
             ReferenceError: whenever it is asked for.
@@ -195,7 +195,7 @@ class Blocks(ProductScaling):
 
 
 class Current(Blocks):
-    """One scale of each tensor that is multiplied, from itself."""
+    """Current scaling: one scale of each tensor that is multiplied, from itself."""
 
     def numbers(self, weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
         own = {n: StateBinding(state, "blanks", n, 0 if n.startswith("weight") else time) for n in OWN}

@@ -42,7 +42,7 @@ Kept = tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]  # `kept`, `is_k
 
 @contextlib.contextmanager
 def written_by_updates() -> Iterator[None]:
-    """In here tensors of states are made and written, whatever modes a call runs in; by one thread at a time."""
+    """Context in which states' tensors are made and written, whatever modes a call runs in; one thread at a time."""
     with lock, torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -217,7 +217,7 @@ class State:
                 self.block.amaxes[self.row] = 0.0
 
     def now(self) -> tuple[Any, ...]:
-        """All that calls record and note, for `put_back`."""
+        """State of now for `put_back`: all that calls record and note."""
         kept = dict(self.kept), self.is_kept, self.kept_of
         return self.recipe, (self.ran_by, self.ran_in, self.entry), self.recorded(), kept
 

@@ -101,7 +101,7 @@ def _sources(weight: Binding) -> tuple[Source, ...]:
 
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
-    """In here calls read what was kept when it was noted."""
+    """Context in which calls read what was kept when it was noted."""
     found = [(state, then, (dict(state.kept), state.is_kept, state.kept_of)) for state, then, _ in used]
     for state, then, _ in found:
         state.put_kept(then, True, ())

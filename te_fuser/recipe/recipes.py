@@ -247,7 +247,7 @@ class DelayedScaling(Recipe):
 
     @property
     def own_scales(self) -> None:
-        """They are kept."""
+        """None: scales are kept from call to call."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
-        """One of each tensor."""
+        """Rules of one scale for each tensor."""
         by = self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad
         return OwnScales(by[0]), OwnScales(by[1]), OwnScales(by[2])
 
@@ -310,7 +310,7 @@ class Float8BlockScaling(Recipe):
 
     @property
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
-        """One of each block."""
+        """Rules of one scale for each block."""
         by, row = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad), (1, self.step)
         return OwnScales(by[0], row), OwnScales(by[1], (self.step, self.step)), OwnScales(by[2], row)
 
@@ -340,5 +340,5 @@ class MXFP8BlockScaling(Recipe):
 
     @property
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
-        """One of each block."""
+        """Rules of one scale for each block."""
         return (OwnScales(QParams(power_2_scale=True), (1, self.step)),) * 3

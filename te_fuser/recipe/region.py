@@ -35,7 +35,7 @@ class Region:
 
     @functools.cached_property
     def agrees(self) -> str | None:
-        """By name the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
+        """Name of the group whose ranks agree on magnitudes where this is the outermost region; None where none do."""
         if not self.recipe.reduce_amax:
             return None
         return "" if self.group is None else str(self.group.group_name)
@@ -107,7 +107,7 @@ def current_key() -> Key | None:
 
 @contextlib.contextmanager
 def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """In here a variable has a value."""
+    """Context in which a variable has a value."""
     token = variable.set(value)
     try:
         yield
@@ -117,7 +117,7 @@ def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 @contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
-    """In here calls are of the first micro-batch of a step or of another one; None: as around.
+    """Context in which calls are of the first micro-batch of a step or of another one; None: as around.
 
     Raises:
         TypeError: for anything else than True, False and None.
@@ -135,7 +135,7 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_used() -> Iterator[list[Any]]:
-    """In here calls that read kept weights note what they read."""
+    """Context in which calls that read kept weights note what they read."""
     noted: list[Any] = []
     try:
         with being(_used, noted):
@@ -182,13 +182,13 @@ def settings_changed() -> None:
 
 
 def settings() -> int:
-    """Number of times that it was called."""
+    """Number of calls of `settings_changed`."""
     return _settings[0]
 
 
 @contextlib.contextmanager
 def counted_alone() -> Iterator[int]:
-    """In here calls count as those of an entry of their own, of this number, which calls nobody."""
+    """Context in which calls count as those of an entry of their own, of this number, which runs no callbacks."""
     before, mine = _entry.get(), next(_count)
     _entry.set(mine)
     try:
@@ -204,7 +204,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
-    """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
+    """Context in which a forward runs again, in the regions that it ran in; entering others runs no callbacks."""
     before = _stack.get()
     _be_within(stack)
     try:

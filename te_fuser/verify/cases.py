@@ -1,4 +1,4 @@
-"""In what ways a model is run: shapes, dtypes, strides, which gradients are needed, training or not."""
+"""Cases of a model's runs: shapes, dtypes, strides, which gradients are needed, training or not."""
 
 from __future__ import annotations
 

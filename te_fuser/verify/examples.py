@@ -1,4 +1,4 @@
-"""How an op of a class is made, and lists of ops that a fusion's pattern matches."""
+"""Construction of an op from its class, and lists of ops that a fusion's pattern matches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _STANDS_FOR: dict[type[FusableOperation], type[FusableOperation]] = {
 
 @dataclass(frozen=True)
 class OpExample:
-    """How an op of a class is made.
+    """Construction of an op from its class.
 
-    Its constructor gets, where it takes these, the number of input features as `features`, `in_features` and
+    The constructor gets, where it takes these, the number of input features as `features`, `in_features` and
     `out_features`, a free `name`, and "meta" as `device`. Parameters on that device get random numbers.
 
     Attributes:
-        arguments: what else it gets; or a function (features, name) that gives this.
+        arguments: its further arguments; or a function (features, name) that gives these.
         choices: argument -> another text to try; switches and floating-point numbers are changed without being named.
         make: called in place of the constructor; gets a torch.Generator as `rng`, too, where it takes one.
         normal: op -> mean and standard deviation of its random numbers.

@@ -109,7 +109,7 @@ class FusionCheck:
             self.skipped.append((case.name, why))
 
     def _why_not(self, plan: Plan) -> str | None:
-        """Why this plan is without the fusion, or None."""
+        """Reason for which this plan is without the fusion; None where it has it."""
         name = self.fusion.name
         if name in {s.name for s in (plan.forward if self.fusion.has_forward else plan.backward)}:
             return None
@@ -119,7 +119,7 @@ class FusionCheck:
         return "; ".join(reasons) or "its pattern matches nowhere in this list"
 
     def never_taken(self) -> str | None:
-        """When no case ran: why, in words."""
+        """Message for when no case ran, with the reasons; None where one did."""
         if self.rows:
             return None
         reasons = dict.fromkeys(why for _, why in self.skipped)

@@ -37,7 +37,7 @@ _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "grad
 
 @dataclass
 class VerifiedCall:
-    """What a model is called with.
+    """Arguments of a model's call.
 
     Attributes:
         inputs: named tensors; `differentiable` are the names of those whose gradient is compared.
@@ -49,7 +49,7 @@ class VerifiedCall:
     differentiable: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype | None) -> VerifiedCall:
-        """The same call with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
+        """Copy with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
         if dtype is None:
             return self
 
@@ -111,7 +111,7 @@ class Subject:
         return rows + [Row(case.name, "another rank", note=f"on rank {k}: {text}") for k, text in others]
 
     def settled(self, settled: bool) -> bool:
-        """Whether no rank has to look at other data, which all run together."""
+        """True where all ranks are settled; else all of them together have to look at other data."""
         return all(gather_values(self._ranks, "verify: whether to run on neighbouring data", settled))
 
     def _negate(self) -> None:
@@ -123,13 +123,13 @@ class Subject:
                 p.data.neg_()
 
     def _both_ways(self, case: Case, call: VerifiedCall) -> list[Row]:
-        """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
+        """Rows by nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
         with registry.disabled(registry.RECORDED):
             rows = _Run(self, case, call).rows()
         return rows + (_Run(self, case, call).rows() if self._records(call) else [])
 
     def _records(self, call: VerifiedCall) -> bool:
-        """Whether a part of the model would run as PyTorch's functions."""
+        """True where a part of the model would run as PyTorch's functions."""
         if not registry.enabled(registry.RECORDED):
             return False
         x = call.x.detach().requires_grad_(call.x.is_floating_point())
@@ -231,7 +231,7 @@ class _Run:
         return max((torch.finfo(dtype).eps for dtype in dtypes - {torch.float32}), default=0.0)
 
     def _quantizes(self) -> bool:
-        """Whether an op rounds to 8 bits."""
+        """True where an op rounds to 8 bits."""
         rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
         return any(op.output_dtype(torch.float32) in FLOAT8.values() for op in rows)
 
@@ -261,7 +261,7 @@ class _Run:
         return results, [*again, *repeated.items()]
 
     def _watched(self) -> list[str]:
-        """What the steps do not keep of their promises, in a run of its own."""
+        """Promises that steps do not keep, found in a run of its own."""
         model, said = self.subject.fused, list[str]()
 
         def run(group: FusedRegion, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
@@ -431,7 +431,7 @@ def gradient_names(model: Sequential, inputs: Iterable[str]) -> frozenset[str]:
 
 
 def gradients_repeat(model: Sequential, device: torch.device) -> bool:
-    """Whether a second backward must give the same bits; attention's libraries on a GPU promise it when asked to."""
+    """True where a second backward must give the same bits; attention's libraries on a GPU promise it when asked to."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return True
     return not any(isinstance(op, DotProductAttention) for op in model.operations())

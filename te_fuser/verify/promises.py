@@ -1,6 +1,6 @@
-"""What a step promises besides its numbers: it leaves what it reads as it is, and makes what the plan says, in memory.
+"""Promises of a step besides its numbers: it leaves what it reads as it is, and makes what the plan says, in memory.
 
-A promise is looked at where it is made: at each step, on the very tensors that it reads and makes.
+Each promise is checked where it is made: at each step, on the very tensors that it reads and makes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Promises:
         self.label = f"{direction} step {step.name!r} over {', '.join(node.label for node in covered)}"
 
     def before(self, slots: Slots) -> dict[str, torch.Tensor]:
-        """What the step reads, to be compared with what is there when it has run."""
+        """Copies of the step's inputs, to be compared with the inputs when it has run."""
         looked_at = [(name, slots[k]) for name, k in self._inputs if name not in self._written]
         return {name: t.clone() for name, t in looked_at if isinstance(t, torch.Tensor)}
 
     def broken(self, slots: Slots, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Which of its promises the step did not keep, in words."""
+        """Promises that the step did not keep, in words."""
         for name, k in self._inputs:
             if name in before and not same_bits(before[name], slots[k]):
                 yield f"it changed its input {name!r}"
@@ -49,7 +49,7 @@ class Promises:
         yield from self._shared(slots)
 
     def _shared(self, slots: Slots) -> Iterator[str]:
-        """What lies in memory of another tensor, of a step that says that it makes its own."""
+        """Outputs that lie in another tensor's memory, where the step says that it makes its own."""
         if not self._task.own_memory or self._task.aliases:
             return
         taken = {memory_of(slots[k]): f"its input {name!r}" for name, k in self._inputs}
@@ -61,7 +61,7 @@ class Promises:
 
 
 def memory_of(t: Any) -> int | None:
-    """Where a tensor's memory begins; None for what has none."""
+    """Address at which a tensor's memory begins; None for anything without memory."""
     return t.untyped_storage().data_ptr() or None if isinstance(t, torch.Tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""What a verification found: rows, in one line, as a table and as an error."""
+"""Report of a verification: rows, in one line, as a table and as an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row did."""
+        """True where every row passed."""
         return all(row.passed for row in self.rows)
 
     @property

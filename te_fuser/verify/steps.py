@@ -59,7 +59,7 @@ def run_verified(
 
 
 class _WatchedCall:
-    """What one call has computed so far, and the checks of its steps."""
+    """Values that one call has computed so far, and the checks of its steps."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _WatchedCall:
         return list(found)
 
     def data(self, nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
-        """What nodes read, as it was in forward."""
+        """Values and parameters that nodes read, as they were in forward."""
         nodes = list(nodes)
         found = {}
         for v in self.entering(nodes):
@@ -213,7 +213,7 @@ class _CheckedRunner:
         self._judge(found, data, evaluate)
 
     def _gradients(self, data: Tensors, exact: bool, leaving: list[int]) -> dict[str, torch.Tensor]:
-        """What the step is to make, by autograd over the reference."""
+        """Results that the step is to make, by autograd over the reference."""
         graph, refs = self.watch.graph, [ref for ref, _ in self.outputs if ref.kind in _CHECKED]
         # The datum whose gradient each is.
         sources = {
