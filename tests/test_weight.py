@@ -7,15 +7,16 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 69_052,
+    "lines of te_fuser and csrc": 69_051,
     "files in te_fuser": 298,
     "files flat in te_fuser/ops": 40,
-    "lines of tests": 74_118,
+    "lines of tests": 74_133,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 108,
     "class names defined in several files": 7,
     "dataclasses of more than 14 fields": 2,
+    "docstrings that begin with a pronoun": 0,
     "members of FusableOperation": 30,
 }
 FIGURES = figures()

@@ -38,6 +38,7 @@ def figures(root: Path = ROOT) -> dict[str, Figure]:
         "helpers of at most 8 lines that are used once": _counted(_used_once(trees)),
         "class names defined in several files": _counted(_in_several_files(trees)),
         "dataclasses of more than 14 fields": _counted(_wide_records(trees)),
+        "docstrings that begin with a pronoun": _counted(_pronouns(trees)),
         "members of FusableOperation": _counted(_members(trees, "FusableOperation")),
     }
     return found
@@ -82,6 +83,18 @@ def _in_several_files(trees: dict[Path, ast.Module]) -> Iterator[str]:
             if isinstance(node, ast.ClassDef):
                 files[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
     yield from (f"{name}: {', '.join(sorted(found))}" for name, found in sorted(files.items()) if len(found) > 1)
+
+
+def _pronouns(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if re.match(
+                    r"(What|Whether|That|Those|These|This|Which|Who|Whatever|Where|When|Why|How|It|They|The same)\b",
+                    text,
+                ):
+                    yield f"{path.relative_to(ROOT)} {getattr(node, 'name', '')}: {text.splitlines()[0]}"
 
 
 def _wide_records(trees: dict[Path, ast.Module]) -> Iterator[str]:
