@@ -404,6 +404,11 @@ def test_ops_that_are_bound_to_a_module_outside_the_model() -> None:
     assert te_fuser.verify(mlp.body, dtypes=[torch.bfloat16]).passed
 
 
+def test_ids_stay_ids() -> None:
+    model = te_fuser.Sequential(torch.nn.Embedding(5, 8), ops.LayerNorm(8))
+    assert te_fuser.verify(model, torch.tensor([[4, 0, 2]])).passed
+
+
 def test_plain_modules_between_ops() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), torch.nn.Tanh(), ops.LayerNorm(8), kernels="reference")
     assert verify(randomize(model), dtypes=DTYPES).passed

@@ -319,7 +319,8 @@ class _Run:
         named = {name: leaves[f"{_INPUT} {name}"] for name in self.call.inputs}
         outputs: dict[str, torch.Tensor] = {}
         for number in range(self.case.calls):
-            made = function(x if number == 0 else x * 0.5, outputs=self.call.outputs, **named)
+            other = x if number == 0 or not x.is_floating_point() else x * 0.5  # ids stay ids
+            made = function(other, outputs=self.call.outputs, **named)
             whole = made if isinstance(made, tuple) else (made,)
             mark = f" of call {number + 1}" if number else ""
             names = ("output", *(f"output {n!r}" for n in self.call.outputs))
