@@ -7,13 +7,15 @@ model itself. What is no list of te_fuser's is converted by `te_fuser.from_torch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -38,12 +40,29 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> tuple[Any, torch.Tensor]:
-    """The model that was named, as a list of te_fuser's, and an input for it.
+@contextlib.contextmanager
+def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The model that was named, as a list of te_fuser's, and an input for it; inside, print() writes to stderr.
 
     Raises:
-        UsageError: where there is no such model, or it cannot be converted.
+        UsageError: where there is no such model, it cannot be converted, or cannot be planned for this input.
     """
+    import torch
+
+    from te_fuser.look import NotSeenError
+
+    with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
+        model, x = _model_and_input(chosen)
+        try:
+            model.plans(x, device=device)
+        except NotSeenError:
+            pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        yield model, x
+
+
+def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     import torch
 
     from te_fuser.from_torch import from_torch
@@ -59,11 +78,16 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> tu
         raise UsageError(
             f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or a function that does"
         )
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    meta = any(t.is_meta for t in model.parameters())
+    place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(place, dtype) if dtype.is_floating_point else model.to(place)
-    sizes = _sizes(chosen.input)
-    x = torch.randn(sizes, device=place).to(dtype) if dtype.is_floating_point else torch.zeros(sizes, dtype=dtype)
-    x = x.to(place).requires_grad_(dtype.is_floating_point)
+    try:
+        x = torch.zeros([int(size) for size in chosen.input.split(",")], dtype=dtype, device=place)
+    except (TypeError, ValueError, RuntimeError) as error:
+        words = "give sizes with commas between them, as 8,128,512, of a tensor that fits into memory"
+        raise UsageError(f"--input {chosen.input}: {words}") from error
+    if dtype.is_floating_point:
+        x = torch.randn(x.shape, device=place).to(dtype).requires_grad_()
     if isinstance(model, Sequential):
         return model, x
     try:
@@ -76,25 +100,35 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> tu
     return (made if isinstance(made, Sequential) else Sequential(made)), x
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--input {text}: give sizes with commas between them, as 8,128,512") from None
-
-
 def _named(text: str) -> Any:
-    place, colon, name = text.rpartition(":")
-    if not colon or not name:
+    import torch
+
+    place, _, name = text.rpartition(":")
+    if not place or not name:
         raise UsageError(f"{text!r} names no model: write file.py:name or package.module:name")
-    found = getattr(_module(place), name, None)
-    if found is None:
-        raise UsageError(f"{place} has no {name!r}")
-    return found if hasattr(found, "parameters") or not callable(found) else found()
+    own, sys.argv = sys.argv, [place]  # a script that reads its arguments when it is imported finds none
+    try:
+        found = getattr(_module(place), name, None)
+        if found is None:
+            raise UsageError(f"{place} has no {name!r}")
+        return _called(text, found) if callable(found) and not isinstance(found, torch.nn.Module) else found
+    except SystemExit as error:
+        raise UsageError(f"{text} ends the process, with status {error.code}, before there is a model") from error
+    finally:
+        sys.argv = own
+
+
+def _called(text: str, make: Callable[[], Any]) -> Any:
+    with contextlib.suppress(ValueError):  # some of C have no signature
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise UsageError(f"{text} takes arguments ({error}): name a function without") from error
+    return make()
 
 
 def _module(place: str) -> ModuleType:
-    path = Path(place)
+    path = Path(place).resolve()
     if path.suffix != ".py":
         sys.path.insert(0, "")
         try:
@@ -103,10 +137,16 @@ def _module(place: str) -> ModuleType:
             raise UsageError(f"there is no module {place!r}: {error}") from error
     if not path.is_file():
         raise UsageError(f"there is no file {place}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").is_file():  # a file of a package may import its neighbours
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    sys.path.insert(0, str(folder))
+    if "." in name:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules.setdefault(name, module)  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
 
@@ -123,18 +163,16 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(chosen: argparse.Namespace) -> int:
-    import torch
-
-    model, x = model_and_input(chosen)
-    with torch.set_grad_enabled(not chosen.inference):
-        try:
-            found = model.explain(x, device=chosen.device, passes=chosen.passes)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+    with model_and_input(chosen, chosen.device) as (model, x):
+        found = model.explain(x, device=chosen.device, passes=chosen.passes)
     if chosen.html:
-        print(f"{found.to_html(chosen.html)}", file=sys.stderr)
+        try:
+            print(f"{found.to_html(chosen.html)}", file=sys.stderr)
+        except OSError as error:
+            raise UsageError(f"--html {chosen.html}: {error.strerror}") from error
     if chosen.json:
-        print(json.dumps({"plans": plans_as_data(found)}, indent=1))
+        between = [text for _, text in found.borders]
+        print(json.dumps({"plans": plans_as_data(found), "by_itself": between, "unseen": found.unseen}, indent=1))
     elif not chosen.html:
         print(found)
     return 0
@@ -168,8 +206,11 @@ def verify_model(chosen: argparse.Namespace) -> int:
     """Exit status 1 where something differs."""
     from te_fuser.verify import verify
 
-    model, x = model_and_input(chosen)
-    report = verify(model, x, raise_on_failure=False)
+    with model_and_input(chosen) as (model, x):
+        try:
+            report = verify(model, x, raise_on_failure=False)
+        except (TypeError, ValueError) as error:  # what the model itself raises is in the report
+            raise UsageError(str(error)) from error
     if chosen.json:
         print(json.dumps({"passed": report.passed, "report": str(report)}, indent=1))
     else:
@@ -192,19 +233,21 @@ def bench(chosen: argparse.Namespace) -> int:
     """Milliseconds of a call of each way: op by op, compiled, and te_fuser."""
     import torch
 
-    model, x = model_and_input(chosen)
-    ways: dict[str, Callable[[torch.Tensor], Any]] = {"eager": model.reference}
-    if not chosen.no_compile:
-        ways["torch.compile"] = torch.compile(model.reference)
-    ways["te_fuser"] = model
+    if chosen.rounds < 1:
+        raise UsageError(f"--rounds {chosen.rounds}: give 1 or more")
+    figure = _figure(chosen.plot) if chosen.plot else None
     left_out: dict[str, str] = {}
-    for name in [name for name in ways if name != "te_fuser"]:
-        try:
-            _call(ways[name], x, model, chosen.inference)
-        except Exception as error:  # of another library, whatever it raises
-            left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            del ways[name]
-    times = _times(ways, x, model, chosen)
+    with model_and_input(chosen) as (model, x):
+        ways: dict[str, Callable[[torch.Tensor], Any]] = {"eager": model.reference}
+        if not chosen.no_compile:
+            ways["torch.compile"] = torch.compile(model.reference)
+        for name in list(ways):
+            try:
+                _call(ways[name], x, model)
+            except Exception as error:  # of another library, whatever it raises
+                left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                del ways[name]
+        times = _times(ways | {"te_fuser": model}, x, model, chosen.rounds)
     if chosen.json:
         print(json.dumps({"milliseconds": times, "left_out": left_out}, indent=1))
     else:
@@ -212,47 +255,52 @@ def bench(chosen: argparse.Namespace) -> int:
             print(f"{name:<14} {taken:10.3f} ms  {taken / times['te_fuser']:6.2f} of te_fuser's")
         for name, why in left_out.items():
             print(f"{name:<14} left out: {why}")
-    if chosen.plot:
-        _plot(times, chosen)
+    if figure is not None:
+        _plot(figure, times, chosen)
     return 0
 
 
-def _call(way: Callable[[torch.Tensor], Any], x: torch.Tensor, model: Any, inference: bool) -> None:
+def _call(way: Callable[[torch.Tensor], Any], x: torch.Tensor, model: Any) -> None:
     import torch
 
-    with torch.set_grad_enabled(not inference):
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-        y = way(x)
-        if not inference:
-            y.backward(torch.ones_like(y))
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    made = way(x)
+    ends = [y for y in (made if isinstance(made, tuple) else (made,)) if y is not None and y.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(y) for y in ends])
     if x.is_cuda:
         torch.cuda.synchronize()
 
 
-def _times(
-    ways: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, model: Any, chosen: argparse.Namespace
-) -> dict[str, float]:
+def _times(ways: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, model: Any, count: int) -> dict[str, float]:
     """Medians over rounds in which the ways take turns."""
     rounds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         for _ in range(_WARM_UP):
-            _call(way, x, model, chosen.inference)
-    for _ in range(chosen.rounds):
+            _call(way, x, model)
+    for _ in range(count):
         for name, way in ways.items():
             start = time.perf_counter()
             for _ in range(_CALLS):
-                _call(way, x, model, chosen.inference)
+                _call(way, x, model)
             rounds[name].append((time.perf_counter() - start) / _CALLS)
     return {name: 1e3 * statistics.median(found) for name, found in rounds.items()}
 
 
-def _plot(times: dict[str, float], chosen: argparse.Namespace) -> None:
+def _figure(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise UsageError('--plot needs matplotlib: pip install "te-fuser[examples]"') from error
-    figure = Figure(figsize=(6, 0.8 + 0.4 * len(times)), layout="constrained")
+    figure = Figure(figsize=(6, 2), layout="constrained")
+    try:
+        figure.savefig(path)  # before time is spent on what cannot be written
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {path}: {error}") from error
+    return figure
+
+
+def _plot(figure: Any, times: dict[str, float], chosen: argparse.Namespace) -> None:
     axes = figure.add_subplot()
     bars = axes.barh(list(times)[::-1], list(times.values())[::-1], color="#3f6fa3")
     axes.bar_label(bars, fmt="%.3f", padding=3)

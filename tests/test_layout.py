@@ -68,6 +68,7 @@ KNOWS = {
         "params",
         "dtypes",
         "formula",
+        "look",
         "ops",
         "sharding",
         "codegen",
@@ -121,7 +122,7 @@ KNOWS = {
         "sequential",
         "variants",
     },
-    "model_commands": {"from_torch", "fuser", "sequential", "verify"},
+    "model_commands": {"from_torch", "fuser", "look", "sequential", "verify"},
     "cli": {
         "dtypes",
         "codegen",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import te_fuser
 from te_fuser import cli, fusions, ops
 from te_fuser.codegen import compiler
 
@@ -27,6 +28,28 @@ def plain():
 
 def ids():
     return te_fuser.Sequential(torch.nn.Embedding(5, 8), ops.LayerNorm(8))
+
+
+def preset():
+    print("made")
+    return te_fuser.LayerNormLinear(8, 8, return_bias=True, device="cpu")
+
+
+def of_meta():
+    with torch.device("meta"):
+        return build()
+
+
+def two_inputs():
+    return te_fuser.Sequential(ops.Linear(8, 8), ops.Add("skip"))
+
+
+def of_size(size):
+    return ops.Linear(size, size)
+
+
+def ends():
+    raise SystemExit(0)
 
 
 def number():
@@ -72,20 +95,54 @@ def test_explain_as_data_and_as_a_page(models: str, tmp_path: Path, capsys: pyte
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_json_stands_alone_and_tells_of_modules_in_between(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The preset prints, and returns several values."""
+    for verb, *more in (["explain"], ["bench", "--rounds", "1", "--no-compile"]):
+        assert cli.main([verb, f"{models}:preset", "--input", "3,8", "--json", *more]) == 0
+        told = capsys.readouterr()
+        assert json.loads(told.out) and "made" in told.err
+    assert cli.main(["explain", f"{models}:ids", "--input", "3,4", "--json"]) == 0  # no ids: nothing is known behind it
+    found = json.loads(capsys.readouterr().out)
+    assert not found["plans"] and "0 (Embedding)" in found["by_itself"][0] and "'0' (Embedding)" in found["unseen"]
+
+
+def test_a_model_on_the_meta_device_is_planned_there(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"{models}:of_meta", "--input", f"{2**40},8"]
+    assert cli.main(["explain", *given, "--device", "h200"]) == 0
+    assert f"input [{2**40}, 8] float32, on h200" in capsys.readouterr().out
+    assert cli.main(["verify", *given]) == 2
+    assert "got a meta tensor, which has no values" in capsys.readouterr().err
+
+
+def test_a_file_of_a_package_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some package" / "outer_of_models" / "inner"
+    folder.mkdir(parents=True)
+    for part in (folder, folder.parent):
+        (part / "__init__.py").touch()
+    (folder / "layers.py").write_text(MODELS)
+    (folder / "model.py").write_text("from ..inner.layers import build")
+    assert cli.main(["explain", f"{folder / 'model.py'}:build", "--input", "3,8"]) == 0
+
+
+def test_a_script_with_arguments_and_dataclasses_is_imported(tmp_path: Path) -> None:
+    lines = (
+        "from __future__ import annotations",
+        "import argparse, dataclasses",
+        MODELS,
+        "@dataclasses.dataclass",
+    )
+    script = tmp_path / "script_of_models.py"
+    script.write_text("\n".join((*lines, "class Sizes:", "    n: int", "argparse.ArgumentParser().parse_args()")))
+    assert cli.main(["explain", f"{script}:build", "--input", "3,8"]) == 0
+
+
 def test_verify_ends_with_what_it_found(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", f"{models}:build", "--input", "3,8"]) == 0
     assert "checks passed" in capsys.readouterr().out
 
-    @fusions.register
-    class Wrong(fusions.Fusion):
-        name = "wrong_gelu"
-        pattern = (ops.GELU,)
-
-        def cost(self, m: fusions.Match) -> fusions.Cost:
-            return fusions.Cost(seconds=0.0)
-
-        def forward(self, m: fusions.Match, x: torch.Tensor) -> torch.Tensor:
-            return x
+    @te_fuser.fusion(forward=[ops.GELU], cost=lambda m: fusions.Cost(seconds=0.0))
+    def wrong_gelu(m: fusions.Match, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     try:
         assert cli.main(["verify", f"{models}:build", "--input", "3,8", "--json"]) == 1
@@ -127,6 +184,12 @@ def test_what_torch_compile_cannot_do_is_left_out_by_name(
         ("{models}:convolution", [], "is no te_fuser.Sequential, and from_torch does not take it"),
         ("{models}:build", ["--dtype", "number"], "--dtype number is none of torch's"),
         ("{models}:build", ["--device", "b9"], "b9"),
+        (":build", [], "':build' names no model"),
+        ("{models}:of_size", [], "takes arguments (missing a required argument: 'size'): name a function without"),
+        ("{models}:ends", [], "ends the process, with status 0, before there is a model"),
+        ("{models}:two_inputs", [], "reads 'skip', which no Fork before it binds"),
+        ("{models}:build", ["--dtype", "int64"], "takes floating-point tensors, got int64"),
+        ("{models}:build", ["--html", "no folder/plan.html"], "--html no folder/plan.html: No such file or directory"),
     ],
 )
 def test_wrong_words_are_answered_and_end_with_2(
@@ -138,9 +201,16 @@ def test_wrong_words_are_answered_and_end_with_2(
     assert words in told.err and told.err.startswith("te-fuser explain: ") and not told.out
 
 
-def test_sizes_are_numbers(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", f"{models}:build", "--input", "3x8"]) == 2
-    assert "--input 3x8: give sizes with commas between them, as 8,128,512" in capsys.readouterr().err
+@pytest.mark.parametrize("sizes", ["3x8", "-3,8", "9" * 30, f"{2**60},8"])
+def test_sizes_are_those_of_a_tensor(sizes: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", f"{models}:build", f"--input={sizes}"]) == 2
+    assert f"--input {sizes}: give sizes with commas between them, as 8,128,512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--input", "3,7"], ["--rounds", "0"], ["--plot", "a.b"], ["--plot", "no/a.svg"]])
+def test_bench_looks_before_it_runs(options: list[str], models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", f"{models}:build", "--input", "3,8", "--no-compile", *options]) == 2
+    assert capsys.readouterr().err.startswith("te-fuser bench: ")
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Details, Fusion, fusion, registry
 from te_fuser.verify import VerificationError, VerifyReport, example, models, verify
 from te_fuser.verify.examples import example_of
+from tests.recorded import recorded
 from tests.twins import randomize
 
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
@@ -404,9 +405,24 @@ def test_ops_that_are_bound_to_a_module_outside_the_model() -> None:
     assert te_fuser.verify(mlp.body, dtypes=[torch.bfloat16]).passed
 
 
+def test_ids_stay_ids() -> None:
+    model = te_fuser.Sequential(torch.nn.Embedding(5, 8), ops.LayerNorm(8))
+    assert te_fuser.verify(model, torch.tensor([[4, 0, 2]])).passed
+
+
 def test_plain_modules_between_ops() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), torch.nn.Tanh(), ops.LayerNorm(8), kernels="reference")
     assert verify(randomize(model), dtypes=DTYPES).passed
+
+
+def test_plain_modules_that_look_at_values() -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0 if x.isfinite().all() else x
+
+    model = te_fuser.Sequential(ops.Linear(8, 8), Branch(), ops.LayerNorm(8))
+    with recorded():
+        assert te_fuser.verify(model, torch.randn(3, 8)).passed
 
 
 class WrongGradient(ops.UnfusedOperation):

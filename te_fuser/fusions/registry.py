@@ -16,6 +16,7 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
 from te_fuser.ops.base import FusableOperation, Gradient, Place, Spec
+from te_fuser.ops.words import described
 
 Condition = Callable[[Match], "bool | str | None"]
 Choose = Callable[[Match, str], "Body | Callable[..., Any]"]
@@ -154,9 +155,12 @@ def register(entry: Fusion) -> Fusion:
     """Add a fusion; models that exist see it at their next call.
 
     Raises:
+        TypeError: when it is no fusion, as a class of them is none.
         ValueError: when the name is taken.
     """
     global _version
+    if not isinstance(entry, Fusion):
+        raise TypeError(f"register takes a fusion, got {described(entry)}")
     with _lock:
         if entry.name in _registry or entry.name in _OWN:
             raise ValueError(f"a fusion named {entry.name!r} is registered; unregister({entry.name!r}) it first")

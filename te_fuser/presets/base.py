@@ -314,10 +314,11 @@ class Preset(Together, Variants):
         return self._asked(*args, **call).of_list(functools.partial(Sequential.plans, device=device))  # type: ignore[no-any-return]
 
     def explain(
-        self, *args: Any, device: str | None = None, source: bool = False, measure: bool = False, **call: Any
-    ) -> Any:
+        self, *args: Any, device: str | None = None, source: bool = False, measure: bool = False, passes: bool = False,
+        **call: Any,
+    ) -> Any:  # fmt: skip
         """Both plans of the same call as tables, as `Sequential.explain` shows them, with its options."""
-        show = functools.partial(Sequential.explain, device=device, source=source, measure=measure)
+        show = functools.partial(Sequential.explain, device=device, source=source, measure=measure, passes=passes)
         return self._asked(*args, **call).of_list(show)
 
     def tune(self, *args: Any, rounds: int = 7, seconds: float = 0.2, margin: float = 0.005, **call: Any) -> TuneReport:

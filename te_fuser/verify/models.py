@@ -22,6 +22,7 @@ from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
+from te_fuser.look import NotSeenError
 from te_fuser.ops import Bound, DotProductAttention, op_table
 from te_fuser.ops.base import NamedInput, Spec, output_specs
 from te_fuser.ops.row_op import RowOp
@@ -133,7 +134,10 @@ class Subject:
         if not registry.enabled(registry.RECORDED):
             return False
         x = call.x.detach().requires_grad_(call.x.is_floating_point())
-        plans = self.fused.plans(x, outputs=call.outputs, **call.inputs)
+        try:
+            plans = self.fused.plans(x, outputs=call.outputs, **call.inputs)
+        except NotSeenError:  # a plain module looks at values: run it, whatever there is behind it
+            return True
         return any(segment.recorded for plan in plans for segment in plan.segments)
 
     def plan(self, case: Case, call: VerifiedCall) -> Plan:
@@ -319,7 +323,8 @@ class _Run:
         named = {name: leaves[f"{_INPUT} {name}"] for name in self.call.inputs}
         outputs: dict[str, torch.Tensor] = {}
         for number in range(self.case.calls):
-            made = function(x if number == 0 else x * 0.5, outputs=self.call.outputs, **named)
+            other = x if number == 0 or not x.is_floating_point() else x * 0.5  # ids stay ids
+            made = function(other, outputs=self.call.outputs, **named)
             whole = made if isinstance(made, tuple) else (made,)
             mark = f" of call {number + 1}" if number else ""
             names = ("output", *(f"output {n!r}" for n in self.call.outputs))

@@ -86,6 +86,15 @@ def test_a_bar_leads_to_its_row_and_unfolds_the_table(page: Path, tmp_path: Path
     assert unfolded and seen
 
 
+def test_hundreds_of_bars_fit_into_the_lane(tmp_path: Path) -> None:
+    model = te_fuser.Sequential(*(te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 8)) for _ in range(150)))
+    path = model.explain(torch.zeros(4, 8), device="h200").to_html(tmp_path / "plan.html")
+    wide = "l => [l.children.length, l.scrollWidth - l.clientWidth]"
+    script = f"return [...document.querySelectorAll('.lane')].map({wide});"
+    lanes = looked(path, tmp_path, script, NARROW)
+    assert all(count > 200 and beyond <= 0 for count, beyond in lanes) and len(lanes) == 2
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_nothing_is_wider_than_the_window(page: Path, tmp_path: Path, width: int) -> None:
     """Tables scroll by themselves; all folds are open."""

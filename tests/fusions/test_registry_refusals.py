@@ -322,6 +322,8 @@ def test_the_name_is_the_functions_unless_given():
     assert my_fusion.name == "my_fusion" and my_fusion.doc == "What it does."
     assert repr(my_fusion) == "<fusion 'my_fusion' forward: MatMul, [Bias], GELU x 1+>"
     assert "my_fusion" not in fusions.names()
+    with pytest.raises(TypeError, match="register takes a fusion, got the class Fusion"):
+        fusions.register(fusions.Fusion)
     fusions.register(my_fusion)
     assert fusions.get("my_fusion") is my_fusion and fusions.names()[-1] == "my_fusion"
     assert fusions.unregister("my_fusion") is my_fusion

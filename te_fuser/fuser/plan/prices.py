@@ -268,9 +268,12 @@ def torch_function_of(problem: Problem, node: Node) -> TorchFunction | None:
         return None
     if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
         return None
-    if isinstance(named, TorchFunction):
-        return named
-    found = named(node.op, x, (*node.parameters, *node.named_in))
-    if not (found is None or isinstance(found, TorchFunction)):
-        raise TypeError(f"torch_function of {node.op.kind.__name__} gives a TorchFunction, or None, got {found!r}")
+    names, who = (*node.parameters, *node.named_in), f"torch_function of {node.op.kind.__name__}"
+    found = named if isinstance(named, TorchFunction) else named(node.op, x, names)
+    if found is None:
+        return None
+    if not isinstance(found, TorchFunction):
+        raise TypeError(f"{who} gives a TorchFunction, or None, got {found!r}")
+    if {*found.reads, "input"} != {*names, "input"}:
+        raise ValueError(f"{who}: {found.name!r} reads {found.reads}, where the op has {('input', *names)}: name these")
     return found

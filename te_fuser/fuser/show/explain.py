@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return fragment(self)
+        return fragment(self, f"step-{secrets.token_hex(4)}")  # a notebook shows several in one document
 
     def to_html(self, path: str | Path) -> Path:
         """Write one page that needs nothing else: steps as bars as wide as their time, memory kept, refusals.

@@ -30,9 +30,10 @@ max-width:1100px;margin:0 auto;padding:12px}
 --kernel:#e0707c;--op:#a394d4;--torch:#a0a6b0;--link:#e0ab4c}}
 .te-fuser h2{font-size:17px;margin:20px 0 4px}.te-fuser h3{font-size:14px;margin:16px 0 4px}
 .te-fuser p{margin:4px 0}.te-fuser .soft{color:var(--soft)}
-.te-fuser .lane{position:relative;display:flex;gap:1px;height:40px;margin:2px 0 6px;padding:0;list-style:none}
-.te-fuser .lane li{display:flex;min-width:3px;flex-basis:0;overflow:hidden;list-style:none}
-.te-fuser .lane a{flex:1;overflow:hidden;white-space:nowrap;color:#fff;font-size:11px;padding:3px;text-decoration:none}
+.te-fuser .lane{position:relative;display:flex;height:40px;margin:2px 0 6px;padding:0;list-style:none}
+.te-fuser .lane li{display:flex;min-width:0;flex-basis:0;overflow:hidden;list-style:none}
+.te-fuser .lane a{flex:1;overflow:hidden;white-space:nowrap;color:#fff;font-size:11px;padding:3px 0;
+text-indent:3px;text-decoration:none;margin-right:min(1px,20%)}
 .te-fuser a:focus{outline:3px solid var(--ink);outline-offset:-3px}
 .te-fuser .tip{display:none;position:absolute;left:0;right:0;top:42px;z-index:2;background:var(--page);padding:8px;
 border:1px solid var(--line);box-shadow:0 3px 10px #0004;white-space:pre-line}
@@ -56,28 +57,28 @@ def page(explanation: Explanation) -> str:
     )
 
 
-def fragment(explanation: Explanation) -> str:
-    """Content of the page with its style, which touches nothing else in a notebook."""
+def fragment(explanation: Explanation, name: str = "step") -> str:
+    """Content of the page with its style, which touches nothing else in a notebook; `name` begins ids of elements."""
     e, parts = explanation, [f"<style>{_STYLE}</style>"]
     keys = "".join(f'<span class="key {kind}"></span>{words}' for kind, words in _KINDS.items())
     parts.append(f'<p class="soft">A bar is a step, as wide as its time.{keys}</p>')
     for k, plan in enumerate(e.plans):
         parts += [f"<p>{escape(text)}</p>" for before, text in e.borders if before == k]
         title = f"Plan {k + 1} of {len(e.plans)}" if len(e.plans) > 1 else "Plan"
-        parts += _plan(plan, e.measured[k] if e.measured else None, title, k)
+        parts += _plan(plan, e.measured[k] if e.measured else None, title, f"{name}-{k}")
     parts += [f"<p>{escape(text)}</p>" for before, text in e.borders if before == len(e.plans)]
     if e.unseen:
         parts.append(f"<p>No plan is known from here on: {escape(e.unseen)}.</p>")
     return f'<div class="te-fuser">{"".join(parts)}</div>'
 
 
-def _plan(plan: Plan, measured: Measured | None, title: str, number: int) -> Iterator[str]:
+def _plan(plan: Plan, measured: Measured | None, title: str, name: str) -> Iterator[str]:
     x, rows = plan.graph.values[0].spec, {d: step_rows(plan, d, measured) for d in _DIRECTIONS}
     what = f"{count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {text_of(x.dtype)}, on {plan.device.name}"
     yield f'<h2>{title}</h2><p class="soft">{escape(what)}, memory {plan.memory}</p>'
     for direction, steps in rows.items():
         if steps:
-            yield from _direction(direction, steps, measured is not None, number)
+            yield from _direction(direction, steps, measured is not None, f"{name}-{direction}")
     if not plan.backward:
         yield "<p>No backward: nothing in this call needs a gradient.</p>"
     yield from _memory(plan, rows)
@@ -93,10 +94,10 @@ def _time(row: StepRow) -> float:
 def _kind(row: StepRow) -> str:
     if row.limit == "link" or row.sends:
         return "link"
-    return {"formula": "torch", "no kernel:": "torch"}.get(row.what, row.what)
+    return row.what if row.what in _KINDS else "torch"
 
 
-def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, number: int) -> Iterator[str]:
+def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, name: str) -> Iterator[str]:
     total = sum(map(_time, rows))
     how = "measured" if is_measured else "predicted"
     yield f"<h3>{direction.capitalize()}: {total * 1e3:.3f} ms {how}, {count(len(rows), 'step')}</h3>"
@@ -105,7 +106,7 @@ def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, numbe
         tip = "\n".join(_facts(row, total))
         yield (
             f'<li style="flex-grow:{max(_time(row) / total if total else 1.0, 1e-4):.5f}"><a class="{_kind(row)}" '
-            f'href="#step-{number}-{direction}-{k}">{escape(row.name)}</a><span class="tip">{escape(tip)}</span></li>'
+            f'href="#{name}-{k}">{escape(row.name)}</a><span class="tip">{escape(tip)}</span></li>'
         )
     yield "</ol><details><summary>Steps</summary>"
     table = [
@@ -113,7 +114,7 @@ def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, numbe
          size_text(row.read), size_text(row.written), _limit(row), "; ".join(_more(row))]
         for row in rows
     ]  # fmt: skip
-    ids = [f"step-{number}-{direction}-{k}" for k in range(len(rows))]
+    ids = [f"{name}-{k}" for k in range(len(rows))]
     heads = ("ops", "step", "of", f"us {how}", "read", "written", "limit, share of it", "more")
     yield from _table(heads, table, (3, 4, 5), ids)
     yield "</details>"

@@ -290,3 +290,17 @@ def test_a_torch_function_is_nothing_but_such_a_function() -> None:
 
     with pytest.raises(TypeError, match="torch_function of Bare gives a TorchFunction, or None, got <built-in"):
         Sequential(Bare())(numbers(3, 8))
+
+
+def test_a_torch_function_reads_all_that_the_op_has() -> None:
+    @torch_function(TorchFunction("torch.tanh", torch.tanh))
+    class Scaled(ops.RowOp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def compute(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x * weight
+
+    with pytest.raises(ValueError, match=r"of Scaled: 'torch.tanh' reads \('input',\), .* has \('input', 'weight'\)"):
+        Sequential(Scaled())(numbers(3, 8))

@@ -13,6 +13,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.show.explain import Explanation
+from tests.recorded import recorded
 
 VOID = {"meta", "line", "polygon", "br"}
 
@@ -86,6 +87,19 @@ def test_bars_are_the_steps_as_wide_as_their_time(options: dict[str, Any]) -> No
             assert share == pytest.approx(max(taken / sum(seconds), 1e-4), abs=1e-4)
     kinds = {kind for _, kind, _ in found}
     assert {"fusion"} < kinds <= {"fusion", "kernel", "op", "torch"}
+
+
+def test_bars_of_small_calls_have_a_colour_too() -> None:
+    with recorded():
+        explanation = te_fuser.Sequential(ops.Linear(64, 64)).explain(torch.randn(16, 64, requires_grad=True))
+    assert [kind for _, kind, _ in bars(Reader(explanation._repr_html_()))] == ["torch", "torch"]
+
+
+def test_two_explanations_in_one_notebook_have_rows_of_their_own() -> None:
+    explanation = explained()
+    page = Reader(explanation._repr_html_() + explanation._repr_html_())
+    places = [place for *_, place in bars(page)]
+    assert len(set(places)) == len(places) and {a["id"] for a in page.of("tr") if "id" in a} == set(places)
 
 
 def test_reasons_tensors_and_ops_are_all_there() -> None:
