@@ -85,6 +85,13 @@ bool PeerBuffers::record(CudaDriver::Event event, Stream stream, Failure& failur
   return error == CudaDriver::success || refuse("nothing can be recorded", error, failure);
 }
 
+// Another thread asks for the latest event, so it is one that was recorded.
+bool PeerBuffers::record_latest(CudaDriver::Event event, Stream stream, Failure& failure) {
+  if (!record(event, stream, failure)) return false;
+  latest_ = event;
+  return true;
+}
+
 // ---- exchanges -------------------------------------------------------------------------------------------------
 
 bool PeerBuffers::load(Failure& failure) {
@@ -233,8 +240,7 @@ bool PeerBuffers::close(size_t buffer, Stream stream, Failure& failure) {
   if (!closing.let_go && !tell_read(buffer, stream, failure)) return false;
   if (is_capturing(*driver_, stream)) return true;
   closing.stream = stream;
-  latest_ = closing.closed;
-  return record(closing.closed, stream, failure);
+  return record_latest(closing.closed, stream, failure);
 }
 
 void PeerBuffers::break_off(size_t buffer, Stream stream, const std::string& why) {
@@ -248,8 +254,7 @@ void PeerBuffers::break_off(size_t buffer, Stream stream, const std::string& why
 
 bool PeerBuffers::mark(Stream stream, Failure& failure) {
   const CurrentContext current(*driver_, context_);
-  latest_ = marked_;
-  return record(marked_, stream, failure);
+  return record_latest(marked_, stream, failure);
 }
 
 bool PeerBuffers::release(Failure& failure) {

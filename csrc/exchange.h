@@ -112,6 +112,7 @@ class PeerBuffers {
   bool tell_read(size_t buffer, Stream stream, Failure& failure) const;
   bool follow(Stream stream, CudaDriver::Event event, Failure& failure) const;
   bool record(CudaDriver::Event event, Stream stream, Failure& failure) const;
+  bool record_latest(CudaDriver::Event event, Stream stream, Failure& failure);
   bool run(Operations& operations, Stream stream, Failure& failure) const;
   bool refuse(const char* what, CudaDriver::Result error, Failure& failure) const;
   bool check(size_t buffer, size_t rank, Failure& failure) const;

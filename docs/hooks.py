@@ -25,7 +25,7 @@ DIRECTIVE = re.compile(r"^::: (\S+)$(\n    options: .*$)?", re.MULTILINE)
 
 
 def place(path: Path) -> str:
-    """Where a file of the repository is in the site; a file of code is a page that shows it."""
+    """Path in the site of a file of the repository; a file of code is a page that shows it."""
     if path.is_dir():
         path = path / "README.md"
     if path.is_relative_to(DOCS):

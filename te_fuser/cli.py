@@ -146,12 +146,12 @@ def _json_option(parser: argparse.ArgumentParser) -> None:
 def _version(chosen: argparse.Namespace) -> int:
     from te_fuser import __version__
 
-    found = {"te_fuser": __version__, "Python": sys.version.split()[0], **_parts()}
+    python, parts = sys.version.split()[0], _parts()
     if chosen.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps({"te_fuser": __version__, "Python": python, **parts}, indent=1))
         return 0
-    print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
-    for name, text in _parts().items():
+    print(f"te_fuser {__version__}, Python {python}")
+    for name, text in parts.items():
         print(f"{name + ':':23}{text}")
     return 0
 
@@ -177,12 +177,8 @@ def _doctor(chosen: argparse.Namespace) -> int:
         mark = "ok" if part["ok"] else "FAILS" if part["needed"] else "-"
         print(f"{mark:<6}{name + ':':23}{part['state']}")
     missing = [name for name, part in found.items() if not part["ok"] and not part["needed"]]
-    more = f"; left out, as nothing here needs it: {', '.join(missing)}" if missing else ""
-    print(
-        f"te_fuser runs here as it is meant to{more}"
-        if well
-        else f"{needed} is missing, and kernels need it: see above"
-    )
+    more = f"; optional, and not here: {', '.join(missing)}" if missing else ""
+    print(f"te_fuser runs here as it is meant to{more}" if well else f"{needed} is missing, and kernels need it")
     return 0 if well else 1
 
 

@@ -70,9 +70,7 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
 
     dtype = getattr(torch, chosen.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(
-            f"--dtype {chosen.dtype} is none of torch's: give float32, bfloat16, float16, float64 or int64"
-        )
+        raise UsageError(f"--dtype {chosen.dtype} is none of torch's: give float32, bfloat16, float16 or int64")
     model = _named(chosen.model)
     if not isinstance(model, torch.nn.Module):
         raise UsageError(

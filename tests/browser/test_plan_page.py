@@ -44,7 +44,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:
-    """What a script gives, as JSON, in a window of that width; an error of the page fails it."""
+    """Result of a script, as JSON, in a window of that width; an error of the page fails it."""
     copy = folder / "copy.html"
     ending = f"""<div id="frame"></div><script>
     addEventListener('error', e => document.body.setAttribute('data-error', e.message));

@@ -62,7 +62,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def folded_wrongly(folds: int = 3, device: str = "cpu") -> list[str]:
-    """What is wrong after some folds."""
+    """Tensors that are wrong after some folds."""
     ours, wrong = products(device), list[str]()
     theirs, rows = copied(ours), max(ours) + 3
     folder = AmaxFolder(ours, rows, torch.device(device))

@@ -24,7 +24,7 @@ def state_of(op: Any) -> State:
 
 
 def ensure(op: Any, recipe: DelayedScaling, device: torch.device | None = None) -> State:
-    """The same with its tensors, of a call by that recipe."""
+    """State of a product with its tensors, of a call by that recipe."""
     return state.ensure(Binding(op, "weight"), recipe, op.weight.device if device is None else device)
 
 

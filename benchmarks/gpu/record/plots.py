@@ -247,7 +247,7 @@ _KINDS = {"products": "#5c7fa3", "attention": "#7a6ba8", "rest": "#9aa5b1", "cop
 
 
 def plot_timeline(record: Data, path: Path) -> None:
-    """What runs on a GPU in a step that ranks share, a row for exchanges above one for the rest, way above way."""
+    """Kernels of a GPU in a step that ranks share, below exchanges and copies; a pair of rows for each way."""
     part = _full_run(record, "timeline")
     ways = {name: data["events"] for name, data in part["cases"][0]["contenders"].items()} if part else {}
     if not any(ways.values()):

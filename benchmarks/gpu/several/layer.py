@@ -246,29 +246,40 @@ def one_gpu(ranks: Ranks, say: Callable[..., None]) -> Entry:
     return entry
 
 
-def shared(ranks: Ranks, say: Callable[..., None], without: Sequence[str] = ()) -> Entry:
-    """The layer of all ranks: who takes part is checked against the whole first.
+def taking_part(
+    ranks: Ranks,
+    makers: Mapping[str, Callable[[], Entrant]],
+    check: Callable[[str, Entrant], dict[str, Any]],
+    say: Callable[..., None],
+    without: Sequence[str],
+) -> tuple[dict[str, Entrant], dict[str, dict[str, Any]], dict[str, str]]:
+    """(those that all ranks can make and that are right, what is known of each, why others are left out).
 
     Args:
+        check: f(name, entrant) -> facts for the record; it raises where results differ.
         say: told of each one that is about to be made, for it may end the process.
-        without: what did that before.
+        without: names that did that before.
     """
-    want = results(ranks, alone(ranks, rivals.layer(ranks)))
     left_out, facts = dict.fromkeys(without, "it ended the process"), dict[str, dict[str, Any]]()
     found: dict[str, Entrant] = {}
-    for name, make in makers(ranks).items():
-        if name in without:
-            continue
+    for name in [name for name in makers if name not in without]:
         say(preparing=name)
-        made, reason = ranks.all_can(make)
-        known, reason = (
-            (None, reason) if reason else ranks.all_can(lambda made=made, n=name: _checked(ranks, n, made, want))
-        )
+        made, reason = ranks.all_can(makers[name])
+        known, reason = (None, reason) if reason else ranks.all_can(lambda made=made, n=name: check(n, made))
         if reason:
             left_out[name] = reason
         else:
             found[name], facts[name] = made, known
     say(preparing="")
+    return found, facts, left_out
+
+
+def shared(ranks: Ranks, say: Callable[..., None], without: Sequence[str] = ()) -> Entry:
+    """The layer of all ranks: who takes part is checked against the whole first."""
+    want = results(ranks, alone(ranks, rivals.layer(ranks)))
+    found, facts, left_out = taking_part(
+        ranks, makers(ranks), lambda name, made: _checked(ranks, name, made, want), say, without
+    )
     sizes, n = ranks.sizes, ranks.size
     h, inner, head_dim = sizes.hidden, sizes.inner, sizes.hidden // sizes.heads
     products = [Product(sizes.tokens, *io) for io in ((h, 3 * h // n), (h // n, h), (h, inner // n), (inner // n, h))]

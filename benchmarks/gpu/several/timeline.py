@@ -38,7 +38,7 @@ def timeline(ranks: Ranks, say: Callable[..., None], without: object = ()) -> It
 
 
 def _events(step: Callable[[], object], ranks: Ranks) -> list[Mapping[str, Any]]:
-    """What the profiler saw in the second of a few steps; nothing on CPUs."""
+    """Events that the profiler saw in the second of a few steps; nothing on CPUs."""
     ranks.card.synchronize()
     ranks.largest(0.0)
     if not ranks.card.is_gpu:

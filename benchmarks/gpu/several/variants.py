@@ -15,7 +15,7 @@ from benchmarks.gpu.contest.goals import Goal, judged
 from benchmarks.gpu.contest.measure import Result, traced
 from benchmarks.gpu.parts.floor import Heads, Product, floor_of
 from benchmarks.gpu.several import rivals
-from benchmarks.gpu.several.layer import GOALS, Entrant, distance, ends, our_layer
+from benchmarks.gpu.several.layer import GOALS, Entrant, distance, ends, our_layer, taking_part
 from benchmarks.gpu.several.ranks import Ranks, Sizes, contest
 from te_fuser import ops
 from te_fuser.recipe import DelayedScaling
@@ -172,18 +172,9 @@ def _llama(ranks: Ranks, say: Callable[..., None], without: Sequence[str]) -> En
     assert x.grad is not None
     want = [ranks.own(t.detach()) for t in (y, x.grad)]
     del whole, y
-    left_out, facts, found = dict.fromkeys(without, "it ended the process"), dict[str, Any](), dict[str, Entrant]()
-    for name, make in makers(ranks).items():
-        if name in without:
-            continue
-        say(preparing=name)
-        made, reason = ranks.all_can(make)
-        known, reason = (None, reason) if reason else ranks.all_can(lambda made=made: _checked(ranks, made, want))
-        if reason:
-            left_out[name] = reason
-        else:
-            found[name], facts[name] = made, known
-    say(preparing="")
+    found, facts, left_out = taking_part(
+        ranks, makers(ranks), lambda _, made: _checked(ranks, made, want), say, without
+    )
     sizes, n, inner = ranks.sizes, ranks.size, _inner(ranks.sizes)
     h, parts = sizes.hidden, _parts(sizes)
     products = [Product(sizes.tokens, *io) for io in ((h, sum(parts["qkv"]) // n), (h // n, h), (h, 2 * inner // n))]
