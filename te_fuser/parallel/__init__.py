@@ -2,6 +2,7 @@
 
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
 from te_fuser.fuser.run.delayed import backward_dw
+from te_fuser.parallel.buckets import write_into_buckets
 from te_fuser.parallel.context import cut_sequence
 from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
@@ -25,5 +26,6 @@ __all__ = [
     "leave_sums_to_engine",
     "parallelize",
     "sharding_rule",
+    "write_into_buckets",
 ]
 __dir__ = __all__.copy

@@ -29,7 +29,7 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
     Raises:
         ValueError: where an op of a list cannot take what ranks have.
     """
-    items = [item for listed in _lists(model) for item in with_placements(listed)]
+    items = [item for listed in lists_of(model) for item in with_placements(listed)]
     summed = [item.lowered.bindings[name] for item in items for name in item.summed]
     marked = {id(part) for b in summed if not isinstance(b, GivenBinding) for part in b.parts()}
     presets = [module for module in model.modules() if isinstance(module, Preset)]
@@ -45,14 +45,14 @@ def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def _lists(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:
+def lists_of(module: torch.nn.Module) -> Iterator[tuple[ListedOp, ...]]:
     """The lists of ops that are planned together in a model."""
     if not isinstance(module, Sequential):
         for child in module.children():
-            yield from _lists(child)
+            yield from lists_of(child)
         return
     for part in flatten(module):
         if not isinstance(part, Border):
             yield part.listed
         elif part.module is not module:
-            yield from _lists(part.module)
+            yield from lists_of(part.module)

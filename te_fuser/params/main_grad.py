@@ -10,6 +10,9 @@ gradient when a backward begins. So the first product of a backward with that we
 one adds, also those of other segments and models that use the weight: whoever reads main_grad does so in hooks of the
 weight, and autograd runs them once in a backward, after all of its uses.
 
+In the place of a main_grad a weight may have the place of its gradient in a bucket of DistributedDataParallel
+(`BucketPlace`). Autograd then gets the gradient as ever, in memory of the bucket where that is free.
+
 Of a weight that is joined from several parameters (`te_fuser.params.joined`) each has a main_grad of its own: one
 product puts the gradient where these lie one behind the other in one buffer, else one for each.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 
@@ -29,6 +33,7 @@ from te_fuser.dtypes import text_of
 from te_fuser.params.joined import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
+BUCKET = "_te_fuser_bucket"  # attribute of a weight: its BucketMark
 _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
 
 
@@ -37,6 +42,60 @@ _written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictiona
 
 
 _earlier = ContextVar("_earlier", default=-1)
+
+
+class BucketPlace:
+    """Place of a weight's gradient in a bucket, which is free for a product where autograd keeps what is written there.
+
+    The weight's attribute is a `BucketMark`, since this one keeps the weight.
+
+    Attributes:
+        view: the place; None until the bucket is known.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        with torch.enable_grad():
+            grad_fn = weight.expand_as(weight).grad_fn
+        accumulates = None if grad_fn is None else grad_fn.next_functions[0][0]
+        assert accumulates is not None
+        self._accumulates = accumulates
+        self._written = -1  # the last backward that wrote there, by autograd's number for it
+        self.view: torch.Tensor | None = None
+
+    def to_write(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The place; None where it is not free."""
+        backward, view = torch._C._current_graph_task_id(), self.view
+        if view is None or (view.shape, view.dtype) != (weight.shape, weight.dtype):
+            return None
+        if weight.grad is not None or backward in (-1, self._written) or not self._is_kept():
+            return None
+        if view.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would keep it for good
+            return None
+        self._written = backward
+        return view.detach()
+
+    def _is_kept(self) -> bool:
+        """True where the backward that runs gives the weight's gradient to `grad`, and not to who asks for it."""
+        try:
+            return torch._C._will_engine_execute_node(self._accumulates)
+        except RuntimeError:  # as PyTorch answers in torch.autograd.grad
+            return False
+
+
+class BucketMark:
+    """Attribute of a weight whose gradient has a place in a bucket, while somebody keeps that; copies have none."""
+
+    def __init__(self, place: BucketPlace | None = None) -> None:
+        self.place: Callable[[], BucketPlace | None] = (lambda: None) if place is None else weakref.ref(place)
+
+    def __reduce__(self) -> tuple[type[BucketMark], tuple[()]]:
+        return BucketMark, ()
+
+    def to_write(self, weight: torch.Tensor) -> torch.Tensor:
+        """Memory for a gradient: the place where it is free, else some of its own."""
+        place = self.place()
+        found = None if place is None else place.to_write(weight)
+        return torch.empty_like(weight) if found is None else found
 
 
 @contextlib.contextmanager
@@ -58,6 +117,8 @@ def put_gradient(
 ) -> torch.Tensor:
     """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
 
+    Of a weight with a place in a bucket give the gradient itself.
+
     Args:
         over: whether the op says that this backward is to write over it.
         put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
@@ -65,6 +126,11 @@ def put_gradient(
     Raises:
         RuntimeError: as `main_grad_to_write` does.
     """
+    bucket: BucketMark | None = getattr(weight, BUCKET, None)
+    if bucket is not None:
+        gradient = bucket.to_write(weight)
+        put(dy, x, gradient, True)
+        return gradient
     parts = parts_of(weight)
     if not parts:
         put(dy, x, *main_grad_to_write(weight, over))
@@ -100,7 +166,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
     if held is None:
         raise RuntimeError(
             f"accumulate_into_main_grad: the weight {want} has no main_grad; set weight.main_grad to a tensor of that "
-            "shape before backward"
+            "shape before backward; of a copy of a model that had write_into_buckets, call that for the copy"
         )
     if held.shape != weight.shape or held.device != weight.device:
         raise RuntimeError(
@@ -244,8 +310,8 @@ def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def has_main_grad(weight: torch.Tensor) -> bool:
-    """True where a weight, or one that it was joined from, has a main_grad."""
-    return any(held_main_grad(part) is not None for part in parts_of(weight) or (weight,))
+    """True where a weight, or one that it was joined from, has a main_grad, or a place in a bucket."""
+    return hasattr(weight, BUCKET) or any(held_main_grad(p) is not None for p in parts_of(weight) or (weight,))
 
 
 @functools.cache

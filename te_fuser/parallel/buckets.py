@@ -1,0 +1,85 @@
+"""Weight gradients that products write where DistributedDataParallel keeps them."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from te_fuser.distributed.dtensor import is_dtensor
+from te_fuser.ops import MatMul
+from te_fuser.parallel.sums import lists_of
+from te_fuser.params.main_grad import BUCKET, BucketMark, BucketPlace
+
+
+class _Buckets:
+    """State of a communication hook.
+
+    Attributes:
+        group: the ranks that average.
+        places: those of gradients, which weights refer to weakly.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.places: list[BucketPlace] = []
+
+
+def write_into_buckets(model: DistributedDataParallel) -> list[str]:
+    """Have products write weight gradients into the buckets of DistributedDataParallel, which averages them in place.
+
+    Without it PyTorch multiplies each gradient by 1 / ranks into its bucket: a pass over memory that this saves. A
+    weight whose `grad` is not None, as that of a second micro-batch in `no_sync`, gets its gradient added as ever.
+
+    It registers a communication hook: call it once, before the first forward, and register no other.
+
+    Args:
+        model: one with `gradient_as_bucket_view=True`.
+
+    Returns:
+        The names of the weights, as `model.module` has them: those of `ops.MatMul` that have one parameter for a
+        weight, and neither `accumulate_into_main_grad` nor `delay_wgrad_compute`.
+
+    Raises:
+        TypeError: when `model` is no DistributedDataParallel.
+        ValueError: without `gradient_as_bucket_view=True`, or when no weight can be written so.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"write_into_buckets takes a DistributedDataParallel, got {type(model).__name__}")
+    if not model.gradient_as_bucket_view:
+        raise ValueError(
+            "write_into_buckets: gradients are to stay in buckets; make the model by "
+            "DistributedDataParallel(..., gradient_as_bucket_view=True)"
+        )
+    names = {p: name for name, p in model.module.named_parameters()}
+    found: dict[torch.Tensor, list[MatMul]] = {}
+    for item in [item for listed in lists_of(model.module) for item in listed]:
+        op = item.lowered.op
+        if isinstance(op, MatMul) and not op.accumulate_into_main_grad and not op.delay_wgrad_compute:
+            weight, *others = item.lowered.bindings["weight"].parts()
+            if not others and weight in names and weight.requires_grad and not is_dtensor(weight):
+                found.setdefault(weight, []).append(op)
+    if not found:
+        raise ValueError("write_into_buckets: no op of the model multiplies with a parameter of its own")
+    buckets = _Buckets(model.process_group)
+    model.register_comm_hook(buckets, _average)
+    for weight, products in found.items():
+        buckets.places.append(BucketPlace(weight))
+        setattr(weight, BUCKET, BucketMark(buckets.places[-1]))
+        for op in products:
+            op.accumulate_into_main_grad = True
+    return [names[weight] for weight in found]
+
+
+def _average(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the ranks, in place, and note where its weights have their gradients."""
+    for weight, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        place = getattr(weight, BUCKET, BucketMark()).place()
+        if place is not None:
+            place.view = view
+    flat, group = bucket.buffer(), buckets.group
+    averages = group._get_backend(flat.device).name() == "nccl"
+    if not averages:
+        flat.div_(group.size())
+    how = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    work = dist.all_reduce(flat, how, group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
