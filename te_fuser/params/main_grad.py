@@ -34,6 +34,7 @@ from te_fuser.params.joined import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
 BUCKET = "_te_fuser_bucket"  # attribute of a weight: its BucketMark
+_ALIGNMENT = 16  # bytes, below which products are slow
 _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
 
 
@@ -65,7 +66,7 @@ class BucketPlace:
     def to_write(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The place; None where it is not free."""
         backward, view = torch._C._current_graph_task_id(), self.view
-        if view is None or (view.shape, view.dtype) != (weight.shape, weight.dtype):
+        if view is None or (view.shape, view.dtype) != (weight.shape, weight.dtype) or view.data_ptr() % _ALIGNMENT:
             return None
         if weight.grad is not None or backward in (-1, self._written) or not self._is_kept():
             return None
