@@ -29,6 +29,7 @@ from te_fuser.quantization import lowering as _lowering  # noqa: F401  regions a
 from te_fuser.quantization import precision, quantized_model_init
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
+from te_fuser.trace import profile
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
 
@@ -75,6 +76,7 @@ __all__ = [
     "parallel",
     "parallelize",
     "precision",
+    "profile",
     "quantization",
     "quantized_model_init",
     "recipe",

@@ -1,0 +1,86 @@
+"""Traces of models, for Perfetto and for the viewers that read PyTorch's."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.utils import _pytree
+
+from te_fuser.fuser.show.measure import undisturbed
+from te_fuser.ops.checks import yes_or_no
+
+
+def profile(
+    model: torch.nn.Module,
+    *inputs: Any,
+    path: str | os.PathLike[str] = "trace.json",
+    steps: int = 3,
+    backward: bool = True,
+    **keywords: Any,
+) -> Path:
+    """Run a model a few times and write a trace, in which each step of a plan has its name and its ops.
+
+    The file opens in https://ui.perfetto.dev and in chrome://tracing. On a GPU the kernels of a step lie below its
+    name. Plans are made and kernels compiled in a call before, which the trace does not have. Parameters, their
+    `grad`, buffers, and random generators stay as they are.
+
+    Args:
+        model: any module; modules that are not te_fuser's show PyTorch's operations.
+        inputs, keywords: what the model is called with.
+        path: the file to write; one that ends with ".gz" is compressed.
+        steps: how often the model runs.
+        backward: whether gradients are computed, too: those of the sum of all outputs that require one.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: when `model` is no module, or no input is a tensor.
+        ValueError: for fewer than one step.
+        FileNotFoundError: when there is no folder for the file.
+
+    Example:
+        >>> import torch, te_fuser
+        >>> layer = te_fuser.LayerNormMLP(8, 32, device="cpu")
+        >>> te_fuser.profile(layer, torch.randn(4, 8), path="trace.json").name
+        'trace.json'
+    """
+    path, given = Path(path), _tensors_in((inputs, keywords))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"profile takes a torch.nn.Module, got {type(model).__name__}")
+    if not given:
+        raise TypeError("profile takes what the model is called with, and got no tensor: profile(model, x)")
+    if steps < 1:
+        raise ValueError(f"profile runs a model at least once, got steps={steps}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
+    takes_gradients = yes_or_no("profile", "backward", backward)
+    wanted = [t for t in (*given, *model.parameters()) if t.requires_grad and takes_gradients]
+    on_gpu = any(t.is_cuda for t in itertools.chain(given, model.parameters()))
+
+    def step() -> None:
+        with record_function("forward"):
+            found = [t for t in _tensors_in(model(*inputs, **keywords)) if t.requires_grad]
+        if wanted and found:
+            with record_function("backward"):
+                torch.autograd.grad(found, wanted, [torch.ones_like(t) for t in found], allow_unused=True)
+
+    with undisturbed(model, given[0]):
+        step()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with torch.profiler.profile(activities=activities) as trace:
+            for _ in range(steps):
+                step()
+            if on_gpu:
+                torch.cuda.synchronize()
+    trace.export_chrome_trace(str(path))
+    return path
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    return [t for t in _pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
