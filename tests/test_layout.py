@@ -155,7 +155,7 @@ FUSER = {
 # How many modules of the fuser, one running on the next, loading any of them passes.
 DEEPEST = 9
 # The modules of the C++ target, in the same way.
-CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
+CPP = ("text", "cpp_schedule", "cpp_scope", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {
     "te_fuser.ops.autocast",  # a table of policies

@@ -26,8 +26,8 @@ from benchmarks.gpu.contest.measure import Card
 from benchmarks.gpu.record.records import circumstances, record_path
 from te_fuser.codegen import cuda_loader, schedule_model
 from te_fuser.codegen.cuda import CudaKernel
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription, describe
 from te_fuser.codegen.nvrtc import Compiled, Resources
 from te_fuser.codegen.schedule import Schedule, limits_of

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.codegen.cache_files import EntryFile, Stores
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 
 _FORMAT = 1  # of the file, and of what a schedule means

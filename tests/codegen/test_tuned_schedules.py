@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from te_fuser.codegen.entry_file import EntryFile
+from te_fuser.codegen.cache_files import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import TunedSchedules, shape_class, store_for
 from te_fuser.config import config
@@ -128,7 +128,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 WRITER = """
 import pathlib, sys
-from te_fuser.codegen.entry_file import EntryFile
+from te_fuser.codegen.cache_files import EntryFile
 
 file = EntryFile(pathlib.Path(sys.argv[1]), 1)
 for number in range(100):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.codegen.cache_files import EntryFile, Stores
 from te_fuser.ops.sizes import on_grid
 from te_fuser.sharding.rule import joint_ops
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.codegen.entry_file import tuned_folder
+from te_fuser.codegen.cache_files import tuned_folder
 from te_fuser.distributed.consistency import first_rank_value, gather_values, shared_errors
 from te_fuser.fuser.pipeline import make_plan, with_questions
 from te_fuser.fuser.plan.plan import Plan, size_text

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
+from te_fuser.codegen.cache_files import Entries, EntryFile, Stores
 from te_fuser.dtypes import FLOAT8, text_of
 
 _FORMAT = 1

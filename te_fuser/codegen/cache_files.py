@@ -1,19 +1,127 @@
-"""Entries by key in a JSON file that several processes may write: what was measured, beside the compiled kernels."""
+"""Files that outlive the process: the folder of compiled kernels and measured choices, whole writes, entries by key."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import fcntl
+import functools
+import itertools
 import json
 import os
+import shutil
+import tempfile
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from te_fuser.codegen.cache_folder import user_cache_dir
-from te_fuser.codegen.whole_file import write_whole
 from te_fuser.config import config
+
+_given_up: set[Path] = set()
+_giving_up = threading.Lock()
+
+
+def user_cache_dir() -> Path:
+    """te_fuser's own folder in the user's cache folder, where things are kept unless `config.cache_dir` is set."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "te_fuser"
+    except RuntimeError as error:  # no HOME, and nobody of this number among the users
+        return give_up(Path("~/.cache/te_fuser"), str(error))
+
+
+def current(folder: Path) -> Path:
+    """The folder; the one that is used instead, once it was given up."""
+    return private_folder() if folder in _given_up else folder
+
+
+def usable(folder: Path) -> Path:
+    """The folder, made if it is missing; the private one where it cannot be written.
+
+    Raises:
+        OSError: when there is no private one either.
+    """
+    if folder in _given_up:
+        return private_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        return give_up(folder, error.strerror or str(error))
+    return folder
+
+
+def give_up(folder: Path, why: str) -> Path:
+    """The private folder, for all that was to be kept in `folder` from now on; a warning says so, once.
+
+    Raises:
+        OSError: when there is no private one either.
+    """
+    with _giving_up:
+        first = folder not in _given_up
+        _given_up.add(folder)
+    if first:
+        warnings.warn(
+            f"te_fuser keeps what it compiles in {private_folder()}, which ends with this process, because {folder} "
+            f"cannot be used ({why}); set te_fuser.config.cache_dir to a folder that can",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return private_folder()
+
+
+@functools.cache
+def private_folder() -> Path:
+    """A temporary folder of this process alone, deleted when it ends.
+
+    Raises:
+        OSError: when none can be made.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix="te_fuser-")
+    except OSError as error:
+        what = f"no temporary folder can be made ({error.strerror}): set te_fuser.config.cache_dir"
+        raise type(error)(error.errno, what) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+_SUFFIX = ".new"
+_ABANDONED_AFTER = 3600  # seconds: no file takes that long to write
+_numbers = itertools.count()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file: others see all of it, or what was there before. Who may read it is up to the user's umask.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    new = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}{_SUFFIX}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "wb") as file:
+            file.write(data)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """Files left in a folder by processes that were killed while they wrote."""
+    found = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
+                found.append(path)
+    return sorted(found)
+
 
 Entries = dict[str, dict[str, Any]]
 Store = TypeVar("Store")
