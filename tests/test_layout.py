@@ -167,8 +167,7 @@ ABSTRACT = {
     "te_fuser.ops.sizes",
     "te_fuser.ops.op_table",
     "te_fuser.ops.tensor_function",
-    "te_fuser.ops.unfused_operation",
-    "te_fuser.ops.words",  # of errors, not an op
+    "te_fuser.ops.operations",
     "te_fuser.fusions.registry",
     "te_fuser.fusions.library",
     "te_fuser.fusions.match",
@@ -187,19 +186,15 @@ OP_HELPERS = {
     "base",
     "checks",
     "construction",
-    "context",
-    "cut",
-    "float8_products",
     "hooks",
     "op_table",
     "own_scales",
-    "parameters",
     "products",
+    "sharing",
     "sizes",
     "tensor_function",
-    "words",
 }
-FAMILIES = {"activations", "collectives", "dropout", "norms", "softmax", "structure"}
+FAMILIES = {"activations", "affine", "casts", "collectives", "dropout", "norms", "operations", "softmax", "structure"}
 # Tests of an aspect of several modules: folder -> stems.
 ASPECTS = {
     "": {
@@ -405,8 +400,8 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
-        ("te_fuser.ops.float8_products", "_Products"),
-        ("te_fuser.ops.quantize_gradient", "_MeasureGradient"),
+        ("te_fuser.ops.casts", "_MeasureGradient"),
+        ("te_fuser.ops.float8_matmul", "_Products"),
         ("te_fuser.params.joined", "InOneBuffer"),
     ]
 

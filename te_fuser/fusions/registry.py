@@ -16,7 +16,7 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
 from te_fuser.ops.base import FusableOperation, Gradient, Place, Spec
-from te_fuser.ops.words import described
+from te_fuser.ops.checks import described
 
 Condition = Callable[[Match], "bool | str | None"]
 Choose = Callable[[Match, str], "Body | Callable[..., Any]"]

@@ -26,8 +26,8 @@ from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.heads_pass import MOST_ROWS, HeadsPass, Scaled, as_one, constants, reach, readable
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads
-from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
+from te_fuser.ops.sharing import Context, Spans
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _FORMS_KEPT = 256

@@ -10,9 +10,9 @@ from te_fuser.formula import clamp, relu, sigmoid, split
 from te_fuser.ops.activations import GELU_FORMS, known_form
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.checks import count, real_number, yes_or_no
-from te_fuser.ops.parameters import alike
-from te_fuser.ops.reshape import Flatten, Unflatten
+from te_fuser.ops.construction import alike
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.structure import Flatten, Unflatten
 
 
 class GatedUnit(RowOp):

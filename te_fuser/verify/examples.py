@@ -16,8 +16,8 @@ from te_fuser.fusions.pattern import PatternPart
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, Spec, output_specs
 from te_fuser.ops.op_table import Kind, OpTable
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 Kinds = tuple[type[FusableOperation], ...]
 

@@ -25,11 +25,11 @@ from te_fuser.fusions import registry
 from te_fuser.look import NotSeenError
 from te_fuser.ops import Bound, DotProductAttention, op_table
 from te_fuser.ops.base import NamedInput, Spec, output_specs
+from te_fuser.ops.operations import marked_parameters
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import marked_parameters
 from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
-from te_fuser.sharding.rule import rule_of
+from te_fuser.sharding.rules import rule_of
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.promises import memory_of, run_watched
 

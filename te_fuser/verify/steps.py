@@ -32,7 +32,7 @@ from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
 from te_fuser.params.main_grad import caught
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 from te_fuser.verify.promises import Promises
 from te_fuser.verify.report import VerificationError
 

@@ -18,8 +18,8 @@ from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.ops import op_table
 from te_fuser.ops.autocast import AUTOCAST, cast_to
 from te_fuser.ops.base import LoweredOp, Spec, output_specs
-from te_fuser.ops.unfused_operation import marked_parameters
-from te_fuser.sharding.rule import ShardingContext, joint_ops, rule_of
+from te_fuser.ops.operations import marked_parameters
+from te_fuser.sharding.rules import ShardingContext, joint_ops, rule_of
 
 if TYPE_CHECKING:
     from te_fuser.distributed.dtensor import Lies

@@ -16,7 +16,7 @@ import torch
 
 from te_fuser.codegen.cache_files import EntryFile, Stores
 from te_fuser.ops.sizes import on_grid
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

@@ -22,7 +22,7 @@ from te_fuser.fusions import registry
 from te_fuser.look import stands_in
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.checks import no_tensor
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
