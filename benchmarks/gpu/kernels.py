@@ -34,7 +34,7 @@ from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import arguments, sizes_of

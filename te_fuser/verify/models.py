@@ -31,7 +31,7 @@ from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.sharding.rules import rule_of
 from te_fuser.verify.cases import LAYOUTS, Case
-from te_fuser.verify.promises import memory_of, run_watched
+from te_fuser.verify.steps import memory_of, run_watched
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
 
