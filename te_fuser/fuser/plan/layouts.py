@@ -21,7 +21,7 @@ from te_fuser.dtypes import name_of
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, Form, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import NOTHING, kernel_step
-from te_fuser.fuser.steps.function_tasks import TransposeTask
+from te_fuser.fuser.steps.function_tasks import transpose_task
 from te_fuser.fuser.steps.kernel_task import KernelOutput
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
@@ -76,7 +76,7 @@ def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> S
     inputs, outputs = (("rows", ref.by_rows),), (("transposed", ref),)
     spec = ref.spec(problem.graph)
     assert spec is not None
-    task = TransposeTask(spec.dtype, problem.options.target == "cuda")
+    task = transpose_task(spec.dtype, problem.options.target == "cuda")
     price = Price("of_launch", (inputs, outputs, 0.0))
     return prices.step("transposed8", covers, inputs, outputs, task, price)
 
