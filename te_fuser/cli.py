@@ -228,7 +228,7 @@ def _optional_parts() -> dict[str, str]:
     """Libraries that PyTorch may bring, and the packages of the extra `hopper` -> whether they fit this machine."""
     import torch
 
-    from te_fuser.fusions.library import libraries
+    from te_fuser.fusions.registry import libraries
     from te_fuser.kernels.packages.optional import PACKAGES
 
     parts = {}

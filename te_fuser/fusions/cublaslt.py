@@ -16,9 +16,8 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.declaration import chosen
-from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.registry import Costs, Fusion
+from te_fuser.fusions.registry import Costs, Fusion, Library, register_library
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuning import tune_products
 from te_fuser.ops.activations import GELU, ReLU

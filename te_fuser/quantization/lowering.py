@@ -13,7 +13,7 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
-from te_fuser.formula.rows import rounds
+from te_fuser.formula.evaluate import rounds
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import CallContext, ReadyList, register
 from te_fuser.fuser.run.call import REFERENCE

@@ -8,8 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
+from te_fuser.formula.evaluate import parameter_axes
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.rows import parameter_axes
 from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.bound import Bound

@@ -17,7 +17,7 @@ from te_fuser.codegen.description import padded
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge, same_bits
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.dtypes import FLOAT8, FLOATING
-from te_fuser.formula.rows import unrounded
+from te_fuser.formula.evaluate import unrounded
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import (

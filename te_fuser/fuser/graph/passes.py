@@ -18,7 +18,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from te_fuser.facts import Facts
-from te_fuser.formula.rows import rounds
+from te_fuser.formula.evaluate import rounds
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_fuser import dtypes
+from te_fuser.formula.evaluate import batch_layout
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.rows import batch_layout
 from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, SAVED, Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
