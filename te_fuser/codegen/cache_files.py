@@ -17,7 +17,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
+
+from typing_extensions import Self  # PyTorch needs it too
 
 from te_fuser.config import config
 
@@ -124,18 +126,33 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 Entries = dict[str, dict[str, Any]]
-Store = TypeVar("Store")
+_files: dict[tuple[type[EntryFile], Path], EntryFile] = {}
 _changing = threading.Lock()  # one for all files: threads of this process never lose each other's entries
 
 
 class EntryFile:
-    """The entries of one file. A file that cannot be read, or is of another format, counts as empty."""
+    """The entries of one file. A file that cannot be read, or is of another format, counts as empty.
 
-    def __init__(self, path: Path, form: int) -> None:
-        self.path, self.form = path, form
+    Attributes:
+        form: of the file, and of what its entries mean.
+        suffix: of files of this kind, one for each device: `tuned/<device><suffix>` in the cache folder.
+    """
+
+    form: ClassVar[int] = 1
+    suffix: ClassVar[str] = ".json"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
         self._stamp: tuple[int, int] | None = None
         self._entries: Entries = {}
+
+    @classmethod
+    def of(cls, device: str, folder: Path | None = None) -> Self:
+        """The file of a device, by its name; in the cache folder as it is set now if no other is given."""
+        name = "".join(c if c.isalnum() else "-" for c in device.lower())
+        path = tuned_folder(folder) / f"{name}{cls.suffix}"
+        return _files.get((cls, path)) or _files.setdefault((cls, path), cls(path))  # type: ignore[return-value]
 
     def entries(self) -> Entries:
         """All entries, read again when the file has changed; not to be written to."""
@@ -197,25 +214,3 @@ def tuned_folder(folder: Path | None = None) -> Path:
     with contextlib.suppress(OSError):  # they lay among the CPU's kernels once; what is at the new place counts more
         (home / "cpu" / "tuned").rename(home / "tuned")
     return home / "tuned"
-
-
-class Stores(Generic[Store]):
-    """Stores of one kind, one for each device: `tuned/<device><suffix>` in the cache folder.
-
-    Args:
-        make: path -> a store.
-    """
-
-    def __init__(self, make: Callable[[Path], Store], suffix: str) -> None:
-        self._make, self._suffix = make, suffix
-        self._made: dict[Path, Store] = {}
-        self._lock = threading.Lock()
-
-    def of(self, device: str, folder: Path | None = None) -> Store:
-        """The store of a device, by its name; in the cache folder as it is set now if no other is given."""
-        name = "".join(c if c.isalnum() else "-" for c in device.lower())
-        path = tuned_folder(folder) / f"{name}{self._suffix}"
-        with self._lock:
-            if path not in self._made:
-                self._made[path] = self._make(path)
-            return self._made[path]
