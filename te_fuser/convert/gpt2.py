@@ -11,9 +11,10 @@ from transformers.models.gpt2 import modeling_gpt2 as theirs
 from transformers.pytorch_utils import Conv1D
 
 from te_fuser import ops
+from te_fuser.convert.activations import activation_for
 from te_fuser.convert.block import DecoderBlock
 from te_fuser.convert.call import LayerCall
-from te_fuser.convert.parts import LayerParts, Theirs, activation_for
+from te_fuser.convert.parts import LayerParts, Theirs
 
 
 class GPT2Block(DecoderBlock, theirs.GPT2Block):

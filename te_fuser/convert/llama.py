@@ -9,9 +9,10 @@ from torch import nn
 from transformers.models.llama import modeling_llama as theirs
 
 from te_fuser import ops
+from te_fuser.convert.activations import gate_for
 from te_fuser.convert.block import DecoderBlock
 from te_fuser.convert.call import LayerCall
-from te_fuser.convert.parts import LayerParts, Theirs, gate_for
+from te_fuser.convert.parts import LayerParts, Theirs
 from te_fuser.ops.base import FusableOperation
 
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -1,4 +1,4 @@
-"""Members of a list in place of a layer's modules: activations as ops, an op bound to parameters, the module itself."""
+"""Members of a list in place of a layer's modules: an op bound to a module's parameters, or the module itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import activations as theirs
 
 from te_fuser import ops
 from te_fuser.convert.call import answers
@@ -18,35 +17,6 @@ from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
-
-Maker = Callable[[], FusableOperation]
-_EXACT: tuple[Maker, Maker] = functools.partial(ops.GELU, "none"), functools.partial(ops.GEGLU, approximate="none")
-# Class of an activation -> the op, and the op that gates by it.
-_OPS: dict[type[nn.Module], tuple[Maker, Maker]] = {
-    nn.SiLU: (ops.SiLU, ops.SwiGLU),
-    theirs.SiLUActivation: (ops.SiLU, ops.SwiGLU),
-    theirs.GELUActivation: _EXACT,
-    theirs.GELUTanh: (ops.GELU, ops.GEGLU),
-    theirs.NewGELUActivation: (ops.GELU, ops.GEGLU),
-    theirs.FastGELUActivation: (ops.GELU, ops.GEGLU),
-    theirs.QuickGELUActivation: (ops.QGELU, ops.QGEGLU),
-    nn.ReLU: (ops.ReLU, ops.ReGLU),
-    theirs.ReLUSquaredActivation: (ops.SReLU, ops.SReGLU),
-    nn.Sigmoid: (ops.Sigmoid, ops.GLU),
-}
-
-
-def activation_for(module: nn.Module) -> FusableOperation | None:
-    """The op that computes what an activation does; None where there is none."""
-    found = _OPS.get(type(module))
-    return None if found is None else found[0]()
-
-
-def gate_for(module: nn.Module) -> FusableOperation | None:
-    """The op that gates by an activation, gate first; None where there is none."""
-    found = _OPS.get(type(module))
-    return None if found is None else found[1]()
-
 
 _RECORDING = "transformers.utils.output_capturing"  # whose hooks do nothing unless a call asks for what they record
 _EPSILONS = ("eps", "variance_epsilon")
