@@ -19,8 +19,7 @@ from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.random import Shared
 from te_fuser.formula.reductions import extreme, substitute, sum_features, unmarked
-from te_fuser.formula.rendering import render_together
-from te_fuser.formula.traversal import topological
+from te_fuser.formula.traversal import render_together, topological
 from te_fuser.record import record
 
 
