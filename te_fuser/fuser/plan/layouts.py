@@ -1,6 +1,6 @@
 """Layouts other than rows, of 8 bits: transposed, and by blocks.
 
-Products of 8 bits take what lies along what is summed (`kernels/quantized_matmul.py`): dW = dy^T x sums over tokens.
+Products of 8 bits take what lies along what is summed (`kernels/cublaslt/products.py`): dW = dy^T x sums over tokens.
 The kernel that makes the rows stores both where it can, else a step turns them. Covers know nothing of blocks: a
 product that quantizes its factors by blocks reads rows. What its body says of another way to run (`Body.by_blocks`) is
 taken in a pass over the plan, where a kernel by tiles, or a fusion that can, makes what nobody else reads.
