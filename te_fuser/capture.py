@@ -17,7 +17,7 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization.graphs import GraphedRegion
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 

@@ -99,15 +99,15 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(chosen: argparse.Namespace) -> int:
-    from te_fuser.codegen import compiler, entry_file, nvrtc
-    from te_fuser.codegen.whole_file import abandoned
+    from te_fuser.codegen import cache_files, compiler, nvrtc
+    from te_fuser.codegen.cache_files import abandoned
     from te_fuser.config import config
 
     given = chosen.folder or config.cache_dir
     folders = (
         ("kernels", "CPU kernels", given or compiler.default_cache_dir(), "*.so"),
         ("kernels", "GPU kernels", given or nvrtc.cache_folder(), "*.cubin"),
-        ("tuned", "tuned choices", entry_file.tuned_folder(given), "*.json"),
+        ("tuned", "tuned choices", cache_files.tuned_folder(given), "*.json"),
     )
     shown = deleted = shown_size = deleted_size = 0
     for kind, what, folder, pattern in folders:
@@ -228,7 +228,7 @@ def _optional_parts() -> dict[str, str]:
     """Libraries that PyTorch may bring, and the packages of the extra `hopper` -> whether they fit this machine."""
     import torch
 
-    from te_fuser.fusions.library import libraries
+    from te_fuser.fusions.registry import libraries
     from te_fuser.kernels.packages.optional import PACKAGES
 
     parts = {}

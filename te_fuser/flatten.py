@@ -20,10 +20,10 @@ from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.pipeline import Fuser
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, LoweredOp
+from te_fuser.ops.checks import TakesArguments, no_module
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
-from te_fuser.ops.words import TakesArguments, no_module
-from te_fuser.params.given import Given
+from te_fuser.params.binding import Given
 from te_fuser.parts import Border, FusedRegion, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.

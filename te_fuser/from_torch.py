@@ -18,8 +18,8 @@ from te_fuser.compare import distance, in_eval_mode
 from te_fuser.ops.attention.heads import one_of
 from te_fuser.ops.attention.mask import MASKS
 from te_fuser.ops.base import FusableOperation, walk
+from te_fuser.ops.checks import described, no_tensor
 from te_fuser.ops.hooks import hooks_of
-from te_fuser.ops.words import described, no_tensor
 from te_fuser.sequential import Sequential
 
 _OPS = (FusableOperation, Sequential)

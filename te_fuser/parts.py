@@ -14,8 +14,7 @@ from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.pipeline import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.hooks import has_users_hooks
-from te_fuser.params.binding import has_tensor
-from te_fuser.params.given import Given
+from te_fuser.params.binding import Given, has_tensor
 
 
 @dataclass(frozen=True)

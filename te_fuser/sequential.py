@@ -15,9 +15,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
-from te_fuser.fuser.graph.call_context import keys_now, prepared
 from te_fuser.fuser.graph.listed import CallSpecs, bindings_of, results_like
-from te_fuser.fuser.graph.passes import PassRecord, record_passes
+from te_fuser.fuser.graph.passes import PassRecord, keys_now, prepared, record_passes
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.pipeline import check_options, lower
 from te_fuser.fuser.plan.plan import Plan

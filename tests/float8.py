@@ -12,7 +12,7 @@ import torch
 from te_fuser import fusions
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)

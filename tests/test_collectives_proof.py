@@ -15,7 +15,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.overlap import waiting_late
 from te_fuser.ops.base import Gradient, OpCall, Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 WORLD, ROWS, WIDTH = 2, 5, 16
 Way = tuple[Any, torch.Tensor]

@@ -14,7 +14,7 @@ from te_fuser.formula import keep_mask, split, tanh
 from te_fuser.fusions import Cost, fusion, unregister
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.needs import needs_compiler
 
 WIDTH = 24

@@ -155,7 +155,7 @@ FUSER = {
 # How many modules of the fuser, one running on the next, loading any of them passes.
 DEEPEST = 9
 # The modules of the C++ target, in the same way.
-CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
+CPP = ("text", "cpp_schedule", "cpp_scope", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {
     "te_fuser.ops.autocast",  # a table of policies
@@ -167,10 +167,8 @@ ABSTRACT = {
     "te_fuser.ops.sizes",
     "te_fuser.ops.op_table",
     "te_fuser.ops.tensor_function",
-    "te_fuser.ops.unfused_operation",
-    "te_fuser.ops.words",  # of errors, not an op
+    "te_fuser.ops.operations",
     "te_fuser.fusions.registry",
-    "te_fuser.fusions.library",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
 }
@@ -187,19 +185,15 @@ OP_HELPERS = {
     "base",
     "checks",
     "construction",
-    "context",
-    "cut",
-    "float8_products",
     "hooks",
     "op_table",
     "own_scales",
-    "parameters",
     "products",
+    "sharing",
     "sizes",
     "tensor_function",
-    "words",
 }
-FAMILIES = {"activations", "collectives", "dropout", "norms", "softmax", "structure"}
+FAMILIES = {"activations", "affine", "casts", "collectives", "dropout", "norms", "operations", "softmax", "structure"}
 # Tests of an aspect of several modules: folder -> stems.
 ASPECTS = {
     "": {
@@ -405,8 +399,8 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
-        ("te_fuser.ops.float8_products", "_Products"),
-        ("te_fuser.ops.quantize_gradient", "_MeasureGradient"),
+        ("te_fuser.ops.casts", "_MeasureGradient"),
+        ("te_fuser.ops.float8_matmul", "_Products"),
         ("te_fuser.params.joined", "InOneBuffer"),
     ]
 
@@ -456,7 +450,7 @@ def test_every_op_is_exported():
 
 FUSIONS = [fusions.get(n) for n in fusions.names() if n not in registry._OWN]
 # Files of fusions that hold none: the interface, and parameters that plans make.
-NO_FUSIONS = {"__init__", "declaration", "float8_weights", "library", "match", "pattern", "registry", "torch_functions"}
+NO_FUSIONS = {"__init__", "declaration", "float8_weights", "match", "pattern", "registry", "torch_functions"}
 
 
 # The steps of plans that tests/fusions/plans.py writes down.

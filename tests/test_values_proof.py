@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import Sequential, ops
+from te_fuser.formula.evaluate import rounds
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.rows import rounds
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, fusion, only
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.needs import needs_compiler
 
 WIDTH = 24

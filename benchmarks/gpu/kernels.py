@@ -26,15 +26,15 @@ from benchmarks.gpu.contest.measure import Card
 from benchmarks.gpu.record.records import circumstances, record_path
 from te_fuser.codegen import cuda_loader, schedule_model
 from te_fuser.codegen.cuda import CudaKernel
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription, describe
 from te_fuser.codegen.nvrtc import Compiled, Resources
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import arguments, sizes_of

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_fuser.codegen import cache_folder, cpp
+from te_fuser.codegen import cache_files, cpp
 from te_fuser.codegen.cpp import CppKernel
 from te_fuser.codegen.description import KernelDescription
 
@@ -130,7 +130,7 @@ _MARK = b"te_fuser"
 
 def default_cache_dir() -> Path:
     """Folder of compiled libraries: `te_fuser/cpu` in the user's cache folder."""
-    return cache_folder.user_cache_dir() / "cpu"
+    return cache_files.user_cache_dir() / "cpu"
 
 
 def _checksum(content: bytes) -> bytes:
@@ -248,19 +248,19 @@ def _generate(description: KernelDescription) -> CppKernel:
 
 
 def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
-    here = cache_folder.current(folder)
+    here = cache_files.current(folder)
     missing = {key: kernel for key, kernel in wanted.items() if not _open(key, kernel, here)}
     if not missing:
         return
-    here = cache_folder.usable(folder)
+    here = cache_files.usable(folder)
     try:
         _make(missing, compiler, here)
     except (OSError, KernelCompileError) as error:
-        elsewhere = cache_folder.private_folder()
+        elsewhere = cache_files.private_folder()
         if here == elsewhere:
             raise
         _make(missing, compiler, elsewhere)  # a kernel that is refused is refused there, too
-        cache_folder.give_up(folder, str(error).partition("\n")[0])
+        cache_files.give_up(folder, str(error).partition("\n")[0])
 
 
 def _make(missing: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_body import SUFFIX, Parameter
-from te_fuser.codegen.cuda_columns import ColumnText
+from te_fuser.codegen.cuda_columns import ColumnText, TileText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS, CudaNames, Text
-from te_fuser.codegen.cuda_tile import TileText
 from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
 from te_fuser.formula.expr import Axes

@@ -18,10 +18,8 @@ from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.random import Shared
-from te_fuser.formula.reductions import extreme, sum_features
-from te_fuser.formula.rendering import render_together
-from te_fuser.formula.substitution import substitute, unmarked
-from te_fuser.formula.traversal import topological
+from te_fuser.formula.reductions import extreme, substitute, sum_features, unmarked
+from te_fuser.formula.traversal import render_together, topological
 from te_fuser.record import record
 
 

@@ -62,7 +62,7 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 def is_cut(description: KernelDescription, arch: str) -> bool:
     """True where a kernel's column sums need a kernel of their own on this architecture; then it overwrites nothing.
 
-    Where registers do not suffice, they may get one at compilation (`cuda_compile`); it overwrites nothing then.
+    Where registers do not suffice, they may get one at compilation (`cuda_loader`); it overwrites nothing then.
     """
     if not (description.sums and description.reductions):
         return False

@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from te_fuser.codegen.cache_folder import current, give_up, usable, user_cache_dir
-from te_fuser.codegen.whole_file import write_whole
+from te_fuser.codegen.cache_files import current, give_up, usable, user_cache_dir, write_whole
 
 INCLUDE = Path(__file__).parent / "include"
 # 177: a constant or an index that a kernel happens not to need.

@@ -27,7 +27,7 @@ from te_fuser.codegen.description import BLOCK, KernelDescription, Load, Store, 
 from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula.expr import Axes, Expr, leaf
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from te_fuser.formula.traversal import topological
 
 

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.codegen.cache_files import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 
-_FORMAT = 1  # of the file, and of what a schedule means
 ANY_ROWS = "any"
 
 
@@ -29,19 +28,17 @@ def shape_class(rows: int | None) -> str:
     return f"rows<={1 << max(0, rows - 1).bit_length()}"
 
 
-class TunedSchedules:
+class TunedSchedules(EntryFile):
     """The schedules for one kind of GPU in one file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = EntryFile(path, _FORMAT)
+    suffix = ".schedules.json"
 
     def find(self, key: str, rows: int | None = None) -> tuple[Schedule, ...]:
         """The schedules of the kernel with this key, one for each of its launches over rows; empty if not tuned.
 
         What was measured with about as many rows comes before what was measured for any.
         """
-        shapes = self._file.entries().get(key, {})
+        shapes = self.entries().get(key, {})
         for shape in dict.fromkeys((shape_class(rows), ANY_ROWS)):
             if isinstance(shapes.get(shape), dict):
                 return _schedules(shapes[shape].get("schedules"))
@@ -57,15 +54,12 @@ class TunedSchedules:
         if not schedules:
             raise ValueError("there is no schedule to keep")
         found = {"schedules": [dataclasses.asdict(s) for s in schedules], **measured}
-        self._file.change(lambda entries: entries.setdefault(key, {}).update({shape_class(rows): found}))
+        self.change(lambda entries: entries.setdefault(key, {}).update({shape_class(rows): found}))
 
 
 def store_for(gpu: str, folder: Path | None = None) -> TunedSchedules:
     """The store for a kind of GPU, by its name; in the cache folder as it is set now if no other is given."""
-    return _stores.of(gpu, folder)
-
-
-_stores = Stores(TunedSchedules, ".schedules.json")
+    return TunedSchedules.of(gpu, folder)
 
 
 def _schedules(listed: object) -> tuple[Schedule, ...]:

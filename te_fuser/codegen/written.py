@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
@@ -77,13 +77,25 @@ class TextKernel(ABC, Generic[Made]):
     """A kernel that is a text for NVRTC and what the native runtime makes of its machine code.
 
     A subclass is a frozen dataclass of what its text depends on: equal ones are one kernel.
+
+    Attributes:
+        source: the text that all have.
+        headers: what it includes itself before its constants.
     """
 
     name: ClassVar[str]
+    source: ClassVar[Path]
+    headers: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
+    def constants(self) -> Iterable[str]:
+        """Lines before the source: what this one has for itself."""
+        return ()
+
     def text(self) -> str:
-        """The CUDA text, its constants included."""
+        """The CUDA text: headers, constants and source."""
+        lines = [f'#include "{name}"' for name in self.headers]
+        lines += ["", *self.constants(), ""] if lines else []
+        return "\n".join([*lines, self.source.read_text()])
 
     @abstractmethod
     def native(self, cubin: bytes) -> Made:
@@ -102,6 +114,13 @@ class TextKernel(ABC, Generic[Made]):
         """
         index = device.index
         return _loaded(self, index_of(device) if index is None else index)  # type: ignore[no-any-return]
+
+
+def constants_of(types: Mapping[str, str], integers: Mapping[str, object], flags: Mapping[str, object]) -> list[str]:
+    """The lines of a text that say these."""
+    lines = [f"using {name} = {ctype};" for name, ctype in types.items()]
+    lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
+    return lines + [f"constexpr bool {name} = {str(bool(value)).lower()};" for name, value in flags.items()]
 
 
 @MadeOnce

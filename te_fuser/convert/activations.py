@@ -1,4 +1,4 @@
-"""The activations of transformers' MLPs as ops, alone and as gates."""
+"""The activations of transformers' MLPs as ops, alone and as gates; imported where transformers is, by its families."""
 
 from __future__ import annotations
 

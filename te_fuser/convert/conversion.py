@@ -15,8 +15,7 @@ from torch import nn
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
 from te_fuser.from_torch import converts, lines_to_write
-from te_fuser.ops.checks import yes_or_no
-from te_fuser.ops.words import described, meant
+from te_fuser.ops.checks import described, meant, yes_or_no
 from te_fuser.params.scales import drop_scales
 from te_fuser.sequential import Sequential
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_fuser import ops
-from te_fuser.convert.watched import answers
+from te_fuser.convert.call import answers
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.facts import Facts
 from te_fuser.ops.base import FusableOperation

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.distributed.group import Group
+from te_fuser.formula.evaluate import batch_layout
 from te_fuser.formula.random import RandomStream, RankPlacement, Shared
-from te_fuser.formula.rows import batch_layout
 
 
 @dataclass(frozen=True)

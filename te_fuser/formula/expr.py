@@ -17,8 +17,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from te_fuser.formula.rendering import render
-from te_fuser.formula.traversal import Deep, deep
+from te_fuser.formula.traversal import Deep, deep, render
 
 
 class Axes(enum.IntFlag):

@@ -21,11 +21,10 @@ from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering, entering_now
 from te_fuser.facts import Facts, still_hold
 from te_fuser.fuser.graph.builder import GraphBuilder
-from te_fuser.fuser.graph.call_context import rewrites
 from te_fuser.fuser.graph.list_passes import add_collectives, add_placements, autocast, check_dtensors, drop_noops
 from te_fuser.fuser.graph.list_passes import entries as op_entries
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, numbered, results_like, with_attributes
-from te_fuser.fuser.graph.passes import run_passes
+from te_fuser.fuser.graph.passes import rewrites, run_passes
 from te_fuser.fuser.plan.device import device_of
 from te_fuser.fuser.plan.exchanges import with_copies
 from te_fuser.fuser.plan.finish import borders

@@ -27,7 +27,6 @@ from te_fuser.fusions import (  # noqa: F401  isort: skip
     cublaslt,
     cublaslt_float8,
     cublaslt_own_scales,
-    decode_attention,
     dot_product_attention,
     float8_weights,
     partly_float8_mat_mul,

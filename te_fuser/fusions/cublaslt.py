@@ -16,14 +16,13 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.declaration import chosen
-from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.registry import Costs, Fusion
+from te_fuser.fusions.registry import Costs, Fusion, Library, register_library
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuning import tune_products
 from te_fuser.ops.activations import GELU, ReLU
+from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
-from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
@@ -164,6 +163,21 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
     return Body(products.configured(kind, m.dtype, m.dtype).make, True, form.by_rows, describe)
 
 
+# ------------------------------------------------------------------------- gradients that go to main_grad
+
+
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+
+    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+        products.put_weight_gradient(dy, x, main_grad, add=not over)
+
+    return put_gradient(dy, x, weight, over, put)
+
+
+_put_over = functools.partial(put_weight_gradient, over=True)
+
+
 # ------------------------------------------------------------------------------------------------------- rows
 
 
@@ -174,7 +188,8 @@ class ProductRow:
     Attributes:
         doc: what it computes, in a sentence.
         forward: the kind of product that runs forward; it begins with the first op.
-        backward: the products that run backward, each on its own, of the last MatMul: `method` is the kind.
+        backward: the products that run backward, each on its own, of the last MatMul: `method` is the kind, of which
+            "wgrad_onto" goes to main_grad.
         emits: values inside the match that forward's product gives beside its output.
         saves: "mask", where forward's product writes that of ReLU.
         forward_ops, backward_ops: how many ops forward covers, the first ones, and backward, the last; None: all.
@@ -242,6 +257,8 @@ class ProductRow:
 
     def choose(self, m: Match, method: str) -> Body:
         """Body that runs in a match."""
+        if method == "wgrad_onto":
+            return Body(_put_over if m[0].overwrite_main_grad else put_weight_gradient)
         if self.instead is not None and any(self.reasons(m)):
             return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
@@ -408,44 +425,16 @@ _ROWS = (
         Gradient(("input", "0.bias"), ("2.weight", "mask"), "dgrad_drelu_sum"),
         Gradient(("2.weight",), ("1.output",), "wgrad"),
     ),
+    ProductRow(
+        "matmul_main_grad",
+        "dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad.",
+        (MatMul,),
+        backward=(
+            Gradient(("input",), ("0.weight",), "dgrad"),
+            Gradient(("0.weight",), ("input", "0.weight"), "wgrad_onto", by_attributes=("0.weight",)),
+        ),
+        when=lambda m: None if m[0].accumulate_into_main_grad else "accumulate_into_main_grad is off",
+    ),
 )
+
 FUSIONS = tuple(map(declare, _ROWS))
-
-# ------------------------------------------------------------------------- gradients that go to main_grad
-
-
-def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-
-    def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
-        products.put_weight_gradient(dy, x, main_grad, add=not over)
-
-    return put_gradient(dy, x, weight, over, put)
-
-
-_put_over = functools.partial(put_weight_gradient, over=True)
-
-
-chosen(
-    "matmul_main_grad",
-    "backward",
-    [MatMul],
-    "dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad.",
-    when=lambda m: (
-        why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
-        if m[0].accumulate_into_main_grad
-        else "accumulate_into_main_grad is off"
-    ),
-    cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
-    gradients=(
-        Gradient(("input",), ("0.weight",), "input_gradient"),
-        Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient", by_attributes=("0.weight",)),
-    ),
-    choose=lambda m, method: (
-        body_of(m, "dgrad")
-        if method == "input_gradient"
-        else _put_over
-        if m[0].overwrite_main_grad
-        else put_weight_gradient
-    ),
-)

@@ -17,20 +17,20 @@ import torch
 
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_dropout
+from te_fuser.fusions.declaration import chosen
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.fusions.pattern import Optional, PatternPart, check
-from te_fuser.fusions.registry import Costs, Fusion, register
+from te_fuser.fusions.pattern import Optional, PatternPart
+from te_fuser.fusions.registry import Costs, Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
+from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation, Gradient
-from te_fuser.ops.bias import Bias
+from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.dropout import Dropout
-from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.float8_products import Float8Form
+from te_fuser.ops.float8_matmul import Float8Form, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.own_scales import Scaling
-from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 from te_fuser.params.main_grad import put_gradient
@@ -270,22 +270,18 @@ def declare(
         choose: f(match, method, kind).
         more: what else is said of a fusion.
     """
-    return register(
-        Fusion(
-            row.name,
-            "joint" if saves else "forward",
-            check(row.pattern, row.name),
-            run_forward=None,
-            run_backward=None,
-            when=lambda m: when(m) or _why_no_epilogue(m) or why_no_float8(m, which, row.kind),
-            cost=lambda m: cost(m, row.kind),
-            saves=saves,
-            doc=row.doc,
-            takes=(*TAKES[cast(type[FusableOperation], row.pattern[0])], *row.adds),
-            gives=("output", *saves),
-            choose=lambda m, method: choose(m, method, row.kind),
-            **more,
-        )
+    return chosen(
+        row.name,
+        "joint" if saves else "forward",
+        row.pattern,
+        row.doc,
+        when=lambda m: when(m) or _why_no_epilogue(m) or why_no_float8(m, which, row.kind),
+        cost=lambda m: cost(m, row.kind),
+        saves=saves,
+        takes=(*TAKES[cast(type[FusableOperation], row.pattern[0])], *row.adds),
+        gives=("output", *saves),
+        choose=lambda m, method: choose(m, method, row.kind),
+        **more,
     )
 
 
@@ -303,23 +299,19 @@ def _declare_backward(by_rows: bool, main_grad: bool) -> Fusion:
             return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
         return why_no_float8(m, ("dW", "dx") if main_grad else ("dx", "dW"))
 
-    return register(
-        Fusion(
-            name,
-            "backward",
-            (Float8MatMul,),
-            run_forward=None,
-            run_backward=None,
-            when=why_not,
-            cost=lambda m: (cost_of(m, "dx"), cost_of(m, "dW")),
-            doc=f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
-            gradients=(
-                Gradient(("input",), of_input, "input_gradient"),
-                Gradient(("0.weight",), (*of_weight, *(["0.weight"] if main_grad else [])), "weight_gradient"),
-            ),
-            choose=_choose_gradient,
-            takes_gradients_in=tuple(FLOAT8.values()),
-        )
+    return chosen(
+        name,
+        "backward",
+        (Float8MatMul,),
+        f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}.",
+        when=why_not,
+        cost=lambda m: (cost_of(m, "dx"), cost_of(m, "dW")),
+        gradients=(
+            Gradient(("input",), of_input, "input_gradient"),
+            Gradient(("0.weight",), (*of_weight, *(["0.weight"] if main_grad else [])), "weight_gradient"),
+        ),
+        choose=_choose_gradient,
+        takes_gradients_in=tuple(FLOAT8.values()),
     )
 
 

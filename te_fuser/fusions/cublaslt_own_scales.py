@@ -32,7 +32,7 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
-from te_fuser.ops.bias import Bias
+from te_fuser.ops.affine import Bias
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked

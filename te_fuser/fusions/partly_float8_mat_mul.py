@@ -19,8 +19,7 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import KINDS, QuantizeWeights, Transposed8, Weight8, padded, quantizer_on
 from te_fuser.ops.base import Gradient
-from te_fuser.ops.float8_matmul import PartlyFloat8MatMul
-from te_fuser.ops.float8_products import raise_to_largest
+from te_fuser.ops.float8_matmul import PartlyFloat8MatMul, raise_to_largest
 from te_fuser.ops.matmul import as_rows, in_shape_of
 
 _WHICH = ("y", "dx", "dW")

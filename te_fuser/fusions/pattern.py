@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from te_fuser.ops.base import FusableOperation, Place
-from te_fuser.ops.fused_operation import FusedOperation
+from te_fuser.ops.operations import FusedOperation, UnfusedOperation
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,12 @@ from te_fuser.fusions.pattern import Optional
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack
 from te_fuser.ops.activations import GELU
-from te_fuser.ops.bias import Bias
+from te_fuser.ops.affine import Bias
+from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.glu import SwiGLU
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.quantize import Quantize
-from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.structure import Add
 
 # Small products are left to others: a step counts as so many of PyTorch's calls. It takes the host some 5, but by that

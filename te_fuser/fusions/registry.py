@@ -1,4 +1,7 @@
-"""Fusions by name: registered, unregistered, switched off in a scope; makers of what they read of parameters."""
+"""Registry: fusions by name, registered, unregistered, switched off in a scope; makers of parameters; libraries.
+
+A library whose kernels fusions run says whether it can be used, and which of its algorithms are the fastest.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
+from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial
 from te_fuser.ops.base import FusableOperation, Gradient, Place, Spec
-from te_fuser.ops.words import described
+from te_fuser.ops.checks import described
 
 Condition = Callable[[Match], "bool | str | None"]
 Choose = Callable[[Match, str], "Body | Callable[..., Any]"]
@@ -318,3 +322,40 @@ def register_maker(kind: type[FusableOperation], *makers: Maker) -> None:
 def maker_for(op: FusableOperation) -> Maker | None:
     """Maker of parameters of an op; None where there is none."""
     return next((maker for maker in _makers.get(op.kind, ()) if maker.takes(op)), None)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of kernels; register it, and plans say where it is missing, and `tune` tries its algorithms.
+
+    Attributes:
+        name: what it is called; `version` is that of the one at hand.
+        kernels: what it gives.
+        runs_without: what te_fuser runs how where it is missing, as a warning says it.
+        note_without: the same as a plan notes it.
+        obstacle: why it cannot be used for a plan on a device at hand, in words; None if it can, or no such plan
+            wants it.
+        tune: (call, contest, margin, reason_not, deciding) -> what came of other algorithms of what a call of the
+            model runs of it; what is taken gains that share of the model's time, runs from now on, and is kept.
+    """
+
+    name: str
+    kernels: str
+    runs_without: str
+    note_without: str
+    version: Callable[[], int | None]
+    obstacle: Callable[[torch.device], str | None]
+    tune: Callable[[ModelCall, Contest, float, ReasonNot, Deciding], list[Trial]]
+
+
+_registered: list[Library] = []
+
+
+def register_library(library: Library) -> None:
+    """Register a library with the engine."""
+    _registered.append(library)
+
+
+def libraries() -> tuple[Library, ...]:
+    """All that fusions run on."""
+    return tuple(_registered)

@@ -23,13 +23,13 @@ from te_fuser.kernels import packed_heads
 from te_fuser.kernels import turned_heads as kernel
 from te_fuser.kernels.heads_pass import Scaled, reason_not
 from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
+from te_fuser.ops.affine import Bias
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.heads import LAYOUTS
-from te_fuser.ops.bias import Bias
-from te_fuser.ops.context import Context
-from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
+from te_fuser.ops.sharing import Context
 
 # Of the ops before what reads heads, those that a pass over their gradients takes in.
 BEFORE = (Optional(QuantizeGradient), Optional(Bias))

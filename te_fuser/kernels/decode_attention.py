@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.codegen.written import TextKernel, constants_of, over_rows
 from te_fuser.kernels.heads_pass import as_one, reach, readable
 
 _THREADS, _BLOCKS, _MOST_TILES = 128, 8, 16
@@ -48,6 +48,8 @@ class CacheWrite(TextKernel[_native.CudaKernel]):
     dtype: torch.dtype
     whole: torch.dtype
     name: ClassVar[str] = "key_value_cache"
+    source: ClassVar[Path] = Path(__file__).with_name("key_value_cache.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
 
     @property
     def pieces(self) -> int:
@@ -60,17 +62,18 @@ class CacheWrite(TextKernel[_native.CudaKernel]):
         vectors = self.kv_heads * (self.per_group + 2) * self.pieces
         return min(-(-vectors // _THREADS), _MOST_TILES)
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `key_value_cache.cu`."""
-        numbers = {"Groups": self.kv_heads, "PerGroup": self.per_group, "Pieces": self.pieces, "Tiles": self.tiles}
-        lines = ['#include "te_cuda.cuh"', "", f"using Whole = {WHOLE[self.whole][1]};"]
-        lines += [f"constexpr int k{name} = {number};" for name, number in numbers.items()]
-        lines += [f"constexpr bool kBlocked = {str(self.packing == 'blocked').lower()};"]
-        lines += [
+    def constants(self) -> list[str]:
+        numbers = {
+            "kGroups": self.kv_heads,
+            "kPerGroup": self.per_group,
+            "kPieces": self.pieces,
+            "kTiles": self.tiles,
+        }
+        return [
+            *constants_of({"Whole": WHOLE[self.whole][1]}, numbers, {"kBlocked": self.packing == "blocked"}),
             f"constexpr unsigned kNan = 0x{_CACHE_DTYPES[self.dtype][1]:08X}u;",
             f"constexpr int kThreads = {_THREADS};",
         ]
-        return "\n".join([*lines, "", Path(__file__).with_name("key_value_cache.cu").read_text()])
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it: x, starts, counts, both caches, y."""
@@ -152,6 +155,8 @@ class OneQuery(TextKernel[_native.CudaKernel]):
     scale: float
     left: int | None = None
     name: ClassVar[str] = "one_query"
+    source: ClassVar[Path] = Path(__file__).with_name("one_query.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
 
     @property
     def heads(self) -> int:
@@ -163,31 +168,22 @@ class OneQuery(TextKernel[_native.CudaKernel]):
         """Blocks that the query heads of a group take."""
         return -(-self.per_group // _MOST_HEADS)
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `one_query.cu`."""
+    def constants(self) -> list[str]:
         lanes = 1 << (self.head_dim // _VECTOR - 1).bit_length()
         numbers = {
-            "Width": self.head_dim,
-            "Groups": self.kv_heads,
-            "PerGroup": self.per_group,
-            "Heads": self.heads,
-            "Turns": self.turns,
-            "Lanes": lanes,
-            "Deep": 4 if self.heads <= _MOST_HEADS // 2 else 2,
-            "Left": -1 if self.left is None else self.left,
-            "Threads": _THREADS,
+            "kWidth": self.head_dim,
+            "kGroups": self.kv_heads,
+            "kPerGroup": self.per_group,
+            "kHeads": self.heads,
+            "kTurns": self.turns,
+            "kLanes": lanes,
+            "kDeep": 4 if self.heads <= _MOST_HEADS // 2 else 2,
+            "kLeft": -1 if self.left is None else self.left,
+            "kThreads": _THREADS,
         }
-        return "\n".join(
-            [
-                '#include "te_cuda.cuh"',
-                "",
-                f"using Element = te::{'bf16' if self.dtype == torch.bfloat16 else 'fp16'};",
-                *(f"constexpr int k{name} = {number};" for name, number in numbers.items()),
-                f"constexpr float kScale = {self.scale * math.log2(math.e)!r}f;",
-                "",
-                Path(__file__).with_name("one_query.cu").read_text(),
-            ]
-        )
+        types = {"Element": f"te::{'bf16' if self.dtype == torch.bfloat16 else 'fp16'}"}
+        scale = f"constexpr float kScale = {self.scale * math.log2(math.e)!r}f;"
+        return [*constants_of(types, numbers, {}), scale]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it: queries, keys, values, both lengths, parts, the output."""

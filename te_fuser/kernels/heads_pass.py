@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,13 +128,6 @@ class HeadsPass(TextKernel[_native.CudaKernel]):
     def per_multiprocessor(self) -> int:
         """Blocks that a multiprocessor holds at once."""
         return self.resident // self.threads
-
-
-def constants(types: Mapping[str, str], integers: Mapping[str, object], flags: Mapping[str, object]) -> list[str]:
-    """The lines of a text that say these."""
-    lines = [f"using {name} = {ctype};" for name, ctype in types.items()]
-    lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
-    return lines + [f"constexpr bool {name} = {str(bool(value)).lower()};" for name, value in flags.items()]
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:

@@ -23,13 +23,13 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
+from te_fuser.codegen.written import constants_of
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.heads_pass import MOST_ROWS, HeadsPass, Scaled, as_one, constants, reach, readable
+from te_fuser.kernels.heads_pass import MOST_ROWS, HeadsPass, Scaled, as_one, reach, readable
 from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads
-from te_fuser.ops.context import Context, Spans
 from te_fuser.ops.rotary_embedding import rotation_table
+from te_fuser.ops.sharing import Context, Spans
 
-_SOURCE = Path(__file__).with_suffix(".cu")
 _FORMS_KEPT = 256
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,6 +70,8 @@ class PackedPass(HeadsPass):
     sums: torch.dtype | None = None
     stored: torch.dtype | None = None
     name: ClassVar[str] = "packed_heads"
+    source: ClassVar[Path] = Path(__file__).with_suffix(".cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
 
     @classmethod
     def of(
@@ -98,8 +100,7 @@ class PackedPass(HeadsPass):
         """Rows that a thread loads before it uses the first, as measured on an H200."""
         return 8 if self.rotary_dim and self.partner != "kSecond" else 4
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `packed_heads.cu`."""
+    def constants(self) -> list[str]:
         dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums, "OutElement": self.stored}
         types = {name: CTYPES[name_of(dtype or self.dtype)] for name, dtype in dtypes.items()}
         heads = self.heads
@@ -112,10 +113,9 @@ class PackedPass(HeadsPass):
             "kBlocked": heads.packing == "blocked", "kParts": self.parts, "kBias": self.bias is not None,
             "kSums": self.sums is not None, "kScaled": self.stored is not None,
         }  # fmt: skip
-        lines = ['#include "te_cuda.cuh"', "", "enum { kInside, kSecond, kLane };"]
-        lines += [f"constexpr int kPartner = {self.partner};", *constants(types, integers, flags)]
-        lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
-        return "\n".join(lines)
+        lines = ["enum { kInside, kSecond, kLane };", f"constexpr int kPartner = {self.partner};"]
+        lines += constants_of(types, integers, flags)
+        return [*lines, f"constexpr float kDirection = {-1.0 if self.back else 1.0};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""

@@ -19,14 +19,13 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
 from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, constants_of
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.heads_pass import Scaled, as_one, constants, readable
+from te_fuser.kernels.heads_pass import Scaled, as_one, readable
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts
 from te_fuser.kernels.quantizers import padded
 from te_fuser.ops.attention.heads import PackedHeads
 
-_SOURCE = Path(__file__).with_suffix(".cu")
 _ACCESS = 16  # bytes
 _THREADS, _LANES, _TILE_ROWS = 256, 8, 128
 _BLOCKS, _WAITING_BLOCKS = 4, 3  # of a multiprocessor; where a tile waits in shared memory
@@ -59,6 +58,8 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
     sums: torch.dtype | None = None
     in_blocks: bool = False
     name: ClassVar[str] = "packed_tiles"
+    source: ClassVar[Path] = Path(__file__).with_suffix(".cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda_blocks.cuh",)
 
     @property
     def vector(self) -> int:
@@ -77,8 +78,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
             return _BLOCKS
         return _WAITING_BLOCKS if self.dtype.itemsize == 2 else 2
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `packed_tiles.cu`."""
+    def constants(self) -> list[str]:
         heads = self.heads
         types = {"Element": self.dtype, "SumElement": self.sums or self.dtype, "OutElement": self.stored}
         integers = {
@@ -92,8 +92,7 @@ class PackedTiles(TextKernel[_native.CudaKernel]):
             "kInBlocks": self.in_blocks,
         }
         names = {name: CTYPES[name_of(dtype)] for name, dtype in types.items()}
-        lines = ['#include "te_cuda_blocks.cuh"', "", *constants(names, integers, flags), "", _SOURCE.read_text()]
-        return "\n".join(lines)
+        return constants_of(names, integers, flags)
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it: three parts, scale and amax; rows, turned, and sums if any.

@@ -22,7 +22,7 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, literal
 from te_fuser.codegen.description import NUMBERS, ScaleOf
-from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.codegen.written import TextKernel, constants_of, over_rows
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
 from te_fuser.ops.own_scales import Scaling, scale_by
@@ -80,10 +80,7 @@ class Transposed8(TextKernel[_native.CudaKernel]):
 
     dtype: torch.dtype
     name: ClassVar[str] = "transposed8"
-
-    def text(self) -> str:
-        """The CUDA text."""
-        return Path(__file__).with_name("transposed8.cu").read_text()
+    source: ClassVar[Path] = Path(__file__).with_name("transposed8.cu")
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
@@ -181,16 +178,14 @@ class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
     dtype: torch.dtype = DTYPE
     scale: ScaleOf | None = None
     name: ClassVar[str] = "quantize_weights"
+    source: ClassVar[Path] = Path(__file__).with_name("quantize_weights.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda_quantize.cuh", "te_quantize_weights.h")
 
-    def text(self) -> str:
-        """The CUDA text: what it includes, its constants, and `quantize_weights.cu`."""
-        lines = [f'#include "{name}"' for name in ("te_cuda_quantize.cuh", "te_quantize_weights.h")]
+    def constants(self) -> list[str]:
         by = self.scale or ScaleOf(1.0, False, 0.0)
-        lines += ["", f"using Narrow = {CTYPES[text_of(self.dtype)]};"]
         flags = {"kScales": self.scale is not None, "kPowerOfTwo": by.power_of_two}
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        lines += [f"constexpr float kMost = {literal(by.most)}, kEpsilon = {literal(by.epsilon)};", ""]
-        return "\n".join([*lines, Path(__file__).with_name("quantize_weights.cu").read_text()])
+        floats = f"constexpr float kMost = {literal(by.most)}, kEpsilon = {literal(by.epsilon)};"
+        return [*constants_of({"Narrow": CTYPES[text_of(self.dtype)]}, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.QuantizeWeights:
         """The kernel as the native runtime takes it."""
@@ -355,17 +350,16 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
     power_of_two: bool = True
     epsilon: float = 0.0
     name: ClassVar[str] = "quantize_blocks"
+    source: ClassVar[Path] = Path(__file__).with_name("quantize_blocks.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda_blocks.cuh",)
 
-    def text(self) -> str:
-        """The CUDA text."""
+    def constants(self) -> list[str]:
         flags = {"kSquare": self.square, "kPowerOfTwo": self.power_of_two}
         flags |= {"kByRows": self.wanted != "turned", "kTurned": self.wanted != "rows"}
-        lines = ['#include "te_cuda_blocks.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
-        lines += [f"using Narrow = {CTYPES[text_of(self.narrow)]};"]
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        types = {"Element": CTYPES[text_of(self.dtype)], "Narrow": CTYPES[text_of(self.narrow)]}
         most = torch.finfo(self.narrow).max
-        lines += [f"constexpr float kMost = {most}f, kEpsilon = {float(self.epsilon)!r}f;", ""]
-        return "\n".join([*lines, Path(__file__).with_name("quantize_blocks.cu").read_text()])
+        floats = f"constexpr float kMost = {most}f, kEpsilon = {float(self.epsilon)!r}f;"
+        return [*constants_of(types, {}, flags), floats]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""

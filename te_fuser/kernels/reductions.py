@@ -82,10 +82,7 @@ class FoldAmaxes(TextKernel[_native.CudaKernel]):
     """The kernel as plans compile theirs."""
 
     name: ClassVar[str] = "fold_amaxes"
-
-    def text(self) -> str:
-        """The CUDA text."""
-        return Path(__file__).with_name("fold_amaxes.cu").read_text()
+    source: ClassVar[Path] = Path(__file__).with_name("fold_amaxes.cu")
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it: the table, what was seen, slots, counts, the snapshot."""
@@ -98,10 +95,7 @@ class ColumnSumsKernel(TextKernel[_native.ColumnSums]):
     """The kernel as plans compile it beside their generated ones."""
 
     name: ClassVar[str] = "column_sums"
-
-    def text(self) -> str:
-        """The CUDA text."""
-        return Path(__file__).with_name("column_sums.cu").read_text()
+    source: ClassVar[Path] = Path(__file__).with_name("column_sums.cu")
 
     def native(self, cubin: bytes) -> _native.ColumnSums:
         """The kernel as the native runtime takes it."""

@@ -19,12 +19,12 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
+from te_fuser.codegen.written import constants_of
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.kernels import heads_pass
-from te_fuser.kernels.heads_pass import MOST_ROWS, WARP, HeadsPass, Scaled, as_one, constants, reach, readable
+from te_fuser.kernels.heads_pass import MOST_ROWS, WARP, HeadsPass, Scaled, as_one, reach, readable
 from te_fuser.ops.attention.heads import LAYOUTS
 
-_SOURCE = Path(__file__).with_suffix(".cu")
 _RESIDENT_READING = (
     384  # threads of a multiprocessor where backward reads the input too: what a norm needs stays in registers
 )
@@ -128,6 +128,8 @@ class TurnedPass(HeadsPass):
     gradients: tuple[str, ...] = ()
     stored: torch.dtype | None = None
     name: ClassVar[str] = "turned_heads"
+    source: ClassVar[Path] = Path(__file__).with_suffix(".cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
 
     # ------------------------------------------------------------------------------- who does what
 
@@ -186,17 +188,14 @@ class TurnedPass(HeadsPass):
 
     # ------------------------------------------------------------------------------------- the text
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `turned_heads.cu`."""
-        lines = [
-            '#include "te_cuda.cuh"',
-            "",
+    def constants(self) -> list[str]:
+        return [
             "enum { kInside, kSecond, kLane };",
             "enum { kAngles, kPair, kCosSin };",
             "enum { kNone, kRms, kLayer, kL2 };",
+            *constants_of(self._types(), self._integers(), self._flags()),
+            *self._sums_text(),
         ]
-        lines += constants(self._types(), self._integers(), self._flags())
-        return "\n".join([*lines, *self._sums_text(), "", _SOURCE.read_text()])
 
     def _types(self) -> dict[str, str]:
         turning, norming = self.turning, self.norming

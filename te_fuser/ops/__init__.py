@@ -2,6 +2,7 @@
 
 from te_fuser.distributed.group import Group
 from te_fuser.ops.activations import GELU, QGELU, Identity, ReLU, Sigmoid, SiLU, SReLU, Tanh
+from te_fuser.ops.affine import Bias, Scale
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.head_parallel import OfHeads, OfPositions, SharedAttention
@@ -10,33 +11,26 @@ from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.attention.math import AttentionScores
 from te_fuser.ops.attention.queries_apart import QueriesApart
 from te_fuser.ops.base import FusableOperation, NamedInput
-from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
-from te_fuser.ops.cast import Cast
+from te_fuser.ops.casts import Cast, Quantize, QuantizeGradient
 from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, AllToAll, Collective, ReduceScatter
-from te_fuser.ops.cut import Cut
 from te_fuser.ops.dropout import Dropout, DropPath
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
 from te_fuser.ops.key_value_cache import KeyValueCache
 from te_fuser.ops.linear import Linear
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norms import AdaptiveLayerNorm, L2Norm, LayerNorm, Norm, RMSNorm
-from te_fuser.ops.quantize import Quantize
-from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.operations import FusedOperation, UnfusedOperation
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
-from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.scale import Scale
+from te_fuser.ops.sharing import Cut
 from te_fuser.ops.softmax import LogSoftmax, Softmax
-from te_fuser.ops.structure import Add, Fork, Output, Take
-from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.params.given import Given
-from te_fuser.params.joined import Together
-from te_fuser.params.transposed import Transposed
+from te_fuser.ops.structure import Add, Flatten, Fork, Output, Reshape, Take, Unflatten
+from te_fuser.params.binding import Given
+from te_fuser.params.joined import Together, Transposed
 
 __all__ = [
     "GEGLU",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.float8_products import NUMBERS
+from te_fuser.ops.float8_matmul import NUMBERS
 from te_fuser.ops.op_table import Kind, OpTable
 
 

@@ -13,7 +13,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_floating, count, whole_number, yes_or_no
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 
 class Carried(NamedTuple):

@@ -1,12 +1,20 @@
-"""Products in the order of their construction: the same in all processes that run one program, whatever runs where."""
+"""Construction of ops: their parameters, ops made like another one, products in the order in which all were made.
+
+That order is the same in all processes that run one program, whatever runs where.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import torch
+
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.checks import check_parameters_dtype
 
 _made: WeakValueDictionary[int, FusableOperation] = WeakValueDictionary()
 _count = itertools.count(1)
@@ -36,3 +44,46 @@ def latest() -> int:
 def in_order() -> list[FusableOperation]:
     """The ops that are still there."""
     return list(_made.values())
+
+
+Op = TypeVar("Op", bound=torch.nn.Module)
+
+
+def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
+    """A parameter that `reset_parameters` is to fill.
+
+    Raises:
+        TypeError: for what is no floating-point dtype.
+    """
+    check_parameters_dtype("dtype", dtype)
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
+    """Set every element of a parameter that is there."""
+    if parameter is not None:
+        torch.nn.init.constant_(parameter, number)
+
+
+def alike(op: Op, features: int, **changed: Any) -> Op:
+    """An op of the same kind for so many input features, made on the meta device where it takes one.
+
+    Its constructor gets the attributes that have its arguments' names.
+
+    Raises:
+        NotImplementedError: when an argument without a default is no such attribute.
+    """
+    given: dict[str, Any] = {}
+    for name, argument in inspect.signature(type(op)).parameters.items():
+        value = getattr(op, name, argument.empty)
+        if name in ("features", "in_features"):
+            given[name] = features
+        elif name == "device":
+            given[name] = "meta"
+        elif isinstance(argument.default, bool) and isinstance(value, (torch.Tensor, type(None))):
+            given[name] = value is not None
+        elif not (value is argument.empty or callable(value) or isinstance(value, torch.Tensor)):
+            given[name] = value
+        elif argument.default is argument.empty and name not in changed:
+            raise NotImplementedError(f"{type(op).__name__} keeps no attribute {name!r} of its constructor's argument")
+    return type(op)(**{**given, **changed})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.formula import clamp, relu, sigmoid, split
-from te_fuser.ops.activations import GELU_FORMS, known_form
+from te_fuser.formula import clamp, sigmoid, split
+from te_fuser.ops.activations import GELU, QGELU, ReLU, Sigmoid, SiLU, SReLU, known_form
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.checks import count, real_number, yes_or_no
-from te_fuser.ops.parameters import alike
-from te_fuser.ops.reshape import Flatten, Unflatten
+from te_fuser.ops.construction import alike
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.structure import Flatten, Unflatten
 
 
 class GatedUnit(RowOp):
@@ -33,6 +33,7 @@ class GatedUnit(RowOp):
     """
 
     family = True
+    _gated_by: ClassVar[type[RowOp] | None] = None  # the op whose formula is the activation, where there is one
 
     def __init__(self, gate_first: bool = True, glu_interleave_size: int | None = None) -> None:
         super().__init__()
@@ -43,7 +44,9 @@ class GatedUnit(RowOp):
 
     def activation(self, gate: Any) -> Any:
         """Apply the activation to the gate."""
-        raise NotImplementedError(f"{type(self).__name__} must define activation(self, gate)")
+        if self._gated_by is None:
+            raise NotImplementedError(f"{type(self).__name__} must define activation(self, gate)")
+        return self._gated_by.compute(self, gate)  # which reads no more of itself than `approximate`
 
     def combine(self, gate: Any, linear: Any) -> Any:
         """The output from the two halves."""
@@ -91,8 +94,7 @@ class GLU(GatedUnit):
     Source: Dauphin et al., "Language modeling with gated convolutional networks" (2016).
     """
 
-    def activation(self, gate: Any) -> Any:
-        return sigmoid(gate)
+    _gated_by = Sigmoid
 
 
 class GEGLU(GatedUnit):
@@ -108,14 +110,13 @@ class GEGLU(GatedUnit):
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
 
+    _gated_by = GELU
+
     def __init__(
         self, gate_first: bool = True, glu_interleave_size: int | None = None, approximate: str = "tanh"
     ) -> None:
         super().__init__(gate_first, glu_interleave_size)
         self.approximate = known_form(self, approximate)
-
-    def activation(self, gate: Any) -> Any:
-        return GELU_FORMS[self.approximate](gate)
 
 
 class QGEGLU(GatedUnit):
@@ -124,8 +125,7 @@ class QGEGLU(GatedUnit):
     Source: Shazeer, "GLU variants improve Transformer" (2020), with the GELU of Hendrycks and Gimpel (2016), section 2.
     """
 
-    def activation(self, gate: Any) -> Any:
-        return gate * sigmoid(1.702 * gate)
+    _gated_by = QGELU
 
 
 class ReGLU(GatedUnit):
@@ -135,9 +135,7 @@ class ReGLU(GatedUnit):
     """
 
     role = "reglu"
-
-    def activation(self, gate: Any) -> Any:
-        return relu(gate)
+    _gated_by = ReLU
 
 
 class SReGLU(GatedUnit):
@@ -147,10 +145,7 @@ class SReGLU(GatedUnit):
     """
 
     role = "sreglu"
-
-    def activation(self, gate: Any) -> Any:
-        positive = relu(gate)
-        return positive * positive
+    _gated_by = SReLU
 
 
 class SwiGLU(GatedUnit):
@@ -160,9 +155,7 @@ class SwiGLU(GatedUnit):
     """
 
     role = "swiglu"
-
-    def activation(self, gate: Any) -> Any:
-        return gate * sigmoid(gate)
+    _gated_by = SiLU
 
 
 class ClampedSwiGLU(GatedUnit):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
+from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import LoweredOp, OpCall, Spec, output_specs
-from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound, bound_parts
 from te_fuser.ops.checks import function_or_none, yes_or_no
-from te_fuser.ops.cut import SHARING, Cut
+from te_fuser.ops.construction import empty
 from te_fuser.ops.matmul import MatMul, init_linear_weight
-from te_fuser.ops.parameters import empty
+from te_fuser.ops.sharing import SHARING, Cut
 from te_fuser.params.scales import HoldsScales
 
 

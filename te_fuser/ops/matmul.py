@@ -12,12 +12,11 @@ import torch
 from te_fuser.distributed.dtensor import filled
 from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none, yes_or_no
-from te_fuser.ops.construction import constructed
-from te_fuser.ops.cut import COLUMN, ROW, Cut
-from te_fuser.ops.parameters import empty
+from te_fuser.ops.construction import constructed, empty
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.products import linear, product
+from te_fuser.ops.sharing import COLUMN, ROW, Cut
 from te_fuser.ops.tensor_function import forward_of, gradient_of
-from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.main_grad import put_gradient
 from te_fuser.params.scales import HoldsScales
 

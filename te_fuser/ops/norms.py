@@ -13,10 +13,10 @@ from te_fuser.formula import Axes, row_mean, row_sum, rsqrt
 from te_fuser.ops.base import LoweredOp, NamedInput, OpCall, Spec
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import check_batch_dim, check_eps, check_features, check_floating, check_name, feature_size
-from te_fuser.ops.cut import Cut
-from te_fuser.ops.parameters import alike, empty, fill
-from te_fuser.ops.reshape import Flatten, Unflatten
+from te_fuser.ops.construction import alike, empty, fill
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.sharing import Cut
+from te_fuser.ops.structure import Flatten, Unflatten
 
 
 class Norm(Cut, RowOp):

@@ -11,7 +11,7 @@ from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_name, feature_size
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 STEP = 16  # numbers in a row come in whole multiples
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

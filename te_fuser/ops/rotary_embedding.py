@@ -23,7 +23,7 @@ from te_fuser.ops.attention.heads import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.attention.math import raised
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import finite_number, whole_number
-from te_fuser.ops.context import Spans, blocks_of
+from te_fuser.ops.sharing import Spans, blocks_of
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 

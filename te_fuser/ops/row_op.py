@@ -14,8 +14,8 @@ import torch
 
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, random
+from te_fuser.formula.evaluate import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.rows import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec, outputs_by_name
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.own_scales import Scaling

@@ -1,18 +1,20 @@
-"""Side edges of a list: values that get a name, are read by it, added, or cut out."""
+"""Structure of a list: values that get a name, are read by it, added, cut out, or are given another shape."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name
+from te_fuser.ops.checks import check_floating, check_name, resolve_shape, whole_number
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import forward_of, gradient_of
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 @op_table.may_stay_unread.row(lambda fork: fork.may_stay_unread)
@@ -116,3 +118,122 @@ class Take(UnfusedOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         return call["value"]
+
+
+class Reshape(UnfusedOperation):
+    """Give the same elements, in the same order, in another shape: y = x.reshape(shape), a view where it can be one.
+
+    Args:
+        shape: the sizes of the whole output, as arguments or as one sequence; one of them may be -1.
+
+    Raises:
+        ValueError: for two -1, another negative size, or a shape that does not hold x's elements.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    views: ClassVar[str] = "input"
+
+    def __init__(self, *shape: int | Sequence[int]) -> None:
+        super().__init__()
+        self.shape = _sizes(type(self).__name__, shape)
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The output's shape for an input of `shape`.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        return resolve_shape(self.shape, math.prod(shape))
+
+    def infer(self, x: Spec) -> Spec:
+        check_floating(x)
+        try:
+            shape = self.target(x.shape)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} cannot take an input of shape {list(x.shape)}: {error}") from error
+        return Spec(shape, x.dtype, x.device)
+
+    def kept(self) -> range:
+        """The dimensions that stay, counted from the front."""
+        return range(0)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        call.notes["shape"] = tuple(x.shape)
+        return x.reshape(self.target(tuple(x.shape)))
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape))
+
+
+class Flatten(Reshape):
+    """Make one dimension of several: [.., a, b, c, ..] -> [.., a b c, ..], like torch.nn.Flatten.
+
+    Args:
+        start_dim, end_dim: the first and the last of them; negative ones count from the end.
+
+    Raises:
+        ValueError: when x has no such dimensions.
+    """
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        super().__init__()
+        self.start_dim = whole_number("Flatten", "start_dim", start_dim)
+        self.end_dim = whole_number("Flatten", "end_dim", end_dim)
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        first, last = _dimension(self.start_dim, shape), _dimension(self.end_dim, shape)
+        if first > last:
+            raise ValueError(f"start_dim {self.start_dim} lies behind end_dim {self.end_dim}")
+        return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
+    def kept(self) -> range:
+        return range(max(self.start_dim, 0))
+
+    def extra_repr(self) -> str:
+        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
+
+
+class Unflatten(Reshape):
+    """Make several dimensions of one: [.., a b c, ..] -> [.., a, b, c, ..], like torch.nn.Unflatten.
+
+    Args:
+        dim: that one; a negative one counts from the end.
+        unflattened_size: the sizes that it becomes, one of which may be -1.
+
+    Raises:
+        ValueError: when x has no such dimension, or it does not hold these.
+    """
+
+    def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
+        super().__init__()
+        self.dim = whole_number("Unflatten", "dim", dim)
+        self.unflattened_size = _sizes("Unflatten", (unflattened_size,))
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        at = _dimension(self.dim, shape)
+        return (*shape[:at], *resolve_shape(self.unflattened_size, shape[at]), *shape[at + 1 :])
+
+    def kept(self) -> range:
+        return range(sys.maxsize if self.dim == -1 else max(self.dim, 0))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, unflattened_size={self.unflattened_size}"
+
+
+def _sizes(op: str, shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+    """Sizes given one by one or as one sequence."""
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    sizes = tuple(whole_number(op, "each size", size) for size in given)  # type: ignore[arg-type]
+    if sizes.count(-1) > 1 or any(size < -1 for size in sizes):
+        raise ValueError(f"{op} takes sizes of which one may be -1, got {list(sizes)}")
+    return sizes
+
+
+def _dimension(dim: int, shape: tuple[int, ...]) -> int:
+    """A dimension counted from the front."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"it has no dimension {dim}")
+    return dim % len(shape)

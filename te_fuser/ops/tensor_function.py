@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.op_table import Kind, OpTable
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from te_fuser.parallel.derive import derived_plan
 from te_fuser.parallel.parallelize import parallelize
 from te_fuser.parallel.styles import Column, Heads, Row
 from te_fuser.parallel.sums import leave_sums_to_engine
-from te_fuser.sharding.rule import ShardingContext, ShardingRule, sharding_rule
+from te_fuser.sharding.rules import ShardingContext, ShardingRule, sharding_rule
 
 __all__ = [
     "Column",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.group import Group
-from te_fuser.ops.context import Context
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.checks import no_tensor
+from te_fuser.ops.sharing import Context
 from te_fuser.presets.attention_base import set_context
 
 

@@ -17,7 +17,7 @@ from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.group import Group
 from te_fuser.from_torch import converts
-from te_fuser.ops import Bound, Cut, FusableOperation, words
+from te_fuser.ops import Bound, Cut, FusableOperation, checks
 from te_fuser.ops.checks import yes_or_no
 from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
@@ -66,7 +66,7 @@ def parallelize(
             one of them raised; or where one does not come.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"parallelize takes a module, got {words.described(model)}")
+        raise TypeError(f"parallelize takes a module, got {checks.described(model)}")
     if context is not None:
         group = _group_of(context)
         groups = [group] if group.size > 1 else []

@@ -16,7 +16,7 @@ from te_fuser.presets.dot_product_attention import DotProductAttention
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.linear import Affine
 from te_fuser.presets.multihead_attention import MultiheadAttention
-from te_fuser.sharding.rule import rule_of
+from te_fuser.sharding.rules import rule_of
 
 
 def share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:

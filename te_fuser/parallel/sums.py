@@ -9,7 +9,7 @@ import torch
 from te_fuser.flatten import flatten
 from te_fuser.fuser.graph.list_passes import with_placements
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.params.given import GivenBinding
+from te_fuser.params.binding import GivenBinding
 from te_fuser.params.gradient_sums import LEFT
 from te_fuser.parts import Border
 from te_fuser.presets.base import Preset

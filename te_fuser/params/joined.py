@@ -1,4 +1,4 @@
-"""Several parameters of one module as one, joined along dimension 0: without a copy where they lie in one buffer.
+"""Parameters made of others: several joined along dimension 0, without a copy where they lie in one buffer; one turned.
 
 And what is made of parts in any other way, where backward is to make it again.
 """
@@ -9,6 +9,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -320,3 +321,45 @@ class Together(HoldsScales):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._settle()
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A matrix of a module, by its name, as its transpose: `Bound(op, owner, weight=Transposed("weight"))`.
+
+    So a MatMul reads a weight [in, out] as its [out, in], in place: products take either order.
+    """
+
+    name: str
+
+
+class TransposedBinding(WeakBinding):
+    """The transpose of a parameter, a view that each call makes."""
+
+    tells: ClassVar[bool] = True
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        super().__init__(owner, f"{name}.T")
+        object.__setattr__(self, "_plain", name)
+
+    @property
+    def computed(self) -> bool:
+        return True
+
+    def get(self) -> torch.Tensor:
+        """The transpose.
+
+        Raises:
+            ValueError: when the parameter is no matrix.
+        """
+        found: torch.Tensor = getattr(self.owner, self.__dict__["_plain"])
+        if found.dim() != 2:
+            raise ValueError(f"{self.name} of {type(self.owner).__name__} is read of a matrix, got {list(found.shape)}")
+        return found.t()
+
+    def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
+        found = self.get()
+        return made(tuple(found.shape), found.dtype, found.device, found.requires_grad)
+
+    def weak(self) -> TransposedBinding:
+        return self

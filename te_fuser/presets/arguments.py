@@ -15,8 +15,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from te_fuser.ops.checks import check_parameters_dtype, whole_number
-from te_fuser.ops.words import described, meant
+from te_fuser.ops.checks import check_parameters_dtype, described, meant, whole_number
 from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
-from te_fuser.ops.context import Context
+from te_fuser.ops.sharing import Context
 from te_fuser.presets.arguments import check_choice, check_epsilon, check_size, stacklevel_of_user
 from te_fuser.presets.attention_call import AttentionCall
 from te_fuser.presets.base import Preset

@@ -22,13 +22,11 @@ from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given, has_ranks
 from te_fuser.fuser.graph.listed import ListedOp, with_attributes
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter
 from te_fuser.ops.construction import latest
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.quantize import Quantize
-from te_fuser.ops.quantize_gradient import QuantizeGradient
-from te_fuser.params.binding import Binding
-from te_fuser.params.given import GivenBinding
+from te_fuser.params.binding import Binding, GivenBinding
 from te_fuser.quantization.amax_slots import ROLES, Block, blocks
 from te_fuser.quantization.products import device_of, products, recipe_for, weight_in
 from te_fuser.quantization.state import State, known_state_of, state_of

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fuser.params.binding import Binding
-from te_fuser.params.given import GivenBinding
+from te_fuser.params.binding import Binding, GivenBinding
 from te_fuser.quantization.amax_slots import ROLES, Numbers, blocks
 from te_fuser.quantization.products import any_since, is_another_since, now, scalings_of
 from te_fuser.quantization.state import State, known_state_of, lock, state_of

@@ -13,19 +13,17 @@ import torch
 
 from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
-from te_fuser.formula.rows import rounds
-from te_fuser.fuser.graph.call_context import CallContext, ReadyList, register
+from te_fuser.formula.evaluate import rounds
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.passes import CallContext, ReadyList, register
 from te_fuser.fuser.run.call import REFERENCE
 from te_fuser.kernels.cublaslt.products import check_machine, emulated_on
 from te_fuser.look import is_looking
 from te_fuser.ops.collectives import Collective
-from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.float8_products import READ_KEPT
+from te_fuser.ops.float8_matmul import READ_KEPT, Float8MatMul
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
-from te_fuser.params.binding import Binding
-from te_fuser.params.given import GivenBinding
+from te_fuser.params.binding import Binding, GivenBinding
 from te_fuser.quantization.amax_allreduce import quantized_first
 from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision

@@ -11,13 +11,10 @@ import torch
 from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.ops.base import FusableOperation, LoweredOp
-from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
+from te_fuser.ops.casts import Quantize, QuantizeGradient
+from te_fuser.ops.float8_matmul import READ, READ_KEPT, READ_OWN, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.quantize import Quantize
-from te_fuser.ops.quantize_gradient import QuantizeGradient
-from te_fuser.params.binding import Binding, Key
-from te_fuser.params.given import GivenBinding
+from te_fuser.params.binding import Binding, GivenBinding, Key
 from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.model_init import is_only_narrow
 from te_fuser.quantization.products import scalings_of, weight_in

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.formula.float8 import check_float8, rounded
 from te_fuser.kernels.quantizers import transpose_by_torch
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.checks import no_tensor
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from te_fuser.ops.attention.heads import LAYOUTS, ApartHeads
 from te_fuser.ops.attention.queries_apart import QueriesApart
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.collectives import AllToAll
-from te_fuser.ops.context import Context
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
+from te_fuser.ops.sharing import Context
 from te_fuser.ops.structure import Fork, Take
-from te_fuser.sharding.rule import RULES, ShardingContext, ShardingRule
+from te_fuser.sharding.rules import RULES, ShardingContext, ShardingRule
 
 
 class HeadsRule(ShardingRule[Any]):

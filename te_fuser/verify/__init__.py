@@ -15,10 +15,9 @@ from te_fuser.fuser.run.delayed import at_once
 from te_fuser.fuser.run.plan_cache import groups_of
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.words import no_tensor
+from te_fuser.ops.checks import no_tensor
 from te_fuser.sequential import Sequential
-from te_fuser.verify.cases import Case, example_cases, variants
-from te_fuser.verify.examples import example
+from te_fuser.verify.examples import Case, example, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck
 from te_fuser.verify.models import (
     Subject,

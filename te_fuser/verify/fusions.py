@@ -15,8 +15,7 @@ from te_fuser.fusions import Cost, Fusion, only
 from te_fuser.ops import Output, SiLU
 from te_fuser.ops.base import FusableOperation
 from te_fuser.sequential import Sequential
-from te_fuser.verify.cases import Case, example_cases
-from te_fuser.verify.examples import Example, examples
+from te_fuser.verify.examples import Case, Example, example_cases, examples
 from te_fuser.verify.models import Subject, example_call, first_features, with_owners
 from te_fuser.verify.report import VerifyReport
 

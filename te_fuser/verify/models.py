@@ -16,22 +16,22 @@ from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.flatten import exported
+from te_fuser.formula.evaluate import unrounded
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
-from te_fuser.formula.rows import unrounded
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
 from te_fuser.look import NotSeenError
 from te_fuser.ops import Bound, DotProductAttention, op_table
 from te_fuser.ops.base import NamedInput, Spec, output_specs
+from te_fuser.ops.operations import marked_parameters
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import marked_parameters
 from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
-from te_fuser.sharding.rule import rule_of
-from te_fuser.verify.cases import LAYOUTS, Case
-from te_fuser.verify.promises import memory_of, run_watched
+from te_fuser.sharding.rules import rule_of
+from te_fuser.verify.examples import LAYOUTS, Case
+from te_fuser.verify.steps import memory_of, run_watched
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
 

@@ -31,7 +31,7 @@ from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.random import RandomStream, threshold
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 
 Pair = tuple[KernelDescription, ...]
 

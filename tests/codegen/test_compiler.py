@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cache_folder, compiler, cpp, entry_file
+from te_fuser.codegen import cache_files, compiler, cpp
 from te_fuser.codegen.compiler import Compiler, KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from tests.codegen.corpus import Kit
@@ -327,7 +327,7 @@ def test_what_lies_in_a_folder_that_cannot_be_written_is_used(
     load([scaled(2.0)], cache_dir=tmp_path)
     forget()
     real = os.access
-    monkeypatch.setattr(cache_folder.os, "access", lambda path, mode: path != tmp_path and real(path, mode))
+    monkeypatch.setattr(cache_files.os, "access", lambda path, mode: path != tmp_path and real(path, mode))
     (handle,) = load([scaled(2.0)], cache_dir=tmp_path)
     assert works(handle, 2.0) and handle.library.parent == tmp_path and len(compilations) == 1
     with replaced(tmp_path, "Permission denied"):
@@ -351,11 +351,11 @@ def test_nobodys_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache_folder.Path, "home", home)
-    monkeypatch.setattr(cache_folder, "_given_up", set())
+    monkeypatch.setattr(cache_files.Path, "home", home)
+    monkeypatch.setattr(cache_files, "_given_up", set())
     with replaced(Path("~/.cache/te_fuser"), "Could not determine home directory"):
         assert works(load([scaled(2.0)])[0], 2.0)
-    assert entry_file.tuned_folder() == cache_folder.private_folder() / "tuned"
+    assert cache_files.tuned_folder() == cache_files.private_folder() / "tuned"
 
 
 def test_the_default_folder_follows_the_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

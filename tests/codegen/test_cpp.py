@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cpp, cpp_text
+from te_fuser.codegen import cpp, cpp_scope
 from te_fuser.codegen.compiler import Compiler, LoadedKernel, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula import expr, random
@@ -371,7 +371,7 @@ def test_a_long_chain_of_operations(cache: Path) -> None:
     ],
 )  # fmt: skip
 def test_literals(value: float, text: str) -> None:
-    assert cpp_text.literal(float(value)) == text
+    assert cpp_scope.literal(float(value)) == text
 
 
 def test_symbols_are_identifiers() -> None:

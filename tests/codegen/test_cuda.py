@@ -16,8 +16,8 @@ import torch
 
 from te_fuser.codegen import cpp, cuda, in_place, nvrtc, schedule
 from te_fuser.codegen import schedule_model as model
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Store, Sum, Target, describe
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.formula import expr

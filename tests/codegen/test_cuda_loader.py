@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import cuda, cuda_loader, nvrtc, progress
-from te_fuser.codegen.cuda_compile import compile_kernel
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.in_place import pairs
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from te_fuser.codegen import cuda, cuda_body, schedule_model
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
 from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.formula import expr, sigmoid

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import cpp, cuda, cuda_loader
-from te_fuser.codegen.cuda_compile import compile_kernel
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.schedule import limits_of
 from te_fuser.dtypes import FLOAT8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from te_fuser.codegen.entry_file import EntryFile
+from te_fuser.codegen.cache_files import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import TunedSchedules, shape_class, store_for
 from te_fuser.config import config
@@ -128,16 +128,16 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 WRITER = """
 import pathlib, sys
-from te_fuser.codegen.entry_file import EntryFile
+from te_fuser.codegen.cache_files import EntryFile
 
-file = EntryFile(pathlib.Path(sys.argv[1]), 1)
+file = EntryFile(pathlib.Path(sys.argv[1]))
 for number in range(100):
     file.change(lambda entries: entries.update({f"theirs {number}": {}}))
 """
 
 
 def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
-    file, number = EntryFile(tmp_path / "gpu.json", 1), 0
+    file, number = EntryFile(tmp_path / "gpu.json"), 0
     with subprocess.Popen([sys.executable, "-c", WRITER, str(file.path)]) as other:
         while other.poll() is None:  # as long as it writes, so that they meet
             number += 1

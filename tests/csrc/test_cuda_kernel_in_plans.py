@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.verify.cases import Case
+from te_fuser.verify.examples import Case
 from te_fuser.verify.models import Subject, example_call
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.formula.test_row_ops import row_op

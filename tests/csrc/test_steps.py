@@ -12,7 +12,7 @@ import torch
 from te_fuser import Sequential, _native, fusions, ops
 from te_fuser.fusions import Details, fusion
 from te_fuser.ops.base import OpCall
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 
 def kernel_step(kernel: Any, outputs: Any, **changes: Any) -> _native.KernelStep:

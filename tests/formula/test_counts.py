@@ -10,7 +10,7 @@ from te_fuser.codegen.description import KernelCounts, KernelDescription, Target
 from te_fuser.formula import Axes, expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Expr
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from te_fuser.formula.traversal import topological
 from te_fuser.ops import GEGLU, GELU, Add, Bias, Dropout, L2Norm, LayerNorm, RMSNorm, RowOp, SwiGLU
 

@@ -31,7 +31,7 @@ from te_fuser.formula import (
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import ONE, ZERO, Expr, const
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from te_fuser.formula.traversal import topological
 
 ROWS, WIDTH = 4, 12

@@ -11,10 +11,9 @@ import torch
 from te_fuser import ops
 from te_fuser.formula import Axes, expr
 from te_fuser.formula.adjoint import differentiate
-from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.evaluate import Interpreter, batch_layout
 from te_fuser.formula.expr import Expr
 from te_fuser.formula.random import RandomStream
-from te_fuser.formula.rows import batch_layout
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.row_op import RowOp
 from te_fuser.verify.examples import example_of

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.ops import op_table
 from te_fuser.ops.base import OpCall
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 WIDTH = 24
 

@@ -15,7 +15,7 @@ from te_fuser.fuser.pipeline import make_exact_plan
 from te_fuser.fuser.plan.device import device_named
 from te_fuser.fuser.plan.tuned import signature
 from te_fuser.ops.base import Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.fuser.models import mlp
 from tests.plans import models
 from tests.twins import assert_as_meant, randomize, sequential, tensor

@@ -23,9 +23,9 @@ from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack
 from te_fuser.kernels.quantizers import QuantizeWeights
+from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.ops.own_scales import dequantized
-from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
 from te_fuser.quantization.products import scalings_of

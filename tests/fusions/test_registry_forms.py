@@ -15,7 +15,7 @@ from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.fusions.products import reasons
 from tests.needs import needs_compiler
 

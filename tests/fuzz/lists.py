@@ -17,7 +17,7 @@ from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_fuser.verify import Row, models
-from te_fuser.verify.cases import LAYOUTS, Case
+from te_fuser.verify.examples import LAYOUTS, Case
 from te_fuser.verify.models import Subject, VerifiedCall, gradient_names
 from tests.float8 import Dequantized  # noqa: F401 - by name in a list
 from tests.fuzz.covers import GENERATED_PLANS, PLANS

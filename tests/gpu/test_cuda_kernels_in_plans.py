@@ -14,7 +14,7 @@ import torch
 from te_fuser import Residual, Sequential, fusions, ops
 from te_fuser.formula.random import keep_bits, threshold
 from te_fuser.fuser.run.loading import draw_seed
-from te_fuser.verify.cases import LAYOUTS, Case
+from te_fuser.verify.examples import LAYOUTS, Case
 from te_fuser.verify.models import Subject, example_call
 from tests.formula.test_row_ops import OPS, row_op
 from tests.gpu.captures import captured

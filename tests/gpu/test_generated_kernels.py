@@ -11,8 +11,8 @@ import torch
 from te_fuser.codegen import cuda, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda import CudaKernel
-from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import compile_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.schedule import Kind, Schedule
 from tests.codegen import corpus

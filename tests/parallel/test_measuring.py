@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.codegen import entry_file
+from te_fuser.codegen import cache_files
 from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
 from te_fuser.fuser.plan.tuned import ON
@@ -98,8 +98,8 @@ def same_on_all(value: object) -> None:
 def test_the_first_rank_decides(sequence_parallel: bool, tmp_path: Path) -> None:
     rank, m, x = dist.get_rank(), model(sequence_parallel), x_of()
     y = m(x)
-    written = mock.Mock(side_effect=entry_file.write_whole)
-    with slow_gelu(tmp_path), own_clock(), mock.patch.object(entry_file, "write_whole", written):
+    written = mock.Mock(side_effect=cache_files.write_whole)
+    with slow_gelu(tmp_path), own_clock(), mock.patch.object(cache_files, "write_whole", written):
         before = written.call_count
         report = m.tune(x)
         same_on_all(str(report))
@@ -240,7 +240,7 @@ def test_algorithms_of_products_of_8_bits_are_those_of_the_first_rank(tmp_path: 
         stack.enter_context(fake_cuda.in_place(fake_cuda.compile_driver()))
         library = stack.enter_context(fake_cublaslt.in_place(fake_cublaslt.compile_library()))
         product_of.cache_clear()
-        written = stack.enter_context(mock.patch.object(entry_file, "write_whole", wraps=entry_file.write_whole))
+        written = stack.enter_context(mock.patch.object(cache_files, "write_whole", wraps=cache_files.write_whole))
         trials = algorithms.tune_products(call, contest, 0.005, deciding=tuning._deciding(groups))
         same_on_all([(t.place, t.choice, t.ratio, t.taken) for t in trials])
         assert [(t.choice, t.taken) for t in trials] == [("#3", True), ("all", True)]

@@ -13,7 +13,7 @@ import te_fuser
 from te_fuser import ops
 from tests.parallel.cutting import EXACT, own, part, run
 from tests.parallel.ranks import WORLD, on_ranks
-from tests.sharding.test_rule import ByRow, InBlocks, Plain
+from tests.sharding.test_rules import ByRow, InBlocks, Plain
 from tests.twins import randomize, tensor
 
 F, SHAPE = 8, (4, 6, 8)

@@ -30,8 +30,8 @@ from te_fuser.fuser.graph.graph import (
 from te_fuser.fuser.graph.list_passes import gradient_sums
 from te_fuser.ops import op_table
 from te_fuser.ops.base import output_specs
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import UnfusedOperation
 from te_fuser.params.binding import standing_in
 from te_fuser.params.scales import Aside
 

@@ -13,8 +13,8 @@ from te_fuser.formula.expr import Axes
 from te_fuser.ops.autocast import AUTOCAST
 from te_fuser.ops.base import FusableOperation, NamedInput, Spec
 from te_fuser.ops.checks import check_floating as refuse_integers
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.row_op import RowOp
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import ListedOp, ParameterSpecs

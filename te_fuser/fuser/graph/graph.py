@@ -14,7 +14,7 @@ from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.checks import check_dtype, plain
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref, parameter_ref
 from te_fuser.ops.base import Spec
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.record import record
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from te_fuser.distributed.placement import Entering, Entry, Placement, Replicated, Shard
 from te_fuser.distributed.share import Share
 from te_fuser.dtypes import text_of
+from te_fuser.formula.evaluate import rounds
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.rows import rounds
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.ops import op_table
 from te_fuser.ops.autocast import AUTOCAST, cast_to
 from te_fuser.ops.base import LoweredOp, Spec, output_specs
-from te_fuser.ops.unfused_operation import marked_parameters
-from te_fuser.sharding.rule import ShardingContext, joint_ops, rule_of
+from te_fuser.ops.operations import marked_parameters
+from te_fuser.sharding.rules import ShardingContext, joint_ops, rule_of
 
 if TYPE_CHECKING:
     from te_fuser.distributed.dtensor import Lies

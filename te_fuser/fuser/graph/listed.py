@@ -149,7 +149,7 @@ class CallSpecs:
         parameters: what is known of each parameter that an op of the list is bound to.
         autocast: the dtype that torch.autocast runs in; None outside of it.
         bindings: what `parameters` are known of, in the order in which calls give them.
-        around: what surrounds the call, as `call_context.keys_now` gives it.
+        around: what surrounds the call, as `passes.keys_now` gives it.
         capability: the compute capability of a GPU that is only named.
         notes: takes lines for the plan.
     """

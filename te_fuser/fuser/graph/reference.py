@@ -11,7 +11,7 @@ import torch
 from te_fuser.distributed.dtensor import recorded_part
 from te_fuser.distributed.share import Share, stream_of
 from te_fuser.ops.base import FusableOperation, OpCall, outputs_by_name
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.params.gradient_sums import with_sum
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from te_fuser.codegen.description import Layout, padded, sizes_in_blocks
 from te_fuser.dtypes import STORED, name_of
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

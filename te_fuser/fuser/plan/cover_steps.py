@@ -26,7 +26,7 @@ from te_fuser.fuser.graph.refs import (
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.layouts import turning_step
 from te_fuser.fuser.plan.plan import Kept
-from te_fuser.fuser.steps.function_tasks import AddTask, CastTask, SumTask
+from te_fuser.fuser.steps.function_tasks import SumTask, add_task, cast_task
 from te_fuser.fuser.steps.step import Price
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
             elif ref.kind is PARAMETER:
                 assert ref.form.dtype is not None
                 inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
-                task, price = CastTask(ref.form.dtype), Price("of_launch", (inputs, outputs, 0.0))
+                task, price = cast_task(ref.form.dtype), Price("of_launch", (inputs, outputs, 0.0))
                 result.append(prices.step("cast_parameter", covers, inputs, outputs, task, price))
             made.add(ref)
         result.append(step)
@@ -177,7 +177,7 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
             price = Price("of_sum", (ref, len(inputs) - 1))
             absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(problem.nodes)
             covers, outputs = (step.start, step.stop), (("sum", ref),)
-            result.append(prices.step("add_gradients", covers, inputs, outputs, AddTask(absent), price))
+            result.append(prices.step("add_gradients", covers, inputs, outputs, add_task(len(inputs), absent), price))
     return result
 
 

@@ -21,8 +21,8 @@ from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, 
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.kernels import peers
-from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.sharding.rule import rule_of
+from te_fuser.ops.operations import UnfusedOperation
+from te_fuser.sharding.rules import rule_of
 
 if TYPE_CHECKING:
     from te_fuser.distributed.exchange import Exchange

@@ -1,6 +1,6 @@
 """Layouts other than rows, of 8 bits: transposed, and by blocks.
 
-Products of 8 bits take what lies along what is summed (`kernels/quantized_matmul.py`): dW = dy^T x sums over tokens.
+Products of 8 bits take what lies along what is summed (`kernels/cublaslt/products.py`): dW = dy^T x sums over tokens.
 The kernel that makes the rows stores both where it can, else a step turns them. Covers know nothing of blocks: a
 product that quantizes its factors by blocks reads rows. What its body says of another way to run (`Body.by_blocks`) is
 taken in a pass over the plan, where a kernel by tiles, or a fusion that can, makes what nobody else reads.
@@ -21,7 +21,7 @@ from te_fuser.dtypes import name_of
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, Form, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import NOTHING, kernel_step
-from te_fuser.fuser.steps.function_tasks import TransposeTask
+from te_fuser.fuser.steps.function_tasks import transpose_task
 from te_fuser.fuser.steps.kernel_task import KernelOutput
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
@@ -76,7 +76,7 @@ def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> S
     inputs, outputs = (("rows", ref.by_rows),), (("transposed", ref),)
     spec = ref.spec(problem.graph)
     assert spec is not None
-    task = TransposeTask(spec.dtype, problem.options.target == "cuda")
+    task = transpose_task(spec.dtype, problem.options.target == "cuda")
     price = Price("of_launch", (inputs, outputs, 0.0))
     return prices.step("transposed8", covers, inputs, outputs, task, price)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, Ref, parameter_ref
 from te_fuser.fuser.plan.candidates import kernel_step
-from te_fuser.fuser.steps.function_tasks import MakeTask, ScaleTask, ZerosTask
+from te_fuser.fuser.steps.function_tasks import MakeTask, scale_task, zeros_task
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.registry import Maker, Wanted, maker_for
 from te_fuser.kernels.quantizers import in_kernels
@@ -93,7 +93,7 @@ def measuring_steps(
         refs = {name: parameter_ref(node.parameters[name]) for name in (_AMAX, *_MADE)}
         inputs = (("amax", refs[_AMAX]),)
         outputs = tuple([(name, refs[name]) for name in _MADE])
-        task = ScaleTask(*own, in_kernel)
+        task = scale_task(*own, in_kernel)
         price = Price("of_nothing", ()) if in_kernel else Price("of_launch", (inputs, outputs, 0.0))
         made.append(prices.step("scale_of_amax", covers, inputs, outputs, task, price))
     return tuple(made)
@@ -137,7 +137,7 @@ def zero_amaxes(plan: Plan, prices: Prices) -> Plan:
     nodes = tuple([n.index for n in graph.nodes if not set(n.parameters.values()).isdisjoint(numbers)])
     outputs = tuple([(graph.parameters[k].name, parameter_ref(k)) for k in numbers])
     in_kernels = _is_made_in_kernels(plan.target)
-    task, price = ZerosTask(plan.x.device, nodes, in_kernels), Price("of_launch", ((), outputs, 0.0))
+    task, price = zeros_task(plan.x.device, nodes, len(outputs), in_kernels), Price("of_launch", ((), outputs, 0.0))
     step = prices.step("zeros", (nodes[0], nodes[-1] + 1), (), outputs, task, price)
     return replace(plan, before=(*plan.before, step))
 

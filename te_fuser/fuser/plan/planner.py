@@ -20,7 +20,7 @@ from te_fuser.fuser.plan.plan import LAMBDA, Plan, size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import is_recordable, with_recorded
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

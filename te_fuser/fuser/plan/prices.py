@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_fuser import dtypes
+from te_fuser.formula.evaluate import batch_layout
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.rows import batch_layout
 from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, SAVED, Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
+from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
-from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.sharding.rule import rule_of
+from te_fuser.sharding.rules import rule_of
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription

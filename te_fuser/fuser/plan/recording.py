@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.graph.refs import AS_MADE, Ref, gradient_ref, saved_ref
 from te_fuser.fuser.plan.cover_steps import kept_by, with_forms
 from te_fuser.fuser.plan.plan import DIRECTIONS, Kept, Refusal
-from te_fuser.fuser.plan.prices import torch_function_of
-from te_fuser.fuser.steps.function_tasks import RecordedBackwardTask, RecordedTask
+from te_fuser.fuser.plan.prices import flops_of, torch_function_of
+from te_fuser.fuser.steps.function_tasks import RecordedBackwardTask, recorded_task
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.plan.prices import Named, Prices
     from te_fuser.fuser.plan.problem import Problem
@@ -160,12 +160,14 @@ def _forward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
     inputs = tuple(zip((*call.function.reads, "addend"), call.reads, strict=False))
     outputs = (("output", graph.ref(call.output)),)
     covers, price = (call.nodes[0].index, call.nodes[-1].index + 1), Price(_forward_cost, (call, inputs, outputs))
-    return prices.step(call.function.name, covers, inputs, outputs, RecordedTask(call.function.function), price)
+    return prices.step(call.function.name, covers, inputs, outputs, recorded_task(call.function.function), price)
 
 
 def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: Named) -> Cost:
     """Cost of one operation."""
-    return _VIEW if call.nodes[0].op.views else prices.of_launch(inputs, outputs, _flops(prices.graph, call))
+    if call.nodes[0].op.views:
+        return _VIEW
+    return prices.of_launch(inputs, outputs, flops_of(prices.graph, call.nodes[:1]))
 
 
 def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
@@ -193,14 +195,8 @@ def _backward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: 
         names = {"dy", "statistics"} | {k for name, _ in given for k in call.function.keeps.get(name[2:], ())}
         read = [(name, ref) for name, ref in inputs if name in names]
         products = bool(call.function.keeps.get(given[0][0][2:])) if not call.function.at_once else 0
-        cost = prices.of_launch(read, given, _flops(prices.graph, call) * products)
+        cost = prices.of_launch(read, given, flops_of(prices.graph, call.nodes[:1]) * products)
         total, seconds, count = total + cost, seconds + prices.seconds(cost, first), count + 1
     host = prices.problem.options.device.host.calls
     node = host["recorded backward"] / (host["torch"] or 1.0)
     return replace(total, seconds=seconds, calls=node + count - 1)
-
-
-def _flops(graph: Graph, call: _FunctionCall) -> float:
-    node = call.nodes[0]
-    specs = {name: graph.parameter_specs[p] for name, p in node.parameters.items()}
-    return node.op.flops(graph.values[node.input].spec, specs)

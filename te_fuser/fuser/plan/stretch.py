@@ -18,10 +18,10 @@ from te_fuser import dtypes
 from te_fuser.codegen.description import NotOneKernel, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
+from te_fuser.formula.evaluate import parameter_axes
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.rows import parameter_axes
-from te_fuser.formula.substitution import before_quantized, substitute
+from te_fuser.formula.reductions import before_quantized, substitute
 from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.plan.ranges import Gives, Leaf, Range

@@ -9,14 +9,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.codegen.cache_files import EntryFile
 from te_fuser.ops.sizes import on_grid
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 ON, OFF = "on", "off"
 Choices = Mapping[str, str]  # place -> ON or OFF
-_FORMAT = 1
 
 
 def place_of(fusion: Fusion, match: Match) -> str:
@@ -39,7 +37,7 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
     """A digest of what measured choices depend on: ops, sizes, dtypes, rows on the grid, needed gradients."""
     graph = graph.rounded()
     rows = math.prod(map(on_grid, graph.values[0].spec.shape[:-1]))
-    described: list[Any] = [_FORMAT, memory, kernels, rows.bit_length()]
+    described: list[Any] = [TunedChoices.form, memory, kernels, rows.bit_length()]
     joint = joint_ops([node.op for node in graph.nodes])
     exchanging = {one.op: [one.group.size] for one in joint if one.takes is None}
     for node in graph.nodes:
@@ -52,16 +50,12 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
     return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:32]
 
 
-class TunedChoices:
+class TunedChoices(EntryFile):
     """The choices for one device."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = EntryFile(path, _FORMAT)
 
     def find(self, key: str) -> Choices:
         """The choices for a list of ops; none where it was never tuned."""
-        places = self._file.entries().get(key, {}).get("places", {})
+        places = self.entries().get(key, {}).get("places", {})
         return dict(places) if isinstance(places, dict) and set(places.values()) <= {ON, OFF} else {}
 
     def put(self, key: str, choices: Choices, ratio: float) -> None:
@@ -71,7 +65,7 @@ class TunedChoices:
             OSError: when the file cannot be written.
         """
         found = {"places": dict(choices), "ratio": ratio}
-        self._file.change(lambda entries: entries.update({key: found}))
+        self.change(lambda entries: entries.update({key: found}))
 
     def check(self) -> None:
         """Check that `put` can write its file.
@@ -80,15 +74,12 @@ class TunedChoices:
             OSError: when the file cannot be written, with what to do.
         """
         try:
-            self._file.change(lambda entries: None)
+            self.change(lambda entries: None)
         except OSError as error:
             what = (
                 f"what tune finds cannot be kept in {self.path.parent}: {error.strerror}; set te_fuser.config.cache_dir"
             )
             raise type(error)(error.errno, what) from error
-
-
-_stores = Stores(TunedChoices, ".json")
 
 
 def device_name(device: torch.device) -> str:
@@ -100,7 +91,7 @@ def device_name(device: torch.device) -> str:
 
 def store_for(device_name: str) -> TunedChoices:
     """The store of a device, in the cache folder as it is set now."""
-    return _stores.of(device_name)
+    return TunedChoices.of(device_name)
 
 
 def signature(plan: Plan) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import is_taken_away
-from te_fuser.ops.words import described
+from te_fuser.ops.checks import described
 from te_fuser.params.joined import parts_of
 from te_fuser.params.main_grad import of_backward
 

@@ -19,7 +19,7 @@ from te_fuser.fuser.graph.refs import parameter_ref
 from te_fuser.fuser.run.delayed import handed_in
 from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program, run_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
-from te_fuser.fusions.library import libraries
+from te_fuser.fusions.registry import libraries
 from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.params.main_grad import has_main_grad
 

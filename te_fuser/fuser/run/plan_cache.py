@@ -24,7 +24,7 @@ from te_fuser.dtypes import text_of
 from te_fuser.facts import Facts
 from te_fuser.ops.sizes import Questions, on_grid
 from te_fuser.params.gradient_sums import is_left
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.distributed.consistency import Line

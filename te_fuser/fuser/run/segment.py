@@ -21,7 +21,7 @@ from te_fuser.kernels import quantizers
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.params.joined import kept_in_parts, whole_again
 from te_fuser.params.main_grad import is_absent
-from te_fuser.sharding.rule import joint_ops
+from te_fuser.sharding.rules import joint_ops
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group

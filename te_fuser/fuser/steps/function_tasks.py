@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,56 +26,49 @@ if TYPE_CHECKING:
     from te_fuser.ops.own_scales import Scaling
 
 
+@record()
 class FunctionTask(Task):
-    """One function of the tensors that the step reads, in their order, which gives what the step makes."""
-
-    compares = False
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        """The function."""
-        raise NotImplementedError
-
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        reads, writes = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
-        return _native.FunctionStep(step.name, self.function_of(step), reads, writes)
-
-
-@dataclass(frozen=True)
-class AddTask(FunctionTask):
-    """Adds up the contributions to one gradient.
+    """One function of the tensors that the step reads, in their order, which gives what the step makes.
 
     Attributes:
-        some_absent: whether terms may be absent, since they went to a main_grad.
+        options: what else the function takes, by name.
+        gives: the names of all that it gives, in their order, where the step may not have all; empty: it has.
     """
 
-    what = "torch"
-    call = "torch"
+    function: Callable[..., Any]
+    what: str = "torch"
+    call: str = "torch"
+    options: tuple[tuple[str, Any], ...] = ()
+    gives: tuple[str, ...] = ()
+    compares: bool = False
+    own_memory: bool = False
+    written: tuple[WrittenKernel, ...] = ()
+    ops: tuple[int, ...] = ()
 
-    some_absent: bool = False
+    def called(self, step: Step) -> Called | None:
+        return Called(self.function, tuple(step.reads())) if self.call == "recorded" else None
 
-    @property
-    def own_memory(self) -> bool:  # type: ignore[override]
-        return not self.some_absent
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return _sum_of_present if self.some_absent else torch.add if len(step.inputs) == 2 else _sum
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        function = functools.partial(self.function, **dict(self.options)) if self.options else self.function
+        return _function_step(step, bench, function, self.gives)
 
 
-@dataclass(frozen=True)
-class RecordedTask(FunctionTask):
+def _function_step(step: Step, bench: Bench, function: Callable[..., Any], gives: Sequence[str] = ()) -> Runner:
+    reads, writes = ([bench.slots[r] for r in refs] for refs in (step.reads(), step.writes()))
+    if gives:
+        made = dict(zip((name for name, _ in step.outputs), writes, strict=True))
+        writes = [made.get(name, -1) for name in gives]
+    return _native.FunctionStep(step.name, function, reads, writes)
+
+
+def cast_task(dtype: torch.dtype) -> FunctionTask:
+    """A parameter in another dtype, for autocast."""
+    return FunctionTask(torch.Tensor.to, options=(("dtype", dtype),))
+
+
+def recorded_task(function: Callable[..., torch.Tensor]) -> FunctionTask:
     """A function of PyTorch's that autograd records."""
-
-    what = "torch"
-    call = "recorded"
-    compares = True
-
-    function: Callable[..., torch.Tensor]
-
-    def called(self, step: Step) -> Called:
-        return Called(self.function, tuple(step.reads()))
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return self.function
+    return FunctionTask(function, call="recorded", compares=True)
 
 
 @dataclass(frozen=True)
@@ -87,25 +80,18 @@ class RecordedBackwardTask(Task):
     compares = False
 
 
+def add_task(terms: int, some_absent: bool) -> FunctionTask:
+    """Adds up the contributions to one gradient; terms may be absent, since they went to a main_grad."""
+    function = _sum_of_present if some_absent else torch.add if terms == 2 else _sum
+    return FunctionTask(function, own_memory=not some_absent)
+
+
 def _sum(*terms: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
 
 
 def _sum_of_present(*terms: torch.Tensor) -> torch.Tensor:
     return _sum(*([t for t in terms if not is_absent(t)] or terms[:1]))
-
-
-@dataclass(frozen=True)
-class CastTask(FunctionTask):
-    """A parameter in another dtype, for autocast."""
-
-    what = "torch"
-    call = "torch"
-
-    dtype: torch.dtype
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return lambda p: p.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -152,62 +138,28 @@ class SumTask(Task):
         return wait
 
 
-@dataclass(frozen=True)
-class ScaleTask(FunctionTask):
+def scale_task(dtype: torch.dtype, scaling: Scaling, is_there: bool) -> FunctionTask:
     """amax -> scale, inverse; the amax is zero afterwards, so that a graph that is kept runs backward again.
 
-    Attributes:
+    Args:
         dtype: the 8 bits that are scaled to.
-        scaling: how the scale follows.
         is_there: whether the pass has made both beside the amax; else PyTorch does.
     """
-
-    call = "function"
-
-    dtype: torch.dtype
-    scaling: Scaling
-    is_there: bool
-
-    @property
-    def what(self) -> str:  # type: ignore[override]
-        return "kernel" if self.is_there else "torch"
-
-    @property
-    def own_memory(self) -> bool:  # type: ignore[override]
-        return not self.is_there
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return functools.partial(quantizers.scale_by_torch, dtype=self.dtype, scaling=self.scaling)
-
-    def runner(self, step: Step, bench: Bench) -> Runner:
-        if not self.is_there:
-            return super().runner(step, bench)
-        amax, named = bench.slots[step.inputs[0][1]], {name: bench.slots[r] for name, r in step.outputs}
-        return _native.FunctionStep(step.name, torch.Tensor.unbind, [amax], [named.get(n, -1) for n in NUMBERS])
+    if is_there:
+        return FunctionTask(torch.Tensor.unbind, "kernel", "function", gives=NUMBERS)
+    options = (("dtype", dtype), ("scaling", scaling))
+    return FunctionTask(quantizers.scale_by_torch, call="function", options=options, own_memory=True)
 
 
-@dataclass(frozen=True)
-class ZerosTask(FunctionTask):
+def zeros_task(device: torch.device, ops: tuple[int, ...], count: int, in_kernels: bool) -> FunctionTask:
     """Zeros that are raised to largest magnitudes, for a whole call at once.
 
-    Attributes:
-        numbers: of the ops that raise them.
+    Args:
+        ops: those that raise them.
         in_kernels: whether kernels make scales of them, beside each: `NUMBERS`.
     """
-
-    what = "before"
-    call = "function"
-
-    device: torch.device
-    numbers: tuple[int, ...]
-    in_kernels: bool
-
-    @property
-    def ops(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.numbers
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return functools.partial(_zeros, len(step.outputs), self.in_kernels, self.device)
+    options = (("count", count), ("in_kernels", in_kernels), ("device", device))
+    return FunctionTask(_zeros, "before", "function", options, ops=ops)
 
 
 def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -219,7 +171,7 @@ def _zeros(count: int, in_kernels: bool, device: torch.device) -> torch.Tensor |
 
 
 @record()
-class MakeTask(FunctionTask):
+class MakeTask(Task):
     """Makes parameters of others, before the segments of a call.
 
     Attributes:
@@ -228,6 +180,7 @@ class MakeTask(FunctionTask):
 
     what = "before"
     call = "product"
+    compares = False
 
     maker: Maker
     wanted: tuple[Wanted, ...]
@@ -242,32 +195,17 @@ class MakeTask(FunctionTask):
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
         return self.maker.written(self.wanted)
 
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return self.maker.function(self.wanted, self.device)
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        return _function_step(step, bench, self.maker.function(self.wanted, self.device))
 
 
-@dataclass(frozen=True)
-class TransposeTask(FunctionTask):
+def transpose_task(dtype: torch.dtype, by_kernel: bool) -> FunctionTask:
     """Rows of 8 bits as [features, rows], with zeros up to a multiple of 16 rows.
 
-    Attributes:
-        dtype: that of 8 bits.
+    Args:
         by_kernel: whether the kernel written by hand does it, else PyTorch.
     """
-
-    call = "function"
-    own_memory = True
-
-    dtype: torch.dtype
-    by_kernel: bool
-
-    @property
-    def what(self) -> str:  # type: ignore[override]
-        return "kernel" if self.by_kernel else "torch"
-
-    @property
-    def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
-        return (quantizers.Transposed8(self.dtype),) if self.by_kernel else ()
-
-    def function_of(self, step: Step) -> Callable[..., Any]:
-        return quantizers.transpose_by_kernel if self.by_kernel else quantizers.transpose_by_torch
+    if not by_kernel:
+        return FunctionTask(quantizers.transpose_by_torch, call="function", own_memory=True)
+    written = (quantizers.Transposed8(dtype),)
+    return FunctionTask(quantizers.transpose_by_kernel, "kernel", "function", own_memory=True, written=written)

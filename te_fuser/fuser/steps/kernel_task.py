@@ -16,9 +16,9 @@ from te_fuser.codegen import in_place
 from te_fuser.codegen.description import sizes_in_blocks
 from te_fuser.codegen.schedule import narrowed
 from te_fuser.dtypes import STORED
+from te_fuser.formula.evaluate import batch_layout
 from te_fuser.formula.expr import Axes, add, leaf
-from te_fuser.formula.rows import batch_layout
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.reductions import substitute
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.record import record

@@ -15,7 +15,7 @@ from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, outputs_by_name
-from te_fuser.ops.unfused_operation import UnfusedOperation, by_name
+from te_fuser.ops.operations import UnfusedOperation, by_name
 from te_fuser.record import record
 
 if TYPE_CHECKING:

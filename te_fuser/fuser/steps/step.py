@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_fuser.record import record
 
@@ -96,9 +96,9 @@ class Task:
         row_product: the native product of rows that it is, where it is one.
     """
 
-    what: ClassVar[str] = "op"
+    what: str = "op"
     call: str = "method"
-    compares: ClassVar[bool] = True
+    compares: bool = True
     hangs: bool = False
     own_memory: bool = False
     description: KernelDescription | None = None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.codegen.entry_file import tuned_folder
+from te_fuser.codegen.cache_files import tuned_folder
 from te_fuser.distributed.consistency import first_rank_value, gather_values, shared_errors
 from te_fuser.fuser.pipeline import make_plan, with_questions
 from te_fuser.fuser.plan.plan import Plan, size_text
@@ -31,7 +31,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, p
 from te_fuser.fuser.run.loading import Executable, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check, reason_of_any
 from te_fuser.fuser.tune.schedules import tune_schedules
-from te_fuser.fusions.library import libraries
+from te_fuser.fusions.registry import libraries
 from te_fuser.kernels.trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:

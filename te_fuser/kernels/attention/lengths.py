@@ -16,7 +16,6 @@ from te_fuser.kernels.attention.views import HeadsCall, Tensors
 from te_fuser.ops.attention.heads import ApartHeads
 from te_fuser.ops.attention.mask import COUNTS, AttentionMask
 
-_SOURCE = Path(__file__).with_name("blank_rows.cu")
 _THREADS, _ROWS, _BLOCKS = 256, 32, 8  # of a block; that it looks at together; of a multiprocessor
 _ACCESS = 16  # bytes that a thread writes at once
 _NO_BOUND = 2**31 - 1
@@ -134,12 +133,12 @@ class BlankRows(TextKernel[_native.CudaKernel]):
 
     dtype: torch.dtype
     name: ClassVar[str] = "blank_rows"
+    source: ClassVar[Path] = Path(__file__).with_name("blank_rows.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `blank_rows.cu`."""
-        lines = ['#include "te_cuda.cuh"', "", f"constexpr unsigned kNan = 0x{_DTYPES[self.dtype][1]:08X}u;"]
-        lines += [f"constexpr int kThreads = {_THREADS}, kRows = {_ROWS};", "", _SOURCE.read_text()]
-        return "\n".join(lines)
+    def constants(self) -> list[str]:
+        nan = f"constexpr unsigned kNan = 0x{_DTYPES[self.dtype][1]:08X}u;"
+        return [nan, f"constexpr int kThreads = {_THREADS}, kRows = {_ROWS};"]
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""

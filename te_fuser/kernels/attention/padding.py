@@ -23,7 +23,6 @@ from te_fuser.ops.attention.heads import ApartHeads, split_inputs
 from te_fuser.ops.attention.mask import BY_OFFSETS, PADDED, AttentionMask
 from te_fuser.ops.attention.math import SOFT_CAP
 
-_SOURCE = Path(__file__).with_name("moved_rows.cu")
 _THREADS, _BLOCKS, _BEHIND = 256, 8, 256
 _ACCESS = 16  # bytes that a thread moves at once
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -152,10 +151,11 @@ def _move(
 class _RowKernel(TextKernel[_native.CudaKernel]):
     """Kernel of `moved_rows.cu`, as plans compile it beside their generated ones."""
 
-    def text(self) -> str:
-        """The CUDA text: the constants, and `moved_rows.cu`."""
-        constants = f"constexpr int kThreads = {_THREADS}, kBehind = {_BEHIND};"
-        return "\n".join(['#include "te_cuda.cuh"', "", constants, "", _SOURCE.read_text()])
+    source: ClassVar[Path] = Path(__file__).with_name("moved_rows.cu")
+    headers: ClassVar[tuple[str, ...]] = ("te_cuda.cuh",)
+
+    def constants(self) -> list[str]:
+        return [f"constexpr int kThreads = {_THREADS}, kBehind = {_BEHIND};"]
 
 
 @dataclass(frozen=True)

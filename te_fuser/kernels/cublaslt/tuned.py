@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
+from te_fuser.codegen.cache_files import Entries, EntryFile
 from te_fuser.dtypes import FLOAT8, text_of
 
-_FORMAT = 1
 _BYTES = 64  # of an algorithm
 
 
@@ -112,16 +110,14 @@ class TunedAlgorithm:
         return f"first heuristic, since {self.dropped}" if self.dropped else f"tuned: candidate {self.candidate}"
 
 
-class TunedProducts:
+class TunedProducts(EntryFile):
     """The algorithms for one kind of GPU in one file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = EntryFile(path, _FORMAT)
+    suffix = ".products.json"
 
     def find(self, key: str) -> TunedAlgorithm | None:
         """Entry of a problem, or None; a damaged one counts as none."""
-        entry = self._file.entries().get(key, {})
+        entry = self.entries().get(key, {})
         candidate, dropped = entry.get("candidate"), entry.get("dropped", "")
         with contextlib.suppress(TypeError, ValueError):
             algorithm = bytes.fromhex(entry.get("algorithm", ""))
@@ -136,11 +132,11 @@ class TunedProducts:
             OSError: when the file cannot be written.
         """
         found = {"algorithm": algorithm.hex(), "candidate": candidate, "ratio": ratio}
-        self._file.change(lambda entries: entries.update({key: found}))
+        self.change(lambda entries: entries.update({key: found}))
 
     def drop(self, key: str, why: str) -> None:
         """Keep why the algorithm of a problem is not taken any more. OSError when the file cannot be written."""
-        self._file.change(lambda entries: entries.setdefault(key, {"candidate": 0}).update(dropped=why))
+        self.change(lambda entries: entries.setdefault(key, {"candidate": 0}).update(dropped=why))
 
     def forget(self, key: str) -> None:
         """Keep nothing for a problem. OSError when the file cannot be written."""
@@ -148,16 +144,13 @@ class TunedProducts:
         def without(entries: Entries) -> None:
             entries.pop(key, None)
 
-        if key in self._file.entries():
-            self._file.change(without)
-
-
-_stores = Stores(TunedProducts, ".products.json")
+        if key in self.entries():
+            self.change(without)
 
 
 def store_on(device: int) -> TunedProducts | None:
     """The store for the GPU of that number; None where PyTorch knows no such GPU."""
-    return _stores.of(torch.cuda.get_device_name(device)) if device < torch.cuda.device_count() else None
+    return TunedProducts.of(torch.cuda.get_device_name(device)) if device < torch.cuda.device_count() else None
 
 
 def found_for(form: ProductForm, problem: ProductProblem) -> TunedAlgorithm | None:

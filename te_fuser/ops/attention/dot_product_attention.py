@@ -49,7 +49,7 @@ from te_fuser.ops.attention.math import (
 )
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number, may_look, must_say
-from te_fuser.ops.parameters import empty, fill
+from te_fuser.ops.construction import empty, fill
 
 TOKENS, APART = "tokens", "apart"
 # What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.

@@ -8,7 +8,7 @@ from te_fuser.ops.attention.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.attention.head_parallel import OfHeads
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
-from te_fuser.ops.parameters import empty, fill
+from te_fuser.ops.construction import empty, fill
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
 

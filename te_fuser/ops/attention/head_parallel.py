@@ -9,8 +9,8 @@ import torch
 from te_fuser.distributed.group import Group
 from te_fuser.ops.attention.heads import LAYOUTS, AnyHeads
 from te_fuser.ops.attention.math import AttentionScores
-from te_fuser.ops.context import InContext
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
+from te_fuser.ops.sharing import InContext
 
 
 class OfHeads(UnfusedOperation):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.ops.base import Spec
-from te_fuser.ops.checks import whole_number
-from te_fuser.ops.words import meant
+from te_fuser.ops.checks import meant, whole_number
 
 # Name of a layout -> the dimensions of x that count positions and samples.
 LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}

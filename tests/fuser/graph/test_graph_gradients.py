@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import Sequential, ops, verify
 from te_fuser.ops.base import Gradient, NamedInput, OpCall
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 
 

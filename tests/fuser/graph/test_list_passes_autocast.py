@@ -12,7 +12,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.formula.rows import unrounded
+from te_fuser.formula.evaluate import unrounded
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER
 from te_fuser.ops.autocast import autocast_policy
 from tests.fuser.models import our_mlp, torch_mlp

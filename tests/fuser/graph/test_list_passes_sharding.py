@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph.graph import Graph
-from te_fuser.ops.cut import Cut
+from te_fuser.ops.sharing import Cut
 from tests.twins import sequential
 
 TP = ops.Group("ranks", 2, "tp")

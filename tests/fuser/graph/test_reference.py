@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula.rows import unrounded
+from te_fuser.formula.evaluate import unrounded
 from tests.twins import sequential, tensor
 
 

@@ -23,9 +23,8 @@ from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.base import Gradient
-from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.float8_products import quantized
-from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.casts import QuantizeGradient
+from te_fuser.ops.float8_matmul import Float8MatMul, quantized
 from te_fuser.recipe import DelayedScaling
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt

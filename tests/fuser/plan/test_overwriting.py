@@ -24,7 +24,7 @@ from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import FusionTask, OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.fuser.run.test_segment_out_of_memory import Memory
 from tests.needs import needs_compiler

@@ -15,7 +15,7 @@ from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, output_specs
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.operations import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 from tests.needs import needs_compiler
 

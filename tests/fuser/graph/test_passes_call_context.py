@@ -12,9 +12,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.facts import Facts
-from te_fuser.fuser.graph import call_context
-from te_fuser.fuser.graph.call_context import CallContext, ReadyList
+from te_fuser.fuser.graph import passes
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.passes import CallContext, ReadyList
 from te_fuser.ops.base import LoweredOp
 
 FACTOR: ContextVar[float | None] = ContextVar("factor", default=None)
@@ -51,7 +51,7 @@ class Scaled(CallContext):
 @pytest.fixture
 def scaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scaled]:
     made = Scaled()
-    monkeypatch.setattr(call_context, "_known", [made])
+    monkeypatch.setattr(passes, "_known", [made])
     yield made
 
 

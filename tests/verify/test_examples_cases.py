@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_fuser.verify.cases import LAYOUTS
+from te_fuser.verify.examples import LAYOUTS
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
