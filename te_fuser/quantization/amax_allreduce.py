@@ -29,7 +29,7 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.amax_slots import ROLES, Block, blocks
+from te_fuser.quantization.amax_slots import ROLES, Block, all_states, blocks
 from te_fuser.quantization.products import device_of, products, recipe_for, weight_in
 from te_fuser.quantization.state import State, known_state_of, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -251,7 +251,7 @@ def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
     """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
-    for state in [state for block in blocks() for state in block.states() if state not in left_out]:
+    for state in [state for state in all_states() if state not in left_out]:
         if isinstance(state.recipe, DelayedScaling):
             by, before = ranks if state in reduced else alone, state.alike
             state.alike = by if before is None else by & before

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from te_fuser.quantization.state import State
 
 ROLES = ("input", "weight", "output_gradient")
-Numbers = dict[str, torch.Tensor]  # by role
+SCALED = tuple([f"{role}_{what}" for what in ("scale", "inverse") for role in ROLES])
+AMAXES = tuple([f"{role}_amax" for role in ROLES])
+NUMBERS = (*SCALED, *AMAXES)
+Numbers = dict[str, torch.Tensor]
 _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -99,13 +102,13 @@ class Block:
             not_in_capture("scales are read by a first graph")
             self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
             for state in self.states():
-                self.live[state.row, :, 0] = torch.stack([*state.scales.values(), *state.inverses.values()])
+                self.live[state.row, :, 0] = torch.stack([state.numbers[name] for name in SCALED])
         return self.live
 
     def show(self, states: Sequence[State], scales: torch.Tensor) -> None:
         """Have calls of products find these scales, [states, 3], and their reciprocals."""
         numbers = apart(torch.cat([scales, scales.reciprocal()], 1))
-        show([(state.scales, state.inverses) for state in states], numbers.flatten().unbind())  # by one call
+        show([state.numbers for state in states], numbers.flatten().unbind())  # by one call
         if self.live is not None:
             self.show_graphs(tuple([state.row for state in states]), numbers)
 
@@ -131,6 +134,11 @@ def blocks() -> list[Block]:
     return list(_blocks)
 
 
+def all_states() -> list[State]:
+    """The products that have slots, on all devices."""
+    return [state for block in _blocks for state in block.states()]
+
+
 def block_with_room(device: torch.device) -> Block:
     """A block of a device that has a free slot."""
     free = next((b for b in _blocks if b.device == device and b.rows < _PRODUCTS), None)
@@ -147,10 +155,8 @@ def apart(numbers: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
 
 
-def show(found: Iterable[tuple[Numbers, Numbers]], numbers: Iterable[torch.Tensor]) -> None:
-    """Have calls find these in the `scales` and `inverses` of products: three and three of each."""
-    there = iter(numbers)
-    for both in found:
-        for kept in both:
-            for role in ROLES:
-                kept[role] = next(there)
+def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
+    """Have calls find these among the `numbers` of products: three scales and three reciprocals of each."""
+    there = iter(values)
+    for numbers in products:
+        numbers.update(zip(SCALED, there, strict=False))

@@ -27,7 +27,7 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
 from te_fuser.quantization.amax_allreduce import quantized_first
-from te_fuser.quantization.amax_slots import ROLES
+from te_fuser.quantization.amax_slots import NUMBERS
 from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
 from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
@@ -36,8 +36,9 @@ from te_fuser.quantization.product_scaling import (
     in_place,
     is_kept,
     keeps_scales,
-    product_scaling,
+    numbers_of,
     quantizing,
+    rewritten,
     state_in,
 )
 from te_fuser.quantization.products import device_of, how, parameter_of, recipe_for, scalings_of, weight_in
@@ -171,7 +172,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
     if reads:
         own = state_of(weight)
         own.read(_device_in(weight))
-        for held in ("scales", "inverses", "amaxes", "blanks", "kept"):
+        for held in ("numbers", "blanks", "kept"):
             vars(state)[held].update(vars(own)[held])
         state.is_kept, state.kept_of = own.is_kept, own.kept_of
         return state
@@ -180,8 +181,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
     data = torch.empty(product.parameter_shapes()["weight"], dtype=torch.float8_e4m3fn, device=device)
     for like in (state.kept, state.blanks):
         like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
-    for numbers in (state.scales, state.inverses, state.amaxes):
-        numbers.update(dict.fromkeys(ROLES, number))
+    state.numbers.update(dict.fromkeys(NUMBERS, number))
     state.blanks.update(dict.fromkeys(OWN, number))
     return state
 
@@ -196,7 +196,7 @@ def _bound(listed: Sequence[ListedOp], key: region.Key, looks: bool, reads: bool
             if weight.key not in states:
                 product, apart = cast(MatMul, item.lowered.op), looks or reads
                 states[weight.key] = _apart(weight, product, not looks) if apart else state_of(weight)
-            aside = product_scaling(recipe).numbers(weight, states[weight.key], key, times[weight.key])
+            aside = numbers_of(recipe, weight, states[weight.key], key, times[weight.key])
             item = replace(item, lowered=replace(item.lowered, aside=aside))
             times[weight.key] += 1
         found.append(item)
@@ -210,10 +210,10 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
         if recipe:
             refuse_narrow(item, f"is no product of 8 bits here: {recipe}")
         return (item,)
-    weight, scaling = weight_in(item), product_scaling(recipe)
+    weight = weight_in(item)
     if is_only_narrow(weight):
         return _of_narrow(item, call, key, recipe)
-    if key.calibrating and not scaling.keeps:
+    if key.calibrating and scalings_of(recipe) is not None:
         return (item,)
     own = call.parameters[weight.key].spec.dtype
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
@@ -222,7 +222,7 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
     for given in (own, dtype):
         if given not in OUT_DTYPES:
             _refuse_dtype(item.path, "its weight", given)
-    return scaling.rewritten(item, form_of(recipe, dtype, own), call, key.calibrating)
+    return rewritten(item, recipe, form_of(recipe, dtype, own), call, key.calibrating)
 
 
 def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
@@ -240,7 +240,7 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Recipe)
     trains = call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values()))
     is_wide = key.calibrating or recipe.override_linear_precision[0]
     refused = {
-        "takes a recipe that keeps scales, DelayedScaling() say": not product_scaling(recipe).keeps,
+        "takes a recipe that keeps scales, DelayedScaling() say": scalings_of(recipe) is not None,
         "is to run in another precision: leave out calibrating and override_linear_precision": is_wide,
         "is for inference: call it under torch.no_grad(), or train a model with weights of its own": trains,
         f"gives float32, bfloat16 or float16, not {dtype}: convert x": dtype not in OUT_DTYPES,

@@ -1,10 +1,9 @@
-"""Scales of products of 8 bits: one interface, a class for each kind of recipe, and the numbers that products read."""
+"""Products of 8 bits by their recipe: the numbers that they read, and the ops that stand in their place."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -14,11 +13,12 @@ from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.float8_products import READ, READ_KEPT, READ_OWN
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.params.binding import Binding, Key
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.amax_slots import ROLES
+from te_fuser.quantization.amax_slots import NUMBERS, Numbers
 from te_fuser.quantization.model_init import is_only_narrow
 from te_fuser.quantization.products import scalings_of, weight_in
 from te_fuser.quantization.state import State
@@ -31,29 +31,29 @@ Form = Mapping[str, Any]  # arguments of the ops that stand for a product
 
 # ----------------------------------------------------------------------------------------------------- numbers
 
-# Dict of a state -> end of the names of what it has.
-_SCALES = {"scales": "scale", "inverses": "inverse", "amaxes": "amax"}
-_ENDS = {**_SCALES, "blanks": "of_this_call", "kept": "of_microbatches"}
+_SUFFIXES = {"numbers": "", "blanks": "_of_this_call", "kept": "_of_microbatches"}
 
 
 class StateBinding(Binding):
     """A tensor of the state of a product: looked up in each call, never a value of a plan.
 
     Args:
-        held: the dict that has it there, of `_ENDS`; in "blanks" stands what a number that each call makes is like.
-        role: its name in that.
+        held: the dict of the state that has it, of `_SUFFIXES`; in "blanks" stands what each call makes is like.
+        number: its name in that.
         time: how many products of the list before it have this weight, of numbers that differ among these.
         in_parts: whether backward makes it again of the weight.
     """
 
-    def __init__(self, state: State, held: str, role: str, time: int | None = None, in_parts: bool = False) -> None:
+    computed = False
+
+    def __init__(self, state: State, held: str, number: str, time: int | None = None, in_parts: bool = False) -> None:
+        there: Numbers = getattr(state, held)
         self.__dict__.update(
-            name=f"{state.prefix}{role}_{_ENDS[held]}",
+            name=f"{state.prefix}{number}{_SUFFIXES[held]}",
             state=state,
-            held=held,
-            _slot=(getattr(state, held), role),
-            _key=(id(getattr(state, held)), role if time is None else f"{role}.{time}"),
-            written=held == "amaxes" or (time is not None and role.endswith("amax")),
+            _slot=(there, number),
+            _key=(id(there), number if time is None else f"{number}.{time}"),
+            written=number.endswith("_amax"),
             made_in_call=time is not None,
             in_parts=in_parts,
         )
@@ -75,13 +75,9 @@ class StateBinding(Binding):
     def slot(self) -> tuple[Mapping[str, object], str]:
         return self.__dict__["_slot"]  # type: ignore[no-any-return]
 
-    @property
-    def computed(self) -> bool:
-        return False
-
     def get(self) -> torch.Tensor:
-        there, role = self.slot
-        return there[role]  # type: ignore[return-value]
+        there, number = self.slot
+        return there[number]  # type: ignore[return-value]
 
     def weak(self) -> StateBinding:
         return self
@@ -94,13 +90,6 @@ class StateBinding(Binding):
 
     def __hash__(self) -> int:
         return hash(self.key)
-
-
-def _made_of(weight: Binding, state: State) -> dict[str, Binding]:
-    """A weight in 8 bits that each call makes; `fully_shard` takes weights away, so backward makes W^T again of it."""
-    data, turned, _ = KEPT
-    again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
-    return {data: StateBinding(state, "blanks", data), turned: StateBinding(state, "blanks", turned, in_parts=again)}
 
 
 def state_in(item: ListedOp) -> State:
@@ -119,106 +108,66 @@ def is_kept(item: ListedOp) -> bool:
     return KEPT[-1] in item.lowered.aside
 
 
-# ----------------------------------------------------------------------------------------------------- recipes
+# ------------------------------------------------------------------------------------------------------ by recipe
 
 
-class ProductScaling(ABC):
-    """Scales of products that run by a recipe.
+def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, time: int) -> dict[str, Binding]:
+    """The numbers that a product may read which runs by a recipe, by name.
 
-    Attributes:
-        keeps: whether scales are kept from call to call.
+    Args:
+        time: how many products of the list before it have the same weight.
     """
-
-    keeps: ClassVar[bool] = False
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.own: Any = scalings_of(recipe)
-
-    @abstractmethod
-    def numbers(self, weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
-        """The numbers that a product may read, by name.
-
-        Args:
-            time: how many products of the list before it have the same weight.
-        """
-
-    @abstractmethod
-    def rewritten(self, item: ListedOp, form: Form, call: CallSpecs, calibrating: bool) -> Iterable[ListedOp]:
-        """The ops that stand in the place of a product; of one that calibrates only where scales are kept."""
-
-
-class Delayed(ProductScaling):
-    """Scales of earlier calls."""
-
-    keeps = True
-
-    def numbers(self, weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
-        scales: dict[str, Binding] = {
-            f"{role}_{what}": StateBinding(state, held, role) for role in ROLES for held, what in _SCALES.items()
-        }
-        if key.calibrating or any(self.recipe.override_linear_precision) or is_only_narrow(weight):
-            return scales
+    own = scalings_of(recipe)
+    if own is None:
+        found: dict[str, Binding] = {name: StateBinding(state, "numbers", name) for name in NUMBERS}
+        if key.calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
+            return found
         if key.says_microbatch and not isinstance(weight, GivenBinding):
-            return {**scales, **{name: StateBinding(state, "kept", name) for name in KEPT}}
-        return {**scales, **_made_of(weight, state)}
-
-    def rewritten(self, item: ListedOp, form: Form, call: CallSpecs, calibrating: bool) -> Iterable[ListedOp]:
-        aside, product = item.lowered.aside, cast(MatMul, item.lowered.op)
-        kept = (True,) * 3 if calibrating else self.recipe.override_linear_precision
-        if any(kept):
-            names = [name for name in aside if call.grad or not name.endswith("_amax")]
-            yield in_place(item, PartlyFloat8MatMul(product, kept=kept, **form), names)
-            return
-        yield quantizing(item, form["dtype"], call.grad)
-        if is_kept(item):
-            read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": aside["kept_inverse"]}
-            yield in_place(item, Float8MatMul(product, weight_is_kept=True, **form), read, inverse)
-        else:
-            read = [*READ, *KEPT[:2], *(["weight_amax"] if call.grad else [])]
-            yield in_place(item, Float8MatMul(product, **form), read)
-        if call.grad:
-            yield quantizing(item, form["formats"][2], True, of_gradient=True)
-
-
-class Blocks(ProductScaling):
-    """Scales of the blocks of what is multiplied: each product quantizes its own factors."""
-
-    def numbers(self, weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
+            return found | {name: StateBinding(state, "kept", name) for name in KEPT}
+    elif _have_blocks(own):
         return {}
-
-    def rewritten(self, item: ListedOp, form: Form, call: CallSpecs, calibrating: bool) -> Iterable[ListedOp]:
-        weight = weight_in(item)
-        keeps = isinstance(weight, GivenBinding) or not is_taken_away(weight.owner)
-        product = OwnScalesMatMul(cast(MatMul, item.lowered.op), scalings=self.own, keeps_weight=keeps, **form)
-        return (in_place(item, product),)
-
-
-class Current(Blocks):
-    """Current scaling: one scale of each tensor that is multiplied, from itself."""
-
-    def numbers(self, weight: Binding, state: State, key: region.Key, time: int) -> Mapping[str, Binding]:
-        own = {n: StateBinding(state, "blanks", n, 0 if n.startswith("weight") else time) for n in OWN}
-        return {**own, **_made_of(weight, state)}
-
-    def rewritten(self, item: ListedOp, form: Form, call: CallSpecs, calibrating: bool) -> Iterable[ListedOp]:
-        if torch._C._are_functorch_transforms_active():
-            yield from super().rewritten(item, form, call, calibrating)
-            return
-        of_input, _, of_gradient = self.own
-        yield quantizing(item, form["dtype"], own=of_input)
-        product = Float8MatMul(cast(MatMul, item.lowered.op), scalings=self.own, **form)
-        yield in_place(item, product, [*READ_OWN, "weight_inverse", *KEPT[:2]])
-        if call.grad:
-            yield quantizing(item, form["formats"][2], own=of_gradient, of_gradient=True)
+    else:
+        found = {n: StateBinding(state, "blanks", n, 0 if n.startswith("weight") else time) for n in OWN}
+    data, turned, _ = KEPT
+    found[data] = StateBinding(state, "blanks", data)
+    found[turned] = StateBinding(state, "blanks", turned, in_parts=_comes_anew(weight))
+    return found
 
 
-def product_scaling(recipe: Recipe) -> ProductScaling:
-    """The interface of products that run by a recipe."""
-    scalings = scalings_of(recipe)
-    if scalings is None:
-        return Delayed(recipe)
-    return Current(recipe) if all(scaling.block is None for scaling in scalings) else Blocks(recipe)
+def rewritten(item: ListedOp, recipe: Recipe, form: Form, call: CallSpecs, calibrating: bool) -> Iterator[ListedOp]:
+    """The ops that stand in the place of a product; of one that calibrates only where scales are kept."""
+    aside, product, own = item.lowered.aside, cast(MatMul, item.lowered.op), scalings_of(recipe)
+    if own is not None and (_have_blocks(own) or torch._C._are_functorch_transforms_active()):
+        keeps = not _comes_anew(weight_in(item))
+        yield in_place(item, OwnScalesMatMul(product, scalings=own, keeps_weight=keeps, **form))
+        return
+    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
+    if own is None and any(kept):
+        names = [name for name in aside if call.grad or not name.endswith("_amax")]
+        yield in_place(item, PartlyFloat8MatMul(product, kept=kept, **form), names)
+        return
+    of_input, of_gradient = (None, None) if own is None else (own[0], own[2])
+    yield quantizing(item, form["dtype"], call.grad, of_input)
+    if is_kept(item):
+        read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": aside["kept_inverse"]}
+        yield in_place(item, Float8MatMul(product, weight_is_kept=True, **form), read, inverse)
+    else:
+        read = [*READ_OWN, "weight_inverse", *KEPT[:2]]
+        if own is None:
+            read = [*READ, *KEPT[:2], *["weight_amax"] * call.grad]
+        yield in_place(item, Float8MatMul(product, scalings=own, **form), read)
+    if call.grad:
+        yield quantizing(item, form["formats"][2], True, of_gradient, of_gradient=True)
+
+
+def _have_blocks(own: Sequence[Scaling]) -> bool:
+    """True where each product quantizes its own factors, along what it sums."""
+    return any(scaling.block is not None for scaling in own)
+
+
+def _comes_anew(weight: Binding) -> bool:
+    """True where backward makes W^T again of W: `fully_shard` takes weights away, and callers may."""
+    return not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
 
 
 # --------------------------------------------------------------------------------------------------------- ops

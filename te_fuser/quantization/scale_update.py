@@ -28,6 +28,7 @@ from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
 from te_fuser.quantization.amax_slots import (
     ROLES,
     Block,
+    all_states,
     blocks,
     changes,
     has_kernel,
@@ -95,7 +96,7 @@ def _check_place() -> None:
 
 
 def _update_block(block: Block, left_out: set[State]) -> None:
-    kernel, others = (None, folded_in(block)) if left_out else _kernel_of(block)
+    kernel, others = (None, _folded_in(block, block.states())) if left_out else _kernel_of(block)
     seen = block.amaxes if kernel is not None and not others else block.amaxes.clone()
     if kernel is not None:
         kernel.fold(block)
@@ -104,22 +105,30 @@ def _update_block(block: Block, left_out: set[State]) -> None:
             seen[state.row] = 0.0
         block.amaxes.masked_fill_(seen != 0, 0.0)  # other threads may have recorded since
         block.not_finite += ~seen.isfinite()
-    for states, history, scales in moved(block, [s for s in others if s not in left_out], seen):
+    for states, history, scales in _moved(block, [s for s in others if s not in left_out], seen):
         torch._foreach_copy_([state.history for state in states], list(history.unbind(1)))
         torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
         block.show(states, scales)
 
 
-def folded_in(block: Block, among: Sequence[State] | None = None) -> list[State]:
-    """The products of a block, or those among some, that keep amaxes, and have somewhere to keep them."""
-    there = block.states() if among is None else [state for state in among if state.block is block]
-    found = [state for state in there if isinstance(state.recipe, DelayedScaling) and not state.is_meta]
+def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
+    """Those of some products that keep amaxes in a block, and have somewhere to keep them."""
+    there = [state for state in among if state.block is block and not state.is_meta]
+    found = [state for state in there if isinstance(state.recipe, DelayedScaling)]
     for state in found:
         state.make(cast(DelayedScaling, state.recipe).amax_history_len, block.device)
     return found
 
 
-def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
+def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
+    """What the next update would make of what was recorded of these products; it writes nothing."""
+    stays = {*busy_states()}
+    own = [state for state in among if state not in stays]
+    for block in blocks():
+        yield from ((block, found) for found in _moved(block, _folded_in(block, own), block.amaxes))
+
+
+def _moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
     """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
@@ -159,11 +168,8 @@ def evaluate() -> None:
     _check_place()
     with written_by_updates():
         keep_snapshot()
-        stays = {*busy_states()}
-        for block in blocks():
-            own = folded_in(block, [state for state in block.states() if state not in stays])
-            for states, _, scales in moved(block, own, block.amaxes):
-                block.show(states, scales)
+        for block, (states, _, scales) in upcoming(all_states()):
+            block.show(states, scales)
 
 
 # ------------------------------------------------------------------------------- on a GPU: one launch for a block
@@ -182,7 +188,7 @@ class BlockKernel:
     def __init__(self, block: Block, states: Sequence[State]) -> None:
         self.alone = -1
         self._of = [(weakref.ref(state), state.recipe) for state in states]
-        self._shown = [(state.scales, state.inverses) for state in states]
+        self._shown = [state.numbers for state in states]
         self._rows = tuple([state.row for state in states])
         products = {}
         for state in states:
@@ -228,7 +234,7 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
     kept = _kernels.get(block)
     if kept is not None and kept.alone == changes() and still_hold(kept.facts):
         return kept, []
-    now, found = changes(), folded_in(block)
+    now, found = changes(), _folded_in(block, block.states())
     plain = [state for state in found if _is_plain(cast(DelayedScaling, state.recipe))]
     if not plain or not has_kernel(block.device):
         return None, found

@@ -20,12 +20,14 @@ from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import HISTORY, SCALE, not_scaled, prefix_of, version_of
 from te_fuser.params.scales import STATES, States, states_of
 from te_fuser.quantization.amax_slots import (
+    AMAXES,
     ROLES,
+    SCALED,
     Block,
     Numbers,
+    all_states,
     apart,
     block_with_room,
-    blocks,
     changed,
     not_in_capture,
     show,
@@ -52,8 +54,8 @@ class State:
 
     Attributes:
         name, prefix: the weight's name, and what buffers have of it before theirs.
-        scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
-            of the amax.
+        numbers: by `NUMBERS` float32 []: where calls look up the scales of now, their reciprocals, and the slots of the
+            amaxes.
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
         kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
         kept_of: the parameters that these were made of, where they are, with their versions of then.
@@ -67,9 +69,7 @@ class State:
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
         self.name, self.prefix = name, prefix_of(name)
-        self.scales: Numbers = {}
-        self.inverses: Numbers = {}
-        self.amaxes: Numbers = {}
+        self.numbers: Numbers = {}
         self.blanks: Numbers = {}
         self.kept: Numbers = {}
         self.is_kept = False
@@ -114,15 +114,6 @@ class State:
         """True where somebody gave scales, or amaxes, where there are no buffers for them."""
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
-    def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
-        """Put these in place of the buffers."""
-        self._put = scale, history
-        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = scale, history
-        numbers = apart(torch.cat([scale, scale.reciprocal()]))
-        show([(self.scales, self.inverses)], numbers.unbind())
-        if self.block is not None and self.block.live is not None:
-            self.block.live[self.row, :, 0] = numbers
-
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
 
@@ -138,9 +129,12 @@ class State:
             if self.block is None or self.block.device != device:
                 block = block_with_room(device)
                 self.block, self.row = block, block.add(self, self.block, self.row)
-                self.amaxes.update(zip(ROLES, block.amaxes[self.row].unbind(), strict=True))
+                self.numbers.update(zip(AMAXES, block.amaxes[self.row].unbind(), strict=True))
             scale, history = self._numbers(device)
-            self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
+            history = history if length in (None, len(history)) else newest(history, length or 1)
+            self._put = scale, history
+            self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = scale, history
+            self.block.show([self], scale[None])
 
     def read(self, device: torch.device) -> None:
         """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
@@ -148,13 +142,12 @@ class State:
             self.make(None, device)
             return
         self._check()
-        if not (self.is_as_put() and self.scales["input"].device == device):
+        if not (self.is_as_put() and self.numbers["input_scale"].device == device):
             # Of an export the modes would make tensors without values.
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-                numbers = apart(torch.ones(2 * len(ROLES), device=device))
-                show([(self.scales, self.inverses)], numbers.unbind())
+                show([self.numbers], apart(torch.ones(len(SCALED), device=device)).unbind())
                 if self.block is None:
-                    self.amaxes.update(zip(ROLES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
+                    self.numbers.update(zip(AMAXES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
             self._put = None, None
 
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
@@ -352,4 +345,4 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 def busy_states() -> list[State]:
     """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
     entries = region.open_elsewhere()
-    return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
+    return [state for state in all_states() if state.entry in entries] if entries else []

@@ -13,8 +13,8 @@ from te_fuser.params.scales import saved_numbers
 from te_fuser.quantization.amax_allreduce import agreement_in
 from te_fuser.quantization.amax_slots import ROLES, blocks, is_transformed, not_in_capture
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.scale_update import folded_in, moved, recorded, update
-from te_fuser.quantization.state import State, busy_states, state_of, written_by_updates
+from te_fuser.quantization.scale_update import recorded, upcoming, update
+from te_fuser.quantization.state import State, state_of, written_by_updates
 from te_fuser.recipe.region import entered, in_backward
 
 
@@ -63,11 +63,8 @@ def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torc
     if inside or is_transformed() or agreement_in(recorded.region) is not None:
         return found
     with written_by_updates():
-        theirs = busy_states()
-        for block in {state.block for state in states if state.block is not None}:
-            own = folded_in(block, [state for state in states if state not in theirs])
-            for alike, history, scales in moved(block, own, block.amaxes):
-                found.update({s: (scales[k], history[:, k]) for k, s in enumerate(alike)})
+        for _, (alike, history, scales) in upcoming(states):
+            found.update({state: (scales[k], history[:, k]) for k, state in enumerate(alike)})
     return found
 
 

@@ -45,7 +45,7 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     renews = not region.recomputing()
     first = renews and region.is_first_microbatch()
     compares = renews and not region.is_capturing()  # replays do
-    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.scales["weight"].device}
+    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.numbers["weight_scale"].device}
     missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
     if missing:
         not_in_capture("weights are quantized to be kept")
@@ -60,10 +60,12 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
             by_torch = functools.partial(weights_by_torch, wanted)
             quantize = quantizer_on(device, wanted) if has_kernel(device) else by_torch
-            given = [(w, state.scales["weight"], state.amaxes["weight"])[: 2 + records] for state, w in pairs]
+            given = [
+                (w, state.numbers["weight_scale"], state.numbers["weight_amax"])[: 2 + records] for state, w in pairs
+            ]
             made = iter(quantize(*[t for each in given for t in each]))
             for state, _ in pairs:
-                state.kept.update(zip(KEPT, (next(made), next(made), state.inverses["weight"]), strict=True))
+                state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
                 state.is_kept, state.kept_of = True, _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 

@@ -38,7 +38,7 @@ def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:
 def recorded(op: ops.MatMul, *amaxes: float) -> State:
     """The state after a call that saw these, by role."""
     for role, amax in zip(ROLES, amaxes, strict=False):
-        state_of(op).amaxes[role].fill_(amax)
+        state_of(op).numbers[f"{role}_amax"].fill_(amax)
     update()
     return state_of(op)
 

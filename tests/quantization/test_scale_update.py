@@ -17,7 +17,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.kernels.reductions import FoldAmaxes
 from te_fuser.quantization import not_finite, scale_update, states
-from te_fuser.quantization.amax_slots import blocks
+from te_fuser.quantization.amax_slots import SCALED, blocks
 from te_fuser.quantization.scale_update import update
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.fake_cuda import FakeDriver, running
@@ -111,7 +111,7 @@ def test_evaluation_folds_once_what_training_left(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             step(model, x)
     assert folds == [1] and not model[0].fp8_amax_history.any()
-    assert float(state_of(model[0]).scales["input"]) == float(torch.tensor(448.0) / x.abs().max())
+    assert float(state_of(model[0]).numbers["input_scale"]) == float(torch.tensor(448.0) / x.abs().max())
 
 
 def test_backward_inside_and_outside_record_alike() -> None:
@@ -237,7 +237,7 @@ def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriv
 def all_of(model: Any) -> list[torch.Tensor]:
     """Scales and histories, and the numbers that calls read."""
     products = [state_of(op) for op in model if isinstance(op, ops.MatMul)]
-    read = [t for s in products for held in (s.scales, s.inverses) for t in held.values()]
+    read = [s.numbers[name] for s in products for name in SCALED if s.numbers]
     return [t for pair in states(model).values() for t in pair] + [torch.stack(read)]
 
 
@@ -281,7 +281,7 @@ def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriv
     for _ in range(3):
         step(model, x)
     assert by_kernel.launches == 3 and scale_update._kernels[block] is told
-    assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
+    assert torch.equal(state_of(model[0]).numbers["input_scale"], 448.0 / x.abs().max())
 
 
 @needs_compiler
@@ -294,7 +294,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
     state = state_of(model[0])
 
     def found() -> tuple[int, float]:
-        return id(state.scales["input"]), state.scales["input"].item()
+        return id(state.numbers["input_scale"]), state.numbers["input_scale"].item()
 
     for _ in range(2):
         step(model, x)
@@ -303,7 +303,7 @@ def test_numbers_are_written_in_place_where_nobody_holds_them(
     step(model, 2.0 * x)
     update()
     assert found() == (first[0], first[1] / 2.0)
-    for hold in (lambda: state.scales["input"], lambda: state.scales["input"].detach(), lambda: model(x)):
+    for hold in (lambda: state.numbers["input_scale"], lambda: state.numbers["input_scale"].detach(), lambda: model(x)):
         with te.autocast(recipe=RECIPE):
             kept = hold()
         place, number = found()

@@ -45,7 +45,9 @@ def product() -> ops.MatMul:
 def record(op: ops.MatMul, *amaxes: float) -> None:
     """What a call does that sees these, by role."""
     for role, amax in zip(ROLES, amaxes, strict=True):
-        state_of(op).amaxes[role].copy_(torch.maximum(state_of(op).amaxes[role], torch.tensor(amax)))
+        state_of(op).numbers[f"{role}_amax"].copy_(
+            torch.maximum(state_of(op).numbers[f"{role}_amax"], torch.tensor(amax))
+        )
 
 
 def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) -> Any:
@@ -69,16 +71,16 @@ def test_state_is_plain_buffers_of_the_op() -> None:
     op = product()
     assert torch.equal(op.fp8_scale, torch.ones(3)) and torch.equal(op.fp8_amax_history, torch.zeros(4, 3))
     assert {name for name, _ in op.named_buffers()} == {"fp8_scale", "fp8_amax_history"}
-    assert [float(state_of(op).scales[role]) for role in ROLES] == [1.0] * 3
+    assert [float(state_of(op).numbers[f"{role}_scale"]) for role in ROLES] == [1.0] * 3
 
 
 def test_scales_are_another_tensor_after_a_fold() -> None:
     op = product()
-    before = state_of(op).scales["input"]
+    before = state_of(op).numbers["input_scale"]
     record(op, 2.0, 0.0, 0.0)
     update()
-    assert float(before) == 1.0 and before._version == 0 and float(state_of(op).scales["input"]) == 224.0
-    assert torch.equal(state_of(op).inverses["input"], torch.tensor(224.0).reciprocal())
+    assert float(before) == 1.0 and before._version == 0 and float(state_of(op).numbers["input_scale"]) == 224.0
+    assert torch.equal(state_of(op).numbers["input_inverse"], torch.tensor(224.0).reciprocal())
 
 
 def test_models_that_ran_in_no_region_have_no_state() -> None:
@@ -328,7 +330,7 @@ def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> 
     with te.autocast(recipe=RECIPE):
         state = ensure(op, RECIPE, torch.device("meta"))  # there are no values there, but the way is the same
     assert state.block is not None and state.block.device.type == "meta" and op.fp8_scale.is_meta
-    assert state_of(op).amaxes["input"].is_meta and all(
+    assert state_of(op).numbers["input_amax"].is_meta and all(
         s is not state for b in blocks() for s in b.states() if not b.amaxes.is_meta
     )
 
