@@ -109,15 +109,6 @@ def test_copies_have_the_state_and_go_on_by_themselves(how: str) -> None:
     assert all(torch.equal(a, b) for n, s in states(model).items() for a, b in zip(s, before[n], strict=True))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("preset", [False, True])
-def test_copies_have_what_was_recorded_last(copied: Any, preset: bool) -> None:
-    made = te.LayerNormMLP(16, 32, device="cpu") if preset else ops.MatMul(16, 16, device="cpu")
-    model = trained(model=te.Sequential(made))
-    twin = copied(model)
-    assert same(twin, model) and float(next(iter(states(twin).values()))[1][1]) > 0  # two calls
-
-
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to"])
 @pytest.mark.parametrize("preset", [False, True])
 def test_the_state_stays_in_float32_whatever_the_model_is_converted_to(convert: str, preset: bool) -> None:
@@ -311,17 +302,6 @@ def test_another_length_keeps_the_newest(length: int) -> None:
         kept = min(length - newer, 4)
         assert history.shape == (length,) and torch.equal(history[newer:][:kept], before[name][:kept])
         assert float(history[newer + kept :].sum()) == 0.0
-
-
-def test_conversion_of_a_model_leaves_its_state_in_float32() -> None:
-    model = trained()
-    before = {name: (s.clone(), h.clone()) for name, (s, h) in states(model).items()}
-    model.to(torch.bfloat16)
-    with torch.no_grad(), te.autocast(recipe=RECIPE):
-        model(torch.randn(8, 16, dtype=torch.bfloat16))
-    found = states(model)
-    assert all(torch.equal(a, b) for n in before for a, b in zip(found[n], before[n], strict=True))
-    assert model[2].fp8_scale.dtype == model[2].fp8_amax_history.dtype == torch.float32
 
 
 def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
