@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from te_fuser.presets.arguments import (
     check_call,
     check_flag,
     check_size,
+    checked,
     default_device,
 )
 from te_fuser.presets.attention_base import ContextParallel, context_of
@@ -29,29 +31,7 @@ SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
 @dataclass(frozen=True)
-class ScoreArguments(PlacementArguments):
-    """Heads of keys, masks, and how scores of queries and keys become weights, as `DotProductAttention` says."""
-
-    num_gqa_groups: int | None = None
-    qkv_format: str = "sbhd"
-    attn_mask_type: str = "causal"
-    window_size: Any = None
-    bottom_right_diagonal: bool | None = None
-    softmax_scale: float | None = None
-    softmax_type: str = "vanilla"
-    softcap: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose("softmax_type", SINKS)
-        if self.softmax_scale is not None:
-            finite_number("DotProductAttention", "softmax_scale", self.softmax_scale)
-        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
-            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
-
-
-@dataclass(frozen=True)
-class DotProductAttentionArguments(ScoreArguments):
+class DotProductAttentionArguments(PlacementArguments):
     """Keywords of `DotProductAttention`, documented there, and the layout of heads in the list of another preset.
 
     Attributes:
@@ -59,8 +39,16 @@ class DotProductAttentionArguments(ScoreArguments):
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
     """
 
-    layer_number: int | None = None
-    attention_type: str = "self"
+    num_gqa_groups: int | None = None
+    qkv_format: str = "sbhd"
+    attn_mask_type: str = "causal"
+    window_size: Any = None
+    bottom_right_diagonal: bool | None = None
+    softmax_scale: float | None = checked(None, functools.partial(finite_number, "DotProductAttention"))
+    softmax_type: str = checked("vanilla", SINKS)
+    softcap: float = 0.0
+    layer_number: int | None = checked(None, check_size)
+    attention_type: str = checked("self", ("self", "cross"))
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
     set_parallel_mode: bool = True
@@ -73,9 +61,8 @@ class DotProductAttentionArguments(ScoreArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("attention_type", ("self", "cross"))
-        if self.layer_number is not None:
-            check_size("layer_number", self.layer_number)
+        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
+            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
 
     def call(self) -> AttentionCall:
         """The call that changes nothing."""
