@@ -30,14 +30,16 @@ CACHES = "caches"  # in place of a packing: keys and values lie in the caches of
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
-@dataclass(frozen=True)
-class DotProductAttentionArguments(PlacementArguments):
-    """Keywords of `DotProductAttention`, documented there, and the layout of heads in the list of another preset.
+def check_softcap(name: str, value: Any) -> float:
+    """A bound of scores, or 0 for none. TypeError or ValueError for anything else."""
+    if (found := finite_number("DotProductAttention", name, value)) < 0.0:
+        raise ValueError(f"{name} is a bound of the scores, or 0 for none, got {value}")
+    return found
 
-    Attributes:
-        set_parallel_mode: whether each rank of the group has its part of the heads.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
-    """
+
+@dataclass(frozen=True)
+class ScoreArguments(PlacementArguments):
+    """Heads of keys, masks, and how scores of queries and keys become weights, as `DotProductAttention` says."""
 
     num_gqa_groups: int | None = None
     qkv_format: str = "sbhd"
@@ -46,7 +48,18 @@ class DotProductAttentionArguments(PlacementArguments):
     bottom_right_diagonal: bool | None = None
     softmax_scale: float | None = checked(None, functools.partial(finite_number, "DotProductAttention"))
     softmax_type: str = checked("vanilla", SINKS)
-    softcap: float = 0.0
+    softcap: float = checked(0.0, check_softcap)
+
+
+@dataclass(frozen=True)
+class DotProductAttentionArguments(ScoreArguments):
+    """Keywords of `DotProductAttention`, documented there, and the layout of heads in the list of another preset.
+
+    Attributes:
+        set_parallel_mode: whether each rank of the group has its part of the heads.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
+    """
+
     layer_number: int | None = checked(None, check_size)
     attention_type: str = checked("self", ("self", "cross"))
     get_rng_state_tracker: Callable[[], Any] | None = None
@@ -58,11 +71,6 @@ class DotProductAttentionArguments(PlacementArguments):
     cp_comm_type: str | None = None
     packing: str = "apart"
     prefix: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
-            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
 
     def call(self) -> AttentionCall:
         """The call that changes nothing."""

@@ -112,7 +112,7 @@ def _update_block(block: Block, left_out: set[State]) -> None:
 
 
 def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
-    """Those of some products that keep amaxes in a block, and have somewhere to keep them."""
+    """The ones of some products that keep amaxes in a block, and have somewhere to keep them."""
     there = [state for state in among if state.block is block and not state.is_meta]
     found = [state for state in there if isinstance(state.recipe, DelayedScaling)]
     for state in found:
@@ -121,7 +121,7 @@ def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
 
 
 def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
-    """What the next update would make of what was recorded of these products; it writes nothing."""
+    """Histories and scales that the next update would make of what was recorded of these products; it writes nothing."""
     stays = {*busy_states()}
     own = [state for state in among if state not in stays]
     for block in blocks():
