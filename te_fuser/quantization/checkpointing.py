@@ -13,9 +13,8 @@ import torch
 
 from te_fuser.params.binding import Binding
 from te_fuser.params.given import GivenBinding
-from te_fuser.quantization.amax_slots import AMAXES, Numbers, all_states
 from te_fuser.quantization.products import any_since, is_another_since, now, scalings_of
-from te_fuser.quantization.state import State, known_state_of, lock, state_of
+from te_fuser.quantization.state import AMAXES, Numbers, State, all_states, known_state_of, lock, state_of
 from te_fuser.quantization.weight_cache import reading
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe

@@ -10,10 +10,9 @@ import torch
 
 from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.amax_slots import all_states, blocks, show
 from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
 from te_fuser.quantization.products import products_of, scalings_of
-from te_fuser.quantization.state import ReadyCheck, State, history_length, lock
+from te_fuser.quantization.state import ReadyCheck, State, all_states, blocks, history_length, lock, show
 from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe

@@ -19,8 +19,7 @@ from te_fuser.distributed.dtensor import own_part
 from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
-from te_fuser.quantization.state import Source, State, written_by_updates
+from te_fuser.quantization.state import Source, State, has_kernel, not_in_capture, written_by_updates
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []

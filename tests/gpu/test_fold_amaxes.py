@@ -12,7 +12,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import not_finite, scale_update, states
-from te_fuser.quantization.amax_slots import ROLES, blocks
+from te_fuser.quantization.state import ROLES, blocks
 from te_fuser.recipe import DelayedScaling
 from tests.kernels.fold_cases import folded_wrongly
 from tests.quantization.folded import ensure, state_of

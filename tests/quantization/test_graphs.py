@@ -17,9 +17,8 @@ import te_fuser as te
 from te_fuser import capture, ops
 from te_fuser.capture import GraphedModel
 from te_fuser.quantization import microbatch, states
-from te_fuser.quantization.amax_slots import SCALED, blocks
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import ensure, state_of
+from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.test_lowering import FFN, F, data
 
@@ -67,7 +66,7 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """No graph was captured before: slots are the test's own."""
-    monkeypatch.setattr("te_fuser.quantization.amax_slots._blocks", [])
+    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     return Stream(monkeypatch)
 
 

@@ -17,8 +17,8 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.kernels.reductions import FoldAmaxes
 from te_fuser.quantization import not_finite, scale_update, states
-from te_fuser.quantization.amax_slots import SCALED, blocks
 from te_fuser.quantization.scale_update import update
+from te_fuser.quantization.state import SCALED, blocks
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.fake_cuda import FakeDriver, running
 from tests.needs import needs_compiler
@@ -206,7 +206,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
 @pytest.fixture
 def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What is folded on the CPU is folded by the kernel, as on a GPU; in blocks of the test's own."""
-    monkeypatch.setattr("te_fuser.quantization.amax_slots._blocks", [])
+    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     monkeypatch.setattr(scale_update, "has_kernel", lambda device: device.type == "cpu")
     return emulated
 

@@ -19,9 +19,8 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
-from te_fuser.quantization.amax_slots import ROLES, blocks
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import ReadyCheck, newest, prefix_of
+from te_fuser.quantization.state import ROLES, ReadyCheck, blocks, newest, prefix_of
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 from tests.quantization.folded import ensure, state_of
