@@ -330,7 +330,7 @@ def _facts(listed: Sequence[ListedOp]) -> Facts:
     states = [state_in(item) for item in listed if keeps_scales(item)]
     kept = [state_in(item) for item in listed if is_kept(item)]
     narrow = [place for item in listed if _is_product(item) for place in narrow_places(weight_in(item))]
-    items = [(vars(state), "recipe", state.recipe) for state in states] + [(vars(s), "is_kept", True) for s in kept]
+    items = [(vars(state), "recipe", state.recipe) for state in states]
     calls = (ReadyCheck(states, _records(), kept, narrow), True), (region.is_capturing, False)
     return Facts(items=tuple(items), calls=calls)
 
@@ -366,7 +366,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
         own.read(_device_in(weight))
         for held in ("numbers", "blanks", "kept"):
             vars(state)[held].update(vars(own)[held])
-        state.is_kept, state.kept_of = own.is_kept, own.kept_of
+        state.kept_of = own.kept_of
         return state
     device = torch.device("meta") if _is_meta(weight) else _device_in(weight)
     number = torch.empty((), dtype=torch.float32, device=device)

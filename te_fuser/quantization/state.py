@@ -177,7 +177,6 @@ def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
 lock = threading.RLock()
 recorded_since = [False]  # whether any call recorded amaxes since the last update
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
-Kept = tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]  # `kept`, `is_kept`, `kept_of` of a state
 
 
 @contextlib.contextmanager
@@ -195,7 +194,7 @@ class State:
         numbers: by `NUMBERS` float32 []: where calls look up the scales of now, their reciprocals, and the slots of the
             amaxes.
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
-        kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
+        kept: the same with values, which calls read from micro-batch to micro-batch; empty where there are none.
         kept_of: the parameters that these were made of, where they are, with their versions of then.
         recipe: by which its last call ran that recorded.
         entry: the number of the outermost region of that call.
@@ -210,7 +209,6 @@ class State:
         self.numbers: Numbers = {}
         self.blanks: Numbers = {}
         self.kept: Numbers = {}
-        self.is_kept = False
         self.kept_of: tuple[Source, ...] = ()
         self.recipe: Recipe | None = None
         self.ran_by: Recipe | None = None
@@ -322,12 +320,12 @@ class State:
             )
 
     def keeps_another(self) -> bool:
-        """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
+        """True where nothing is kept, or a parameter that it was made of was replaced since, or written in place."""
         for there, name, parameter, version in self.kept_of:
             then = parameter()
             if then is None or version_of(then) != version or there.get(name) is not then:
                 return True
-        return False
+        return not self.kept
 
     def recorded(self) -> list[float]:
         """The amaxes since the last update, by role."""
@@ -349,12 +347,12 @@ class State:
 
     def now(self) -> tuple[Any, ...]:
         """State of now for `put_back`: all that calls record and note."""
-        kept = dict(self.kept), self.is_kept, self.kept_of
-        return self.recipe, (self.ran_by, self.ran_in, self.entry), self.recorded(), kept
+        noted = self.ran_by, self.ran_in, self.entry
+        return self.recipe, noted, self.recorded(), (dict(self.kept), self.kept_of)
 
     def put_back(self, then: tuple[Any, ...] | None) -> None:
         """Have that of then again; None: as of a new state."""
-        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, False, ()))
+        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, ()))
         self.ran_by, self.ran_in, self.entry = noted
         self._runs_now_by(recipe)
         self.forget_recorded()
@@ -362,12 +360,12 @@ class State:
             self.record(amaxes)
         self.put_kept(*kept)
 
-    def put_kept(self, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
+    def put_kept(self, kept: Numbers, kept_of: tuple[Source, ...]) -> None:
         """Put what is kept of the weight in 8 bits."""
         with lock:
             self.kept.clear()
             self.kept.update(kept)
-            self.is_kept, self.kept_of = is_kept, kept_of
+            self.kept_of = kept_of
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""

@@ -44,11 +44,11 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     renews = not region.recomputing()
     first = renews and region.is_first_microbatch()
     compares = renews and not region.is_capturing()  # replays do
-    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.numbers["weight_scale"].device}
+    there = {s for s in states if s.kept and s.kept[KEPT[0]].device == s.numbers["weight_scale"].device}
     missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
     if missing:
         not_in_capture("weights are quantized to be kept")
-    if not (first or all(s.is_kept for s in missing)):
+    if not (first or all(s.kept for s in missing)):
         _say_once()
     with written_by_updates():
         taken = [own_part(states[s].taken()).detach() for s in missing]
@@ -65,7 +65,7 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             made = iter(quantize(*[t for each in given for t in each]))
             for state, _ in pairs:
                 state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
-                state.is_kept, state.kept_of = True, _sources(states[state])
+                state.kept_of = _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
@@ -103,9 +103,9 @@ def _sources(weight: Binding) -> tuple[Source, ...]:
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """Context in which calls read what was kept when it was noted."""
-    found = [(state, then, (dict(state.kept), state.is_kept, state.kept_of)) for state, then, _ in used]
+    found = [(state, then, (dict(state.kept), state.kept_of)) for state, then, _ in used]
     for state, then, _ in found:
-        state.put_kept(then, True, ())
+        state.put_kept(then, ())
     try:
         yield
     finally:
