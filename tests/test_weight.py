@@ -7,13 +7,13 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 68_724,
-    "files in te_fuser": 271,
+    "lines of te_fuser and csrc": 68_761,
+    "files in te_fuser": 270,
     "files flat in te_fuser/ops": 31,
-    "lines of tests": 74_259,
+    "lines of tests": 74_228,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
-    "helpers of at most 8 lines that are used once": 108,
+    "helpers of at most 8 lines that are used once": 107,
     "class names defined in several files": 7,
     "dataclasses of more than 14 fields": 2,
     "docstrings that begin with a pronoun": 0,

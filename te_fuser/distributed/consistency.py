@@ -48,31 +48,36 @@ _counts: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictiona
 _running: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def compare(groups: Sequence[Group], lines: Sequence[Line], doing: str = "") -> None:
-    """Compare on all ranks of these groups what each is about to do; of a group that is not here its ops tell.
+def compare(groups: Sequence[Group], lines: Sequence[Line], doing: str = "", value: Any = None) -> list[Any]:
+    """Compare on all ranks of these groups what each is about to do; gives the values of all, in the order of ranks.
+
+    Digests are compared, and the lines where these differ. Group by group, the dimensions of a mesh, and what is wrong
+    in one the next ones hear: so an error on one rank of a mesh comes to all. Of a group that is not here its ops tell.
 
     Args:
         doing: in words, for ranks that wait; the first line by default.
+        value: what json can write.
 
     Raises:
         RankMismatchError: on all ranks, with the first difference, the error that one raised, or who did not come.
     """
-    _gathered([group for group in groups if group.is_here()], lines, None, doing or lines[0][1])
+    here, doing = [group for group in groups if group.is_here()], doing or lines[0][1]
+    found, digest = [value], hashlib.blake2b(json.dumps(lines).encode()).hexdigest()
+    for k, group in enumerate(here):
+        try:
+            given = _all_gather(group, [digest, found], doing)
+            if any(other != digest for other, _ in given):
+                raise RankMismatchError(_first_difference(group, _all_gather(group, lines, doing)))
+        except RankMismatchError as error:
+            _post_error(here[k + 1 :], f"{error}")
+            raise
+        found = [one for _, values in given for one in values]
+    return found
 
 
 def gather_values(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
-    """The value of each rank, in the order of the ranks; of several groups, the dimensions of a mesh, that of all.
-
-    Args:
-        what: is done together, in words, which are compared.
-        value: what json can write.
-    """
-    return _gathered(groups, [("together", what)], value, what)
-
-
-def first_rank_value(groups: Sequence[Group], what: str, value: Any) -> Any:
-    """The value of the first rank."""
-    return gather_values(groups, what, value)[0]
+    """The value of each rank, where all do this together, in words."""
+    return compare(groups, [("together", what)], value=value)
 
 
 @contextlib.contextmanager
@@ -119,24 +124,6 @@ def timeout(group: Group) -> float:
 def shown(value: object) -> str:
     """A value's repr without addresses, in which ranks differ."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _gathered(groups: Sequence[Group], lines: Sequence[Line], value: Any, doing: str) -> list[Any]:
-    """The values of all ranks, which have the same lines: digests are compared, and the lines where these differ.
-
-    Group by group, and what is wrong in one the next ones hear: so an error on one rank of a mesh comes to all.
-    """
-    found, digest = [value], hashlib.blake2b(json.dumps(lines).encode()).hexdigest()
-    for k, group in enumerate(groups):
-        try:
-            given = _all_gather(group, [digest, found], doing)
-            if any(other != digest for other, _ in given):
-                raise RankMismatchError(_first_difference(group, _all_gather(group, lines, doing)))
-        except RankMismatchError as error:
-            _post_error(groups[k + 1 :], f"{error}")
-            raise
-        found = [one for _, values in given for one in values]
-    return found
 
 
 def _all_gather(group: Group, said: Any, doing: str) -> list[Any]:

@@ -8,14 +8,14 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from te_fuser.ops.checks import check_parameters_dtype, described, meant, whole_number
+from te_fuser.ops.checks import check_parameters_dtype, check_probability, described, meant, whole_number
 from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
@@ -48,6 +48,56 @@ _SETTLED = """
 SETTLED = frozenset(_SETTLED.split())
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """A yes or no; None is no. TypeError for anything else."""
+    if not (value is None or isinstance(value, bool)):
+        raise TypeError(f"{name} is True or False, got {described(value)}")
+    return bool(value)
+
+
+def check_size(name: str, value: Any) -> int:
+    """A whole number from 1 on. TypeError or ValueError, naming the argument and what it got."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} is a whole number from 1 on, got {value}")
+    return value
+
+
+def check_epsilon(name: str, value: Any) -> float:
+    """Check a norm's epsilon and return it. ValueError for anything but a finite number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """Check that a value is one of several words, in any case, and return that. ValueError, naming them all."""
+    found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        near = meant(value, list(choices)) if isinstance(value, str) else ""
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}{near}")
+    return found
+
+
+def check_drop(name: str, value: Any) -> float:
+    """A drop probability. TypeError or ValueError for anything else."""
+    return check_probability(value, name)
+
+
+def check_function(name: str, value: Any) -> Any:
+    """A function. TypeError for what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} is a function, got {value!r}: give one, or leave it out")
+    return value
+
+
+def checked(default: Any, check: Callable[[str, Any], Any] | Iterable[str]) -> Any:
+    """Field of arguments with a check of its name and value, or with the words that it takes, in any case."""
+    takes = check if callable(check) else functools.partial(check_choice, choices=tuple(check))
+    return field(default=default, metadata={"check": takes})
+
+
 @dataclass(frozen=True)
 class PlacementArguments:
     """Placement arguments that every preset takes: dtype, device and ranks of its parameters.
@@ -61,29 +111,28 @@ class PlacementArguments:
         tp_size: the number of ranks, where the group comes later, by `set_tensor_parallel_group`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it got, and what to do.
+        TypeError, ValueError: naming the argument, what it got, and what to do: by the check that stands at its field,
+            None where it is the default excepted; of one that is True or False by default by `check_flag`.
     """
 
-    params_dtype: torch.dtype | None = None
+    params_dtype: torch.dtype | None = checked(None, check_parameters_dtype)
     device: torch.device | str | None = None
     sequence_parallel: bool | None = False
     tp_group: Any = None
-    tp_size: int = 1
-    sequence_dim: int = 0
+    tp_size: int = checked(1, check_size)
+    sequence_dim: int = checked(0, functools.partial(whole_number, "a preset"))
     # Of arguments for user buffers (`ub_*`) the one without which the others ask for nothing, where there is one.
     overlap_switch: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
+            value, check = getattr(self, f.name), f.metadata.get("check")
             if isinstance(f.default, bool):
-                check_flag(f.name, getattr(self, f.name))
-        check_parameters_dtype("params_dtype", self.params_dtype)
-        check_size("tp_size", self.tp_size)
-        whole_number("a preset", "sequence_dim", self.sequence_dim)
-
-    def choose(self, name: str, choices: Iterable[str]) -> None:
-        """Take one of several words for an argument, in any case. ValueError, naming them all."""
-        object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
+                check_flag(f.name, value)
+            elif check is not None and not (value is None and f.default is None):
+                found = check(f.name, value)
+                if isinstance(found, str):
+                    object.__setattr__(self, f.name, found)
 
 
 @dataclass(frozen=True)
@@ -117,18 +166,12 @@ class Common(PlacementArguments):
         delay_wgrad_compute: weights' gradients are left to `backward_dw()`; None: False.
     """
 
-    init_method: Fill | None = None
-    output_layer_init_method: Fill | None = None
-    get_rng_state_tracker: Callable[[], Any] | None = None
+    init_method: Fill | None = checked(None, check_function)
+    output_layer_init_method: Fill | None = checked(None, check_function)
+    get_rng_state_tracker: Callable[[], Any] | None = checked(None, check_function)
     rng_tracker_name: str | None = None
     fuse_wgrad_accumulation: bool = False
     delay_wgrad_compute: bool | None = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("init_method", "output_layer_init_method", "get_rng_state_tracker"):
-            if not (getattr(self, name) is None or callable(getattr(self, name))):
-                raise TypeError(f"{name} is a function, got {getattr(self, name)!r}: give one, or leave it out")
 
     def fill(self, output_layer: bool = False) -> Fill:
         """Initializer of a weight, `output_layer_init_method` for the last one of a block."""
@@ -243,35 +286,3 @@ def default_device(device: torch.device | str | None) -> torch.device:
         return torch.device(device)
     was_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     return torch.get_default_device() if was_set or not torch.cuda.is_available() else torch.device("cuda")
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """A yes or no; None is no. TypeError for anything else."""
-    if not (value is None or isinstance(value, bool)):
-        raise TypeError(f"{name} is True or False, got {described(value)}")
-    return bool(value)
-
-
-def check_size(name: str, value: Any) -> int:
-    """A whole number from 1 on. TypeError or ValueError, naming the argument and what it got."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is a whole number, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} is a whole number from 1 on, got {value}")
-    return value
-
-
-def check_epsilon(name: str, value: Any) -> float:
-    """Check a norm's epsilon and return it. ValueError for anything but a finite number from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
-    return value
-
-
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """Check that a value is one of several words, in any case, and return that. ValueError, naming them all."""
-    found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
-    if found is None:
-        near = meant(value, list(choices)) if isinstance(value, str) else ""
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}{near}")
-    return found

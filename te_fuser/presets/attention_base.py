@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
 from te_fuser.ops.sharing import Context
-from te_fuser.presets.arguments import check_choice, check_epsilon, check_size, stacklevel_of_user
-from te_fuser.presets.attention_call import AttentionCall
+from te_fuser.presets.arguments import check_choice, check_epsilon, check_size, checked, stacklevel_of_user
+from te_fuser.presets.attention_call import Asking, AttentionCall
 from te_fuser.presets.base import Preset
 from te_fuser.presets.norm import Normed
 from te_fuser.sequential import Residual
@@ -27,32 +27,22 @@ class HeadsArguments(Normed):
     """Arguments of `MultiheadAttention` and `TransformerLayer` for heads, as the former says."""
 
     num_gqa_groups: int | None = None
-    kv_channels: int | None = None
+    kv_channels: int | None = checked(None, check_size)
     bias: bool = True
     set_parallel_mode: bool = False
     fuse_qkv_params: bool = False
     qkv_weight_interleaved: bool = True
     rotary_pos_interleaved: bool = False
-    qk_norm_type: str | None = None
-    qk_norm_eps: float = 1e-6
+    qk_norm_type: str | None = checked(None, NORMS)
+    qk_norm_eps: float = checked(1e-6, check_epsilon)
     qk_norm_before_rope: bool = False
     softmax_type: str = "vanilla"
     window_size: Any = None
     bottom_right_diagonal: bool | None = None
     layer_number: int | None = None
-    layernorm_epsilon: float = 1e-5
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.qk_norm_type is not None:
-            self.choose("qk_norm_type", NORMS)
-        for name in ("seq_length", "micro_batch_size", "kv_channels"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        for name in ("layernorm_epsilon", "qk_norm_eps"):
-            check_epsilon(name, getattr(self, name))
+    layernorm_epsilon: float = checked(1e-5, check_epsilon)
+    seq_length: int | None = checked(None, check_size)
+    micro_batch_size: int | None = checked(None, check_size)
 
 
 @dataclass(frozen=True)
@@ -62,13 +52,9 @@ class MultiheadAttentionArguments(HeadsArguments):
     attn_mask_type: str = "causal"
     return_bias: bool = False
     input_layernorm: bool = False
-    attention_type: str = "self"
+    attention_type: str = checked("self", ("self", "cross"))
     qkv_format: str = "sbhd"
     prefix: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose("attention_type", ("self", "cross"))
 
 
 def channels_of(hidden_size: int, heads: int) -> int:
@@ -172,20 +158,26 @@ def own_rows(preset: Preset, rows: list[int]) -> list[int]:
     return [*rows[:dim], preset.share(rows[dim], "seq_length"), *rows[dim + 1 :]] if preset.sequence_parallel else rows
 
 
-def example(preset: Preset, call: AttentionCall, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """The input of a call of the sizes that a preset was given, in the dtype and on the device of another tensor.
+def plan_given_sizes(preset: Preset, hidden_size: int, *attentions: Asking) -> None:
+    """Plan ahead for calls of the sizes that a preset with these attentions was given, if any: nothing is hidden.
 
     Raises:
         ValueError: where ranks cut sequences, and cannot cut these.
     """
-    positions, samples = preset.common.seq_length or 1, preset.common.micro_batch_size or 1
+    if not plans_ahead(preset.common):
+        return
+    positions, samples = preset.common.seq_length, preset.common.micro_batch_size
     rows = {"sbhd": [positions, samples], "bshd": [samples, positions], "thd": [positions * samples]}
-    return like.new_empty(*own_rows(preset, rows[call.qkv_format]), hidden_size, requires_grad=True)
+    own, like = own_rows(preset, rows[attentions[0].default.qkv_format]), next(preset.parameters())
+    x, others = like.new_empty(*own, hidden_size, requires_grad=True), dict[str, Any]()
+    for asking in attentions:
+        others |= _unmasking(asking.default, positions, samples, x.device, asking.cross)
+        others |= {"encoder_output": x.detach().requires_grad_()} if asking.cross else {}
+    preset.plan_ahead(x, **others)
 
 
-def example_masks(said: Any, call: AttentionCall, device: torch.device, cross: bool = False) -> dict[str, Any]:
-    """Masks of such a call, by its keywords: keys of the queries' length, and nothing is hidden."""
-    positions, samples = said.seq_length or 1, said.micro_batch_size or 1
+def _unmasking(call: AttentionCall, positions: int, samples: int, device: torch.device, cross: bool) -> dict[str, Any]:
+    """Masks of a call, by its keywords: keys of the queries' length, and nothing is hidden."""
     if call.qkv_format == "thd":
         return {"cu_seqlens_q": torch.arange(samples + 1, dtype=torch.int32, device=device) * positions}
     if not call.reads_mask:

@@ -351,16 +351,17 @@ class Preset(Together, Variants):
         bias: torch.Tensor | None = None,
         held: contextlib.AbstractContextManager[None] | None = None,
     ) -> Asked:
-        """A call of the variant that `how` says, of the list itself if empty; with `return_bias` it returns `bias`."""
+        """A call of the variant that `how` says, of the list itself if empty; with `return_bias` it returns `bias`.
+
+        One of a first micro-batch writes gradients of weights over their main_grad, where there is one: `over`.
+        """
         own = vars(self)
+        if check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation:
+            how = {**how, "over": True}
         listed, again = self.variant(**how) if how else self, own.get("checkpoint", False)
         returns, asked = (bias,) if own.get("return_bias") else (), self.asked()
         call = {**call, "outputs": (*asked, *call.get("outputs", ()))} if asked else call
         return Asked(listed, x, call, held, returns, again, is_first_microbatch)
-
-    def writes_over(self, is_first_microbatch: bool | None) -> bool:
-        """True where a call writes gradients over main_grad, by its `is_first_microbatch`."""
-        return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
 
     def product(
         self, in_features: int, out_features: int, mode: str | None = None, overwrite_main_grad: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from te_fuser.presets.arguments import (
     check_call,
     check_flag,
     check_size,
+    checked,
     default_device,
 )
 from te_fuser.presets.attention_base import ContextParallel, context_of
@@ -28,6 +30,13 @@ CACHES = "caches"  # in place of a packing: keys and values lie in the caches of
 SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
+def check_softcap(name: str, value: Any) -> float:
+    """A bound of scores, or 0 for none. TypeError or ValueError for anything else."""
+    if (found := finite_number("DotProductAttention", name, value)) < 0.0:
+        raise ValueError(f"{name} is a bound of the scores, or 0 for none, got {value}")
+    return found
+
+
 @dataclass(frozen=True)
 class ScoreArguments(PlacementArguments):
     """Heads of keys, masks, and how scores of queries and keys become weights, as `DotProductAttention` says."""
@@ -37,17 +46,9 @@ class ScoreArguments(PlacementArguments):
     attn_mask_type: str = "causal"
     window_size: Any = None
     bottom_right_diagonal: bool | None = None
-    softmax_scale: float | None = None
-    softmax_type: str = "vanilla"
-    softcap: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose("softmax_type", SINKS)
-        if self.softmax_scale is not None:
-            finite_number("DotProductAttention", "softmax_scale", self.softmax_scale)
-        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
-            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
+    softmax_scale: float | None = checked(None, functools.partial(finite_number, "DotProductAttention"))
+    softmax_type: str = checked("vanilla", SINKS)
+    softcap: float = checked(0.0, check_softcap)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class DotProductAttentionArguments(ScoreArguments):
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `ContextParallel.set_context_parallel_group`.
     """
 
-    layer_number: int | None = None
-    attention_type: str = "self"
+    layer_number: int | None = checked(None, check_size)
+    attention_type: str = checked("self", ("self", "cross"))
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
     set_parallel_mode: bool = True
@@ -70,12 +71,6 @@ class DotProductAttentionArguments(ScoreArguments):
     cp_comm_type: str | None = None
     packing: str = "apart"
     prefix: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose("attention_type", ("self", "cross"))
-        if self.layer_number is not None:
-            check_size("layer_number", self.layer_number)
 
     def call(self) -> AttentionCall:
         """The call that changes nothing."""

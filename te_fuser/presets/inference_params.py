@@ -87,13 +87,12 @@ class InferenceParams:
         self.key_value_memory_dict: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self._steps: list[int] = []
         self._by_steps = False  # whether `pre_step` says which sequences there are
-        self._lengths: dict[torch.device, Lengths] = {}
+        self._lengths: dict[torch.device, torch.Tensor] = {}  # starts, counts, lengths behind the step; they stay there
         self._batch_dim: dict[Hashable, int] = {}
         self._told = 0  # how often somebody said what is next
         self._writers: dict[Hashable, tuple[weakref.ref[torch.nn.Module], Hashable]] = {}  # with the step of each
 
     def __getstate__(self) -> dict[str, Any]:
-        # Lengths lie in views of one tensor, which pickles tear apart: a copy makes its own.
         return {**self.__dict__, "_lengths": {}, "_writers": {}}
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
@@ -126,7 +125,7 @@ class InferenceParams:
         self.sequences, self._steps, self._by_steps = lengths, list(steps.values()), True
         self._told += 1
         for rows in self._lengths.values():
-            rows.put(list(lengths.values()), self._steps)
+            _put_lengths(rows, list(lengths.values()), self._steps)
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
@@ -136,7 +135,7 @@ class InferenceParams:
         for keys, _ in self.key_value_memory_dict.values():
             _ENDS.pop(keys, None)
         for rows in self._lengths.values():
-            rows.put([], [])
+            _put_lengths(rows, [], [])
 
     def goes_on(self) -> bool:
         """True where a sequence of the step has tokens of earlier steps."""
@@ -187,9 +186,10 @@ class InferenceParams:
                 "this step has"
             )
         if device not in self._lengths:
-            self._lengths[device] = Lengths(self.max_batch_size, device)
-            self._lengths[device].put(list(self.sequences.values()), self._steps)
-        return tuple(t[:batch] for t in self._lengths[device].tensors)
+            with torch.inference_mode(False):
+                self._lengths[device] = torch.zeros(3, self.max_batch_size, dtype=torch.int32, device=device)
+            _put_lengths(self._lengths[device], list(self.sequences.values()), self._steps)
+        return self._lengths[device][:, :batch].unbind()
 
     def check_writer(self, wanted: CacheRequest) -> None:
         """Refuse an attention whose caches another one writes in this step.
@@ -251,21 +251,12 @@ def _sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     return made.to(device, non_blocking=True)
 
 
-class Lengths:
-    """Lengths of sequences on a device, in tensors that stay where they are."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._all = torch.zeros(3, most, dtype=torch.int32, device=device)
-        self.tensors = tuple(self._all.unbind())  # starts, counts, lengths behind the step
-
-    def put(self, lengths: list[int], counts: list[int]) -> None:
-        """Say them anew; rows without a sequence have none."""
-        most = self._all.shape[1]
-        table = [[a - b for a, b in zip(lengths, counts, strict=True)], counts, lengths]
-        pinned = self._all.is_cuda
-        filled = torch.tensor([row + [0] * (most - len(row)) for row in table], dtype=torch.int32, pin_memory=pinned)
-        self._all.copy_(filled, non_blocking=pinned)
+def _put_lengths(rows: torch.Tensor, lengths: list[int], counts: list[int]) -> None:
+    """Say the lengths of sequences behind a step of so many tokens anew; rows without a sequence have none."""
+    most, pinned = rows.shape[1], rows.is_cuda
+    table = [[a - b for a, b in zip(lengths, counts, strict=True)], counts, lengths]
+    filled = torch.tensor([row + [0] * (most - len(row)) for row in table], dtype=torch.int32, pin_memory=pinned)
+    rows.copy_(filled, non_blocking=pinned)
 
 
 def cached(params: Any, wanted: CacheRequest, heads: int, x: torch.Tensor) -> dict[str, torch.Tensor]:

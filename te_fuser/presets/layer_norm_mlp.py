@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_call, check_choice, check_flag, check_size
+from te_fuser.presets.arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.attention_base import own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linear import linear_to_torch
@@ -124,21 +124,14 @@ _FUNCTIONS: dict[type[ops.FusableOperation], Callable[[torch.Tensor], torch.Tens
 class LayerNormMLPArguments(Normed):
     """Keywords of `LayerNormMLP`, documented there."""
 
-    fc1_bias: bool | None = None
+    fc1_bias: bool | None = checked(None, check_flag)
     activation: str = "gelu"
     activation_params: Mapping[str, float] | None = None
     return_bias: bool = False
     set_parallel_mode: bool = False
     checkpoint: bool = False
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flag("fc1_bias", self.fc1_bias)
-        for name in ("seq_length", "micro_batch_size"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+    seq_length: int | None = checked(None, check_size)
+    micro_batch_size: int | None = checked(None, check_size)
 
 
 class LayerNormMLP(Preset):
@@ -242,9 +235,8 @@ class LayerNormMLP(Preset):
         if is_first_microbatch is None and not call and self.is_list:
             return Asked(self, inp)
         check_call(self, call)
-        how = {"over": True} if self.writes_over(is_first_microbatch) else {}
         bias = self.returned(self._parameters.get("fc2_bias"), None) if self.return_bias else None
-        return self.answer(how, inp, call, is_first_microbatch, bias)
+        return self.answer({}, inp, call, is_first_microbatch, bias)
 
     @property
     def is_list(self) -> bool:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import Common, check_call, check_epsilon, check_flag, check_size
+from te_fuser.presets.arguments import Common, check_call, check_epsilon, check_flag, check_size, checked
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.norm import Normed, PresetNorm, filled
+
+_DIMS = {"column": 0, "row": 1}  # mode -> the dimension of the weight that is cut
 
 
 def linear_to_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Module:
@@ -25,15 +27,10 @@ def linear_to_torch(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn
 class AffineArguments(Common):
     """Keywords that `Linear` and `LayerNormLinear` share, documented at `Linear`."""
 
-    parallel_mode: str | None = None
+    parallel_mode: str | None = checked(None, _DIMS)
     skip_weight_param_allocation: bool = False
     return_bias: bool = False
     parameters_split: Iterable[str] | Mapping[str, int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.parallel_mode is not None:
-            self.choose("parallel_mode", _DIMS)
 
 
 class Affine(Preset):
@@ -174,9 +171,7 @@ class Affine(Preset):
                     f"{type(self).__name__}: {name} asks for a result in 8 bits, which no preset gives; leave it out"
                 )
         given = self._given_tensors(weight, bias)
-        how: dict[str, Any] = {"over": True} if self.writes_over(is_first_microbatch) else {}
-        if given and not self.skip_weight_param_allocation:
-            how["given"] = tuple(given)
+        how = {"given": tuple(given)} if given and not self.skip_weight_param_allocation else {}
         held = self._call[0].holding(**given) if given else None
         returned = self.returned(self._bias(given), self.parallel_mode) if self.return_bias else None
         return self.answer(how, inp, call, is_first_microbatch, returned, held)
@@ -233,9 +228,6 @@ class Affine(Preset):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-
-
-_DIMS = {"column": 0, "row": 1}  # mode -> the dimension of the weight that is cut
 
 
 def _split(given: Iterable[str] | Mapping[str, int] | None, rows: int) -> dict[str, int]:

@@ -23,10 +23,8 @@ from te_fuser.presets.attention_base import (
     MultiheadAttentionArguments,
     TorchAttention,
     channels_of,
-    example,
-    example_masks,
     first_or_later,
-    plans_ahead,
+    plan_given_sizes,
 )
 from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, understands
@@ -107,10 +105,7 @@ class MultiheadAttention(ContextParallel):
         if self._returns_norm:
             share_norm(self.first, _OUTPUT)
         self.relist()
-        if plans_ahead(said):
-            x = example(self, default, self.proj.get_parameter("weight"), hidden_size)
-            others = {"encoder_output": x.detach().requires_grad_()} if self.crosses else {}
-            self.plan_ahead(x, **others, **example_masks(said, default, x.device, self.crosses))
+        plan_given_sizes(self, hidden_size, self.asking)
 
     # --------------------------------------------------------------------------------------- parts
 
@@ -334,7 +329,6 @@ class MultiheadAttention(ContextParallel):
         self,
         given: Mapping[str, Any],
         rotary_pos_emb: Any = None,
-        is_first_microbatch: bool | None = None,
         inference_params: Any = None,
         hidden_states: torch.Tensor | None = None,
     ) -> tuple[dict[str, Hashable], dict[str, torch.Tensor]]:
@@ -359,8 +353,6 @@ class MultiheadAttention(ContextParallel):
             assert hidden_states is not None
             how["caches"] = True
             tensors |= self._cached(inference_params, call, hidden_states, rotary_pos_emb)
-        if self.writes_over(is_first_microbatch):
-            how["over"] = True
         if rotary_pos_emb is not None:
             if self.crosses:
                 raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
@@ -432,9 +424,9 @@ class MultiheadAttention(ContextParallel):
         outputs = (*((_OUTPUT,) if self._returns_norm else ()), *call.pop("outputs", ()))
         check_call(self, call, ARGUMENTS)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
-        check_tensor(type(self).__name__, "encoder_output", encoder_output, self.crosses)
+        check_encoder_output(self, encoder_output, self.crosses, "attn_mask_type")
         given = {"attention_mask": attention_mask, **call}
-        how, tensors = self.understood(given, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states)
+        how, tensors = self.understood(given, rotary_pos_emb, inference_params, hidden_states)
         if encoder_output is not None:
             tensors["encoder_output"] = encoder_output
         bias = self.proj.returned(self.proj._parameters.get("bias"), None) if self.return_bias else None
@@ -458,13 +450,19 @@ class MultiheadAttention(ContextParallel):
         return torch.nn.Sequential(projection.to_torch(), attention, self.proj.to_torch()).train(self.training)
 
 
-def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
-    """Refuse what is no tensor, or not taken. TypeError or ValueError, saying what to give."""
+def check_encoder_output(preset: Preset, given: Any, wanted: bool, kind: str) -> None:
+    """Refuse what is no tensor, or not taken. TypeError or ValueError, saying what to give.
+
+    Args:
+        kind: the argument that takes the type of a mask, which may have been meant.
+    """
+    who = type(preset).__name__
     if isinstance(given, str):
         raise TypeError(
-            f"{who}: {name} takes a tensor, got {given!r}: give the type of a mask by its keyword, attn_mask_type="
+            f"{who}: encoder_output takes a tensor, got {given!r}: give the type of a mask by its keyword, "
+            f"{kind}={given!r}"
         )
     if wanted and not isinstance(given, torch.Tensor):
-        raise TypeError(f"{who}: cross attention takes {name}=..., a tensor, got {type(given).__name__}")
+        raise TypeError(f"{who}: cross attention takes encoder_output=..., a tensor, got {type(given).__name__}")
     if not wanted and given is not None:
-        raise ValueError(f"{who}: {name} is for cross attention, and this preset has none: leave it out")
+        raise ValueError(f"{who}: encoder_output is for cross attention, and this preset has none: leave it out")

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norms import as_row
-from te_fuser.presets.arguments import Common, PlacementArguments, check_call, check_epsilon, check_size
+from te_fuser.presets.arguments import Common, PlacementArguments, check_call, check_epsilon, check_size, checked
 from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
@@ -37,14 +37,10 @@ class Normed(Common):
             product behind the norm gathers them; else this rank's. Of its gradient each rank has a term.
     """
 
-    normalization: str = "LayerNorm"
+    normalization: str = checked("LayerNorm", _OPS)
     zero_centered_gamma: bool = False
     return_layernorm_output: bool = False
     return_layernorm_output_gathered: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.choose("normalization", _OPS)
 
     def norm(self, features: int, eps: float) -> PresetNorm:
         """The norm."""

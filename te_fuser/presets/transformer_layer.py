@@ -9,28 +9,27 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import (
     Fill,
     PlacementArguments,
     check_call,
+    check_drop,
     check_flag,
     check_size,
+    checked,
     constructor_keywords,
 )
 from te_fuser.presets.attention_base import (
     ContextParallel,
     HeadsArguments,
     TorchBranch,
-    example,
-    example_masks,
     first_or_later,
-    plans_ahead,
+    plan_given_sizes,
 )
 from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, understands
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
-from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
+from te_fuser.presets.multihead_attention import MultiheadAttention, check_encoder_output
 from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
 from te_fuser.sequential import Sequential
 
@@ -51,8 +50,8 @@ _ARGUMENTS = ("self_attn_mask_type", *_CROSS, *(name for name in ARGUMENTS if na
 class TransformerLayerArguments(HeadsArguments):
     """Keywords of `TransformerLayer`, documented there."""
 
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
+    hidden_dropout: float = checked(0.1, check_drop)
+    attention_dropout: float = checked(0.1, check_drop)
     self_attn_mask_type: str = "causal"
     enc_dec_attn_mask_type: str | None = None
     enc_dec_window_size: Any = None
@@ -62,26 +61,23 @@ class TransformerLayerArguments(HeadsArguments):
     apply_residual_connection_post_layernorm: bool = False
     output_layernorm: bool = False
     parallel_attention_mlp: bool = False
-    layer_type: str = "encoder"
-    drop_path_rate: float = 0.0
+    layer_type: str = checked("encoder", ("encoder", "decoder"))
+    drop_path_rate: float = checked(0.0, check_drop)
     activation: str = "gelu"
     activation_params: Mapping[str, float] | None = None
-    attn_input_format: str = "sbhd"
+    attn_input_format: str = checked("sbhd", LAYOUTS)
     overlap_switch = "ub_tp_comm_overlap"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.choose("layer_type", ("encoder", "decoder"))
-        self.choose("attn_input_format", LAYOUTS)
-        for name in ("hidden_dropout", "attention_dropout", "drop_path_rate"):
-            check_probability(getattr(self, name), name)
-        self._check_crossing()
+        given = self.enc_dec_attn_mask_type, self.enc_dec_window_size, self.enc_dec_bottom_right_diagonal
+        AttentionCall.of(*given, self.attn_input_format, CROSS)  # refused where there is no cross attention, too
         if self.drop_path_rate and self.attn_input_format == "thd":
             raise ValueError("drop_path_rate drops samples, and attn_input_format='thd' has none: leave one out")
         others = ("apply_residual_connection_post_layernorm", "output_layernorm")
-        given = [name for name in others if getattr(self, name)] + ["layer_type"] * (self.layer_type == "decoder")
-        if self.parallel_attention_mlp and given:
-            raise ValueError(f"parallel_attention_mlp=True stands alone, got {given[0]} too: leave one out")
+        twice = [name for name in others if getattr(self, name)] + ["layer_type"] * (self.layer_type == "decoder")
+        if self.parallel_attention_mlp and twice:
+            raise ValueError(f"parallel_attention_mlp=True stands alone, got {twice[0]} too: leave one out")
         if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
             raise ValueError(
                 "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
@@ -89,11 +85,6 @@ class TransformerLayerArguments(HeadsArguments):
             )
         if self.return_layernorm_output:
             raise ValueError("return_layernorm_output is for the parts of a layer: ask its layernorm_mlp")
-
-    def _check_crossing(self) -> None:
-        """Refuse what cross attention would, where there is none, too."""
-        given = self.enc_dec_attn_mask_type, self.enc_dec_window_size, self.enc_dec_bottom_right_diagonal
-        AttentionCall.of(*given, self.attn_input_format, CROSS)
 
 
 class TransformerLayer(ContextParallel):
@@ -175,8 +166,8 @@ class TransformerLayer(ContextParallel):
         if said.apply_residual_connection_post_layernorm:
             self._add_to_norms()
         self.relist()
-        if plans_ahead(said):
-            self._plan_ahead()
+        attentions = (self.self_attention, self.inter_attention) if self.decodes else (self.self_attention,)
+        plan_given_sizes(self, hidden_size, *[attention.asking for attention in attentions])
 
     def _attention(self, heads: int, attention_type: str) -> MultiheadAttention:
         said, cross = self.common, attention_type == "cross"
@@ -198,15 +189,6 @@ class TransformerLayer(ContextParallel):
                 micro_batch_size=None,
             ),
         )
-
-    def _plan_ahead(self) -> None:
-        said, call = self.common, self.self_attention.asking.default
-        x = example(self, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
-        others = example_masks(said, call, x.device)
-        if self.decodes:
-            others["encoder_output"] = x.detach().requires_grad_()
-            others |= example_masks(said, self.inter_attention.asking.default, x.device, cross=True)
-        self.plan_ahead(x, **others)
 
     def _add_to_norms(self) -> None:
         """Let branches be added to what their norms give."""
@@ -243,7 +225,7 @@ class TransformerLayer(ContextParallel):
         Args:
             over: whether gradients of weights are written over their main_grad.
         """
-        attention = _variant(self.self_attention, self_attention)
+        attention = _variant(self.self_attention, self_attention, over)
         mlp = first_or_later(self.layernorm_mlp, over)
         if self.common.parallel_attention_mlp:
             yield "self_attention_fork", ops.Fork("residual")
@@ -257,7 +239,7 @@ class TransformerLayer(ContextParallel):
         added = bool(self.common.apply_residual_connection_post_layernorm)
         yield from self._branch("self_attention", attention, added and self.self_attention.input_layernorm)
         if self.decodes:
-            yield from self._branch("inter_attention", _variant(self.inter_attention, inter_attention), added)
+            yield from self._branch("inter_attention", _variant(self.inter_attention, inter_attention, over), added)
         yield from self._branch("mlp", mlp, added)
         if self.common.output_layernorm:
             yield "layernorm", self.layernorm
@@ -322,19 +304,17 @@ class TransformerLayer(ContextParallel):
         ours = {n: item for n, item in call.items() if n not in _CROSS and not (self.decodes and "_kv" in n)}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
         found, tensors = _attending(self.self_attention).understood(
-            ours, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states
+            ours, rotary_pos_emb, inference_params, hidden_states
         )
         how: dict[str, Hashable] = {"self_attention": tuple(found.items())} if found else {}
         if self.decodes:
             theirs = {plain: call.get(name) for name, plain in _CROSS.items()}
             theirs |= {name: call[name] for name in OF_BOTH if name in call}
             theirs["attention_mask"] = enc_dec_attn_mask
-            crossing, others = _attending(self.inter_attention).understood(theirs, None, is_first_microbatch)
+            crossing, others = _attending(self.inter_attention).understood(theirs)
             how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
             assert encoder_output is not None
             tensors |= {**others, "encoder_output": encoder_output}
-        if self.writes_over(is_first_microbatch):
-            how["over"] = True
         return self.answer(how, hidden_states, {"outputs": outputs, **tensors}, is_first_microbatch)
 
     def to_torch(self) -> torch.nn.Module:
@@ -359,12 +339,7 @@ class TransformerLayer(ContextParallel):
         self, encoder_output: Any, enc_dec_attn_mask: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]
     ) -> None:
         who = type(self).__name__
-        if isinstance(encoder_output, str):
-            raise TypeError(
-                f"{who}: encoder_output takes a tensor, got {encoder_output!r}: give the type of a mask by its "
-                f"keyword, self_attn_mask_type={encoder_output!r}"
-            )
-        check_tensor(who, "encoder_output", encoder_output, self.decodes)
+        check_encoder_output(self, encoder_output, self.decodes, "self_attn_mask_type")
         if enc_dec_attn_mask is not None and not self.decodes:
             raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
@@ -384,5 +359,5 @@ def _attending(part: torch.nn.Module) -> MultiheadAttention:
     return part
 
 
-def _variant(attention: MultiheadAttention, how: tuple[tuple[str, Hashable], ...]) -> torch.nn.Module:
-    return attention.within(**dict(how)) if how else attention
+def _variant(attention: torch.nn.Module, how: tuple[tuple[str, Hashable], ...], over: bool) -> torch.nn.Module:
+    return _attending(attention).within(**dict(how), **{"over": True} if over else {}) if how or over else attention

@@ -27,9 +27,8 @@ from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter
 from te_fuser.ops.construction import latest
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.params.binding import Binding, GivenBinding
-from te_fuser.quantization.amax_slots import ROLES, Block, blocks
 from te_fuser.quantization.products import device_of, products, recipe_for, weight_in
-from te_fuser.quantization.state import State, known_state_of, state_of
+from te_fuser.quantization.state import ROLES, Block, State, all_states, blocks, known_state_of, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, entered, settings, settings_changed
 
@@ -93,7 +92,7 @@ class Agreement:
         self._looked: tuple[int, ...] = ()
         self._told: Callable[[], list[int]] | None = None
         self._brings = False
-        self._answer: Callable[[], list[int]] | None = None  # of all ranks, since this one announced what it brings
+        self._answer: Callable[[], list[int]] | None = None  # of all ranks, since this one said what it brings
         self._begun = self.differs = False
         self._entered: set[Hashable] = set()  # regions that ranks were found to enter together
 
@@ -112,12 +111,16 @@ class Agreement:
         found = [] if self.differs else [state for weight in self._coming if (state := _ref(weight)()) is not None]
         return [s for s in found if s.block is not None and _is_agreed_on(s)]
 
-    def enter(self, region: Region) -> None:
+    def enter(self, region: Region, brings: bool) -> None:
         """Compare with the others a region that this rank has not entered before: amaxes would wait for who does not.
 
         They ask where they compare calls, too, in all groups of none but them, small ones first: one that goes on to
         a call is heard.
+
+        Args:
+            brings: whether products wait here to be folded, which the others are told.
         """
+        self._brings, self._answer = brings, None
         key = region.recipe, region.calibrating
         if key in self._entered:
             return
@@ -180,12 +183,8 @@ class Agreement:
         for block, there, rows in places:
             block.amaxes[rows] = amaxes[there].to(block.device)
 
-    def announce(self, brings: bool) -> None:
-        """Have the other ranks told, at the entry of a region, whether products wait here to be folded."""
-        self._brings, self._answer = brings, None
-
     def all_bring(self) -> bool:
-        """True where all have announced so at this entry; asked where this rank has, as a GPU is waited for."""
+        """True where all bring some at this entry; asked where this rank does, as a GPU is waited for."""
         return self._answer is not None and self._answer()[-1] == -1
 
     def _largest(self, bits: torch.Tensor) -> torch.Tensor:
@@ -249,20 +248,13 @@ def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
     """Note of each product that was updated whose amaxes went into that; plans follow where ranks' scales part."""
     alone, parted = frozenset([dist.get_rank()]), False
     ranks, reduced = (alone, {}) if agreement is None else (agreement.ranks, agreement.reduced())
-    for state in [state for block in blocks() for state in block.states() if state not in left_out]:
+    for state in [state for state in all_states() if state not in left_out]:
         if isinstance(state.recipe, DelayedScaling):
             by, before = ranks if state in reduced else alone, state.alike
             state.alike = by if before is None else by & before
             parted = parted or state.alike != (by if before is None else before) or state.alike == alone != before
     if parted and _kept:
         settings_changed()
-
-
-def _agreeing_ranks() -> frozenset[int]:
-    """The ranks that have one scale for each product in the regions that are on; none where each has its own."""
-    outermost = next(filter(None, entered()), None)
-    agreement = agreement_in(outermost) if has_ranks() else None
-    return frozenset() if agreement is None or agreement.differs else agreement.ranks
 
 
 # ------------------------------------------------------------------------------------------ what is gathered in 8 bits
@@ -276,7 +268,9 @@ def quantized_first(listed: Sequence[ListedOp], around: Recipe) -> list[ListedOp
     Each has its own of products whose recipe, in a region of this one, or an update before says so, and of weights that
     come with calls.
     """
-    found, ranks = list(listed), _agreeing_ranks()
+    agreement = agreement_in(next(filter(None, entered()), None)) if has_ranks() else None
+    ranks = frozenset[int]() if agreement is None or agreement.differs else agreement.ranks
+    found = list(listed)
 
     def exchange(at: int, kinds: Kinds, carried: Carried) -> None:
         """Exchange two neighbours of these kinds, of which others read nothing by name, nor do they of others."""

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from te_fuser.params.binding import Binding, GivenBinding
-from te_fuser.quantization.amax_slots import ROLES, Numbers, blocks
 from te_fuser.quantization.products import any_since, is_another_since, now, scalings_of
-from te_fuser.quantization.state import State, known_state_of, lock, state_of
+from te_fuser.quantization.state import AMAXES, Numbers, State, all_states, known_state_of, lock, state_of
 from te_fuser.quantization.weight_cache import reading
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
@@ -118,27 +117,22 @@ class Kept(NamedTuple):
     """The scales and slots of a product between two updates, and the numbers of the regions that it was called in."""
 
     state: weakref.ref[State]
-    scales: Numbers
-    inverses: Numbers
-    amaxes: Numbers
+    numbers: Numbers
     entries: frozenset[int]
 
     @classmethod
     def of(cls, state: State) -> Kept:
         """Scales and slots of a product now."""
-        entries = frozenset((state.entry, state.ran_in))
-        return cls(weakref.ref(state), {**state.scales}, {**state.inverses}, {**state.amaxes}, entries)
+        return cls(weakref.ref(state), {**state.numbers}, frozenset((state.entry, state.ran_in)))
 
     def put_back(self, records: bool = True) -> None:
         """Have the product find them; where it is to record nothing of x and W, slots that nobody reads."""
-        state, amaxes = self.state(), self.amaxes
+        if (state := self.state()) is None:
+            return
+        state.numbers.update(self.numbers)
         if not records:
-            nowhere = torch.zeros(2, dtype=torch.float32, device=self.scales["input"].device)
-            amaxes = dict(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
-        if state is not None:
-            state.scales.update(self.scales)
-            state.inverses.update(self.inverses)
-            state.amaxes.update(amaxes)
+            nowhere = torch.zeros(2, dtype=torch.float32, device=self.numbers["input_scale"].device)
+            state.numbers.update(zip(AMAXES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
 
 
 @dataclass(eq=False)
@@ -178,7 +172,7 @@ def keep_snapshot() -> None:
     """Leave the scales, which are about to change, to who asked for those of now."""
     kept: Snapshot | None = _snapshot[0]()
     if kept is not None:
-        kept.scales = [Kept.of(state) for block in blocks() for state in block.states()]
+        kept.scales = [Kept.of(state) for state in all_states()]
     _snapshot[0] = lambda: None
 
 

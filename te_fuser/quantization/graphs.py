@@ -10,10 +10,9 @@ import torch
 
 from te_fuser.facts import Facts, still_hold
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.amax_slots import blocks, show
 from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
 from te_fuser.quantization.products import products_of, scalings_of
-from te_fuser.quantization.state import ReadyCheck, State, history_length, lock
+from te_fuser.quantization.state import ReadyCheck, State, all_states, blocks, history_length, lock, show
 from te_fuser.quantization.weight_cache import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
@@ -62,7 +61,7 @@ class GraphedRegion:
         copied, micro_batch = _copied(self._device), region.microbatch(said)
         with region.counted_alone() as entry, copied, micro_batch, region.noting_used() as used:
             yield
-        ran = [state for block in blocks() for state in block.states() if state.ran_in == entry]
+        ran = [state for state in all_states() if state.ran_in == entry]
         for state in ran:
             state.ran_in = state.entry = region.entries()
         self._products = [(state, state.recipe) for state in ran if state.recipe is not None]
@@ -150,10 +149,10 @@ def _copied(device: torch.device) -> Iterator[None]:
             for state in states if not region.is_capturing() else ():
                 if state.has_buffers and state.scale.device == device:  # somebody may have put others in place
                     state.make(None, device)
-            found = block.made_live().clone()[: block.rows, :, 0].flatten().unbind()
+            found = block.made_live().clone()[:, :, 0]
             before += map(Kept.of, states)
             for state in states:
-                show([(state.scales, state.inverses)], found[6 * state.row : 6 * state.row + 6])
+                show([state.numbers], found[state.row].unbind())
             snapshot.scales += map(Kept.of, states)  # type: ignore[operator]
     try:
         with of_capture(snapshot):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -23,31 +24,30 @@ from te_fuser.facts import Facts, holders, still_hold, tensor_place
 from te_fuser.kernels.reductions import AmaxFolder, Folded
 from te_fuser.look import is_looking
 from te_fuser.params.narrow import HISTORY, LARGEST, SCALE
-from te_fuser.params.scales import STATES, States, some_wait
+from te_fuser.params.scales import STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
-from te_fuser.quantization.amax_slots import (
+from te_fuser.quantization.checkpointing import keep_snapshot
+from te_fuser.quantization.products import device_of, products, products_of, recipe_for, try_recipe
+from te_fuser.quantization.state import (
     ROLES,
     Block,
+    State,
+    all_states,
     blocks,
+    busy_states,
     changes,
     has_kernel,
-    is_transformed,
-    not_in_capture,
-    show,
-)
-from te_fuser.quantization.checkpointing import keep_snapshot
-from te_fuser.quantization.products import device_of, products, recipe_for, try_recipe
-from te_fuser.quantization.state import (
-    State,
-    busy_states,
     history_length,
+    is_transformed,
     lock,
+    not_in_capture,
     recorded_since,
+    show,
     state_of,
     written_by_updates,
 )
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
-from te_fuser.recipe.region import Region, is_capturing, on_entry
+from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry
 
 Moved = tuple[Sequence[State], torch.Tensor, torch.Tensor]  # of one recipe: history [length, states, 3], scales
 _threads: set[int] = set()  # those that have entered regions
@@ -95,7 +95,7 @@ def _check_place() -> None:
 
 
 def _update_block(block: Block, left_out: set[State]) -> None:
-    kernel, others = (None, folded_in(block)) if left_out else _kernel_of(block)
+    kernel, others = (None, _folded_in(block, block.states())) if left_out else _kernel_of(block)
     seen = block.amaxes if kernel is not None and not others else block.amaxes.clone()
     if kernel is not None:
         kernel.fold(block)
@@ -104,22 +104,30 @@ def _update_block(block: Block, left_out: set[State]) -> None:
             seen[state.row] = 0.0
         block.amaxes.masked_fill_(seen != 0, 0.0)  # other threads may have recorded since
         block.not_finite += ~seen.isfinite()
-    for states, history, scales in moved(block, [s for s in others if s not in left_out], seen):
+    for states, history, scales in _moved(block, [s for s in others if s not in left_out], seen):
         torch._foreach_copy_([state.history for state in states], list(history.unbind(1)))
         torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
         block.show(states, scales)
 
 
-def folded_in(block: Block, among: Sequence[State] | None = None) -> list[State]:
-    """The products of a block, or those among some, that keep amaxes, and have somewhere to keep them."""
-    there = block.states() if among is None else [state for state in among if state.block is block]
-    found = [state for state in there if isinstance(state.recipe, DelayedScaling) and not state.is_meta]
+def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
+    """The ones of some products that keep amaxes in a block, and have somewhere to keep them."""
+    there = [state for state in among if state.block is block and not state.is_meta]
+    found = [state for state in there if isinstance(state.recipe, DelayedScaling)]
     for state in found:
         state.make(cast(DelayedScaling, state.recipe).amax_history_len, block.device)
     return found
 
 
-def moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
+def upcoming(among: Iterable[State]) -> Iterator[tuple[Block, Moved]]:
+    """Histories and scales that the next update would make of what was recorded of these; nothing is written."""
+    stays = {*busy_states()}
+    own = [state for state in among if state not in stays]
+    for block in blocks():
+        yield from ((block, found) for found in _moved(block, _folded_in(block, own), block.amaxes))
+
+
+def _moved(block: Block, states: Iterable[State], seen: torch.Tensor) -> Iterator[Moved]:
     """Histories and scales that an update makes of what was seen, [products, 3], by recipe; it writes nothing."""
     by_recipe: dict[int, list[State]] = {}
     for state in states:
@@ -159,11 +167,8 @@ def evaluate() -> None:
     _check_place()
     with written_by_updates():
         keep_snapshot()
-        stays = {*busy_states()}
-        for block in blocks():
-            own = folded_in(block, [state for state in block.states() if state not in stays])
-            for states, _, scales in moved(block, own, block.amaxes):
-                block.show(states, scales)
+        for block, (states, _, scales) in upcoming(all_states()):
+            block.show(states, scales)
 
 
 # ------------------------------------------------------------------------------- on a GPU: one launch for a block
@@ -175,14 +180,15 @@ class BlockKernel:
     It keeps their buffers alive, but none of their modules.
 
     Attributes:
+        of: the products, and by which recipes.
         alone: the number of `changes` up to which the block is known to have no other products; -1 where it has some.
         facts: that nobody has put other buffers in place.
     """
 
     def __init__(self, block: Block, states: Sequence[State]) -> None:
         self.alone = -1
-        self._of = [(weakref.ref(state), state.recipe) for state in states]
-        self._shown = [(state.scales, state.inverses) for state in states]
+        self.of = [(weakref.ref(state), state.recipe) for state in states]
+        self._shown = [state.numbers for state in states]
         self._rows = tuple([state.row for state in states])
         products = {}
         for state in states:
@@ -197,10 +203,6 @@ class BlockKernel:
         self._numbers: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, ...] = ()
         self._held: bytes | None = None  # how often these were when nobody else held them
-
-    def is_of(self, states: Sequence[State]) -> bool:
-        """True where these are the products, by the same recipes."""
-        return [(ref(), recipe) for ref, recipe in self._of] == [(state, state.recipe) for state in states]
 
     def fold(self, block: Block) -> None:
         """Fold what the block has recorded, and clear its slots.
@@ -228,11 +230,12 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
     kept = _kernels.get(block)
     if kept is not None and kept.alone == changes() and still_hold(kept.facts):
         return kept, []
-    now, found = changes(), folded_in(block)
+    now, found = changes(), _folded_in(block, block.states())
     plain = [state for state in found if _is_plain(cast(DelayedScaling, state.recipe))]
     if not plain or not has_kernel(block.device):
         return None, found
-    if kept is None or not (kept.is_of(plain) and still_hold(kept.facts)):
+    of = [] if kept is None else [(ref(), recipe) for ref, recipe in kept.of]
+    if kept is None or of != [(state, state.recipe) for state in plain] or not still_hold(kept.facts):
         kept = _kernels[block] = BlockKernel(block, plain)
     kept.alone = now if len(plain) == len(found) else -1
     return kept, [state for state in found if state not in plain]
@@ -297,8 +300,7 @@ def _begin(region: Region) -> None:
         return
     brought = _take_brought(region.recipe)
     if agreement is not None:
-        agreement.enter(region)
-        agreement.announce(brought)
+        agreement.enter(region, brought)
     keeps = any(isinstance(r.recipe, DelayedScaling) for r in (last, region) if r is not None)
     if last is not None and (keeps or recorded_since[0]):
         update()
@@ -311,3 +313,110 @@ def _begin(region: Region) -> None:
 
 
 on_entry(_at_entry)
+
+# --------------------------------------------------------------------------------------------------- as users see them
+
+
+class TensorState(NamedTuple):
+    """The scale of a tensor in 8 bits, float32 [], and the amaxes of its last calls.
+
+    Attributes:
+        amax_history: newest first, float32 [amax_history_len].
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+def states(model: torch.nn.Module) -> dict[str, TensorState]:
+    """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
+
+    Inside of a region or a backward they are those that its calls go by, and what these record comes later. Where ranks
+    agree on amaxes, all of them call this together.
+
+    Returns:
+        path of a product + ".input", ".weight" or ".output_gradient", for a model that is one product these alone
+        without the dot -> (scale, amax_history); of products that have run in a region, and whose weights are the
+        model's own: those of weights that come with a call are kept with its list.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    found = _states_of(model, "states", updates=not (any(entered()) or in_backward()))
+    numbers = numbers_now([*found.values()])
+    return {
+        f"{path}{role}": TensorState(numbers[state][0][k].clone(), numbers[state][1][:, k].clone())
+        for path, state in found.items()
+        for k, role in enumerate(ROLES)
+    }
+
+
+def numbers_now(states: Sequence[State]) -> dict[State, tuple[torch.Tensor, torch.Tensor]]:
+    """Scale and history of products, as the next update would make them of what was recorded; nothing is written.
+
+    Inside of a region with gradients or a backward, and where ranks agree on amaxes, they are those of the last update.
+    """
+    not_in_capture("amaxes are folded")
+    found = {state: (state.scale, state.history) for state in states}
+    inside = recorded.is_new and (any(entered()) or in_backward())
+    if inside or is_transformed() or agreement_in(recorded.region) is not None:
+        return found
+    with written_by_updates():
+        for _, (alike, history, scales) in upcoming(states):
+            found.update({state: (scales[k], history[:, k]) for k, state in enumerate(alike)})
+    return found
+
+
+def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
+    """Tensors that saves and copies have in place of a product's buffers; where there are none its amaxes go along."""
+    if agreement_in(recorded.region) is not None and saves and recorded.is_new:
+        warnings.warn(
+            "ranks have not agreed yet on the amaxes of FP8 of the last step: what is saved now has those of this "
+            "rank, and goes on exactly where each rank loads its own; to save on one rank for all, call "
+            "te_fuser.quantization.states(model) on all ranks before",
+            stacklevel=2,
+        )
+    if not state.has_buffers or state.block is None or is_transformed() or not any(state.recorded()):
+        return {}
+    now = numbers_now([state])[state]
+    return {} if now[0] is state.scale else dict(zip((state.prefix + SCALE, state.prefix + HISTORY), now, strict=True))
+
+
+def not_finite(model: torch.nn.Module) -> dict[str, int]:
+    """Counts of amaxes that were infinite or NaN, and so moved no scale: by the same names, where that happened at all.
+
+    Raises:
+        TypeError: for what is no module.
+        RuntimeError: inside of a region, whose amaxes are counted when it was left.
+    """
+    if any(entered()):
+        raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")
+    states = _states_of(model, "not_finite", updates=True)
+    found = {block: (block.not_finite + ~block.amaxes.isfinite()).tolist() for block in blocks()}  # a GPU is waited for
+    counts = {
+        f"{path}{role}": found[state.block][state.row][k]
+        for path, state in states.items()
+        for k, role in enumerate(ROLES)
+        if state.block is not None
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _states_of(model: torch.nn.Module, function: str, updates: bool) -> dict[str, State]:
+    """The states of a model's products that have numbers, by path with a dot behind; "" of one that is the model.
+
+    Args:
+        updates: whether ranks that agree on amaxes do so first.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"te_fuser.quantization.{function} takes the model whose products it tells of, a torch.nn.Module, got "
+            f"{type(model).__name__}: give what runs in the region"
+        )
+    if updates and agreement_in(recorded.region) is not None:
+        update()
+    found = {f"{path}." if path else "": state_of(weight) for path, weight in products_of(model).items()}
+    return {path: state for path, state in found.items() if state.has_buffers}
+
+
+saved_numbers.append(_saved)

@@ -10,34 +10,173 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_fuser.fuser.run.loading import obstacle
+from te_fuser.kernels.reductions import APART
 from te_fuser.params.binding import Binding
 from te_fuser.params.narrow import HISTORY, SCALE, not_scaled, prefix_of, version_of
 from te_fuser.params.scales import STATES, States, states_of
-from te_fuser.quantization.amax_slots import (
-    ROLES,
-    Block,
-    Numbers,
-    apart,
-    block_with_room,
-    blocks,
-    changed,
-    not_in_capture,
-    show,
-)
 from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
+ROLES = ("input", "weight", "output_gradient")
+SCALED = tuple([f"{role}_{what}" for what in ("scale", "inverse") for role in ROLES])
+AMAXES = tuple([f"{role}_amax" for role in ROLES])
+NUMBERS = tuple([f"{role}_{what}" for role in ROLES for what in ("scale", "inverse", "amax")])
+Numbers = dict[str, torch.Tensor]
+_PRODUCTS = 256  # of a block
+_INDICES_KEPT = 16
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_changes = [0]
+_blocks: list[Block] = []
+
+
+def changed(dead: object = None) -> None:
+    """Note that a product is new, gone, or runs by another recipe."""
+    _changes[0] += 1
+
+
+def changes() -> int:
+    """Number of times that it was called."""
+    return _changes[0]
+
+
+def not_in_capture(what: str) -> None:
+    """Refuse what replays would do again, or not at all.
+
+    Raises:
+        RuntimeError: while a stream is captured.
+    """
+    if region.is_capturing():
+        raise RuntimeError(
+            f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
+        )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """True where kernels update scales and quantize weights on a device."""
+    return device.type == "cuda" and obstacle(device, torch.float32) is None
+
+
+def is_transformed() -> bool:
+    """True where PyTorch transforms or fakes what runs here."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+class Block:
+    """Slots for the amaxes of many products on one device.
+
+    Attributes:
+        amaxes: float32 [products, 3], the largest magnitudes since the last update, 0 where there was nothing.
+        not_finite: int64 [products, 3], how many updates found one that was infinite or NaN.
+        live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
+            memory: for CUDA graphs; None before the first capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
+        self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
+        self.live: torch.Tensor | None = None
+        self.device = self.amaxes.device
+        self._states: list[weakref.ref[State] | None] = []
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        """Number of slots that were given away."""
+        return len(self._states)
+
+    def states(self) -> list[State]:
+        """The products that are there."""
+        return [state for ref in self._states if ref is not None and (state := ref()) is not None]
+
+    def index(self, rows: tuple[int, ...]) -> torch.Tensor:
+        """Index tensor of these rows; it is kept, as a copy to a GPU waits for the GPU."""
+        found = self._indices.get(rows)
+        if found is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            found = self._indices[rows] = torch.tensor(rows, device=self.device)
+        return found
+
+    def made_live(self) -> torch.Tensor:
+        """`live`, from now on; refused while a stream is captured, where there is none yet."""
+        if self.live is None:
+            not_in_capture("scales are read by a first graph")
+            self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
+            for state in self.states():
+                self.live[state.row, :, 0] = torch.stack([state.numbers[name] for name in SCALED])
+        return self.live
+
+    def show(self, states: Sequence[State], scales: torch.Tensor) -> None:
+        """Have calls of products find these scales, [states, 3], and their reciprocals."""
+        numbers = apart(torch.cat([scales, scales.reciprocal()], 1))
+        show([state.numbers for state in states], numbers.flatten().unbind())  # by one call
+        if self.live is not None:
+            self.show_graphs(tuple([state.row for state in states]), numbers)
+
+    def show_graphs(self, rows: tuple[int, ...], numbers: torch.Tensor) -> None:
+        """Have captured graphs find these in products' rows of `live`: three scales and three reciprocals each."""
+        assert self.live is not None
+        self.live[:, :, 0].index_copy_(0, self.index(rows), numbers)
+
+    def add(self, state: State, before: Block | None, row: int) -> int:
+        """Give a product a row, with what it had in a row of another block."""
+        self._states.append(weakref.ref(state, changed))
+        changed()
+        mine = len(self._states) - 1
+        if before is not None:
+            self.amaxes[mine].copy_(before.amaxes[row])
+            self.not_finite[mine].copy_(before.not_finite[row])
+            before._states[row] = None
+        return mine
+
+
+def blocks() -> list[Block]:
+    """Blocks of all devices, in the order in which they were made."""
+    return list(_blocks)
+
+
+def all_states() -> list[State]:
+    """The products that have slots, on all devices."""
+    return [state for block in _blocks for state in block.states()]
+
+
+def block_with_room(device: torch.device) -> Block:
+    """A block of a device that has a free slot."""
+    free = next((b for b in _blocks if b.device == device and b.rows < _PRODUCTS), None)
+    if free is None:
+        _blocks[:] = [b for b in _blocks if b.states()]
+        with _disable_current_modes():  # of an export, which would make tensors without values
+            free = Block(device)
+        _blocks.append(free)
+    return free
+
+
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
+
+
+def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
+    """Have calls find these among the `numbers` of products: three scales and three reciprocals of each."""
+    there = iter(values)
+    for numbers in products:
+        numbers.update(zip(SCALED, there, strict=False))
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
 lock = threading.RLock()
 recorded_since = [False]  # whether any call recorded amaxes since the last update
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
-Kept = tuple[dict[str, torch.Tensor], bool, tuple[Source, ...]]  # `kept`, `is_kept`, `kept_of` of a state
 
 
 @contextlib.contextmanager
@@ -52,10 +191,10 @@ class State:
 
     Attributes:
         name, prefix: the weight's name, and what buffers have of it before theirs.
-        scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
-            of the amax.
+        numbers: by `NUMBERS` float32 []: where calls look up the scales of now, their reciprocals, and the slots of the
+            amaxes.
         blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
-        kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
+        kept: the same with values, which calls read from micro-batch to micro-batch; empty where there are none.
         kept_of: the parameters that these were made of, where they are, with their versions of then.
         recipe: by which its last call ran that recorded.
         entry: the number of the outermost region of that call.
@@ -67,12 +206,9 @@ class State:
 
     def __init__(self, owner: torch.nn.Module, name: str) -> None:
         self.name, self.prefix = name, prefix_of(name)
-        self.scales: Numbers = {}
-        self.inverses: Numbers = {}
-        self.amaxes: Numbers = {}
+        self.numbers: Numbers = {}
         self.blanks: Numbers = {}
         self.kept: Numbers = {}
-        self.is_kept = False
         self.kept_of: tuple[Source, ...] = ()
         self.recipe: Recipe | None = None
         self.ran_by: Recipe | None = None
@@ -114,15 +250,6 @@ class State:
         """True where somebody gave scales, or amaxes, where there are no buffers for them."""
         return not {self.prefix + SCALE, self.prefix + HISTORY}.isdisjoint(getattr(self._owner(), "__dict__", ()))
 
-    def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
-        """Put these in place of the buffers."""
-        self._put = scale, history
-        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = scale, history
-        numbers = apart(torch.cat([scale, scale.reciprocal()]))
-        show([(self.scales, self.inverses)], numbers.unbind())
-        if self.block is not None and self.block.live is not None:
-            self.block.live[self.row, :, 0] = numbers
-
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
 
@@ -138,9 +265,12 @@ class State:
             if self.block is None or self.block.device != device:
                 block = block_with_room(device)
                 self.block, self.row = block, block.add(self, self.block, self.row)
-                self.amaxes.update(zip(ROLES, block.amaxes[self.row].unbind(), strict=True))
+                self.numbers.update(zip(AMAXES, block.amaxes[self.row].unbind(), strict=True))
             scale, history = self._numbers(device)
-            self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
+            history = history if length in (None, len(history)) else newest(history, length or 1)
+            self._put = scale, history
+            self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = scale, history
+            self.block.show([self], scale[None])
 
     def read(self, device: torch.device) -> None:
         """Have what calls read that record nothing: what the buffers hold, or scales of 1, and none are made."""
@@ -148,13 +278,12 @@ class State:
             self.make(None, device)
             return
         self._check()
-        if not (self.is_as_put() and self.scales["input"].device == device):
+        if not (self.is_as_put() and self.numbers["input_scale"].device == device):
             # Of an export the modes would make tensors without values.
             with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-                numbers = apart(torch.ones(2 * len(ROLES), device=device))
-                show([(self.scales, self.inverses)], numbers.unbind())
+                show([self.numbers], apart(torch.ones(len(SCALED), device=device)).unbind())
                 if self.block is None:
-                    self.amaxes.update(zip(ROLES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
+                    self.numbers.update(zip(AMAXES, torch.zeros(len(ROLES), device=device).unbind(), strict=True))
             self._put = None, None
 
     def _numbers(self, device: torch.device) -> list[torch.Tensor]:
@@ -191,12 +320,12 @@ class State:
             )
 
     def keeps_another(self) -> bool:
-        """True where a parameter that kept 8 bits were made of was replaced since, or written in place."""
+        """True where nothing is kept, or a parameter that it was made of was replaced since, or written in place."""
         for there, name, parameter, version in self.kept_of:
             then = parameter()
             if then is None or version_of(then) != version or there.get(name) is not then:
                 return True
-        return False
+        return not self.kept
 
     def recorded(self) -> list[float]:
         """The amaxes since the last update, by role."""
@@ -218,12 +347,12 @@ class State:
 
     def now(self) -> tuple[Any, ...]:
         """State of now for `put_back`: all that calls record and note."""
-        kept = dict(self.kept), self.is_kept, self.kept_of
-        return self.recipe, (self.ran_by, self.ran_in, self.entry), self.recorded(), kept
+        noted = self.ran_by, self.ran_in, self.entry
+        return self.recipe, noted, self.recorded(), (dict(self.kept), self.kept_of)
 
     def put_back(self, then: tuple[Any, ...] | None) -> None:
         """Have that of then again; None: as of a new state."""
-        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, False, ()))
+        recipe, noted, amaxes, kept = then or (None, (None, -1, -1), [], ({}, ()))
         self.ran_by, self.ran_in, self.entry = noted
         self._runs_now_by(recipe)
         self.forget_recorded()
@@ -231,12 +360,12 @@ class State:
             self.record(amaxes)
         self.put_kept(*kept)
 
-    def put_kept(self, kept: dict[str, torch.Tensor], is_kept: bool, kept_of: tuple[Source, ...]) -> None:
+    def put_kept(self, kept: Numbers, kept_of: tuple[Source, ...]) -> None:
         """Put what is kept of the weight in 8 bits."""
         with lock:
             self.kept.clear()
             self.kept.update(kept)
-            self.is_kept, self.kept_of = is_kept, kept_of
+            self.kept_of = kept_of
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
@@ -352,4 +481,4 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
 def busy_states() -> list[State]:
     """Products of regions that other threads or contexts are in still, or that run again: their scales stay so."""
     entries = region.open_elsewhere()
-    return [s for block in blocks() for s in block.states() if s.entry in entries] if entries else []
+    return [state for state in all_states() if state.entry in entries] if entries else []

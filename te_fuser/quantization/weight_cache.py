@@ -19,8 +19,7 @@ from te_fuser.distributed.dtensor import own_part
 from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.narrow import version_of
-from te_fuser.quantization.amax_slots import has_kernel, not_in_capture
-from te_fuser.quantization.state import Source, State, written_by_updates
+from te_fuser.quantization.state import Source, State, has_kernel, not_in_capture, written_by_updates
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -45,11 +44,11 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
     renews = not region.recomputing()
     first = renews and region.is_first_microbatch()
     compares = renews and not region.is_capturing()  # replays do
-    there = {s for s in states if s.is_kept and s.kept[KEPT[0]].device == s.scales["weight"].device}
+    there = {s for s in states if s.kept and s.kept[KEPT[0]].device == s.numbers["weight_scale"].device}
     missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
     if missing:
         not_in_capture("weights are quantized to be kept")
-    if not (first or all(s.is_kept for s in missing)):
+    if not (first or all(s.kept for s in missing)):
         _say_once()
     with written_by_updates():
         taken = [own_part(states[s].taken()).detach() for s in missing]
@@ -60,11 +59,13 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
             by_torch = functools.partial(weights_by_torch, wanted)
             quantize = quantizer_on(device, wanted) if has_kernel(device) else by_torch
-            given = [(w, state.scales["weight"], state.amaxes["weight"])[: 2 + records] for state, w in pairs]
+            given = [
+                (w, state.numbers["weight_scale"], state.numbers["weight_amax"])[: 2 + records] for state, w in pairs
+            ]
             made = iter(quantize(*[t for each in given for t in each]))
             for state, _ in pairs:
-                state.kept.update(zip(KEPT, (next(made), next(made), state.inverses["weight"]), strict=True))
-                state.is_kept, state.kept_of = True, _sources(states[state])
+                state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
+                state.kept_of = _sources(states[state])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
@@ -102,9 +103,9 @@ def _sources(weight: Binding) -> tuple[Source, ...]:
 @contextlib.contextmanager
 def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """Context in which calls read what was kept when it was noted."""
-    found = [(state, then, (dict(state.kept), state.is_kept, state.kept_of)) for state, then, _ in used]
+    found = [(state, then, (dict(state.kept), state.kept_of)) for state, then, _ in used]
     for state, then, _ in found:
-        state.put_kept(then, True, ())
+        state.put_kept(then, ())
     try:
         yield
     finally:

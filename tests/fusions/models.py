@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import cublaslt
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.ops.base import FusableOperation
-from te_fuser.quantization import microbatch, product_scaling
+from te_fuser.quantization import lowering, microbatch
 from te_fuser.recipe import DelayedScaling, Recipe
 from tests.fusions.products import autocast_on_cuda, free, plan
 from tests.kernels.packages import fake_cudnn, fake_flash_attn, fake_quack
@@ -61,7 +61,7 @@ def without(names: Sequence[str], make: Callable[..., Plan], *given: Any, **opti
 def taken_away(make: Callable[..., Plan], *given: Any, **options: Any) -> Plan:
     """The plan where weights are taken away after forward, as `fully_shard` does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product_scaling, "is_taken_away", lambda owner: True)
+        patch.setattr(lowering, "is_taken_away", lambda owner: True)
         return make(*given, **options)
 
 

@@ -27,7 +27,7 @@ from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.ops.own_scales import dequantized
 from te_fuser.params.joined import _JOINED, Joined
-from te_fuser.quantization import QuantizedTensor, product_scaling, quantize
+from te_fuser.quantization import QuantizedTensor, lowering, quantize
 from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import (
     DelayedScaling,
@@ -328,7 +328,7 @@ def test_products_by_blocks_are_those_of_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the dtype of the call, the weight's gradient in the weight's; any number of tokens."""
-    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: taken_away)
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
     p = blocks(**{"recipe": BLOCKS[name], **weights(dtype, own)})()
     x, w, dy = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy)

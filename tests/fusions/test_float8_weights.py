@@ -21,7 +21,7 @@ from te_fuser import fusions, ops
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.fuser import pipeline
 from te_fuser.fusions import float8_weights
-from te_fuser.quantization import product_scaling, states
+from te_fuser.quantization import lowering, states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.fake_cuda import FakeDriver
 from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
@@ -236,7 +236,7 @@ def test_weights_that_are_taken_away_are_turned_again(
     for seed in range(2):
         wanted = step(twin, recipe, seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(product_scaling, "is_taken_away", lambda owner: True)
+            patch.setattr(lowering, "is_taken_away", lambda owner: True)
             near(step(model, recipe, seed), wanted, 0.0)
     if recipe is not DELAYED:
         return
@@ -264,9 +264,9 @@ def test_fully_shard_marks_what_it_takes_away(mesh: DeviceMesh) -> None:
     """By hooks for loading, which other modules have from others."""
     model = mlp(True)
     model.register_load_state_dict_post_hook(lambda *_: None)
-    assert not product_scaling.is_taken_away(model)
+    assert not lowering.is_taken_away(model)
     fully_shard(model[0][1], mesh=mesh)
-    assert product_scaling.is_taken_away(model[0][1]) and not product_scaling.is_taken_away(model[0][3])
+    assert lowering.is_taken_away(model[0][1]) and not lowering.is_taken_away(model[0][3])
 
 
 @every
@@ -276,7 +276,7 @@ def test_weights_that_are_dtensors_are_quantized_by_their_part(
     recipe: Recipe, first: bool | None, taken_away: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients are DTensors, too."""
-    monkeypatch.setattr(product_scaling, "is_taken_away", lambda owner: taken_away)
+    monkeypatch.setattr(lowering, "is_taken_away", lambda owner: taken_away)
     model, twin = te.parallelize(mlp(True), mesh), mlp(True)
     for rows in (24, 24, 7):
         found, wanted = (step(m, recipe, rows, data(rows, rows), first) for m in (model, twin))

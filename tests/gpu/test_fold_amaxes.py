@@ -12,7 +12,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import not_finite, scale_update, states
-from te_fuser.quantization.amax_slots import ROLES, blocks
+from te_fuser.quantization.state import ROLES, blocks
 from te_fuser.recipe import DelayedScaling
 from tests.kernels.fold_cases import folded_wrongly
 from tests.quantization.folded import ensure, state_of
@@ -40,7 +40,7 @@ def recorded(model: Any, recipe: DelayedScaling, seed: int) -> None:
     for k, op in enumerate(model):
         for role in ROLES:
             amax = torch.rand((), device=GPU, generator=rng) * 10.0**k
-            state_of(op).amaxes[role].copy_(amax if (k, seed) != (1, 2) else torch.inf)
+            state_of(op).numbers[f"{role}_amax"].copy_(amax if (k, seed) != (1, 2) else torch.inf)
 
 
 @pytest.mark.parametrize("name", RECIPES)

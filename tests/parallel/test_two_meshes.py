@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.distributed.consistency import RankMismatchError, first_rank_value, gather_values
+from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.recipe import DelayedScaling
@@ -58,7 +58,7 @@ def test_what_ranks_of_both_dimensions_tell() -> None:
     mesh, rank = mesh_of(), dist.get_rank()
     groups = [Group.of("a test", mesh[name]) for name in ("tp", "dp")]
     assert gather_values(groups, "a test", rank) == [0, 1, 2, 3]
-    assert first_rank_value(groups, "a test", rank) == 0
+    assert gather_values(groups, "a test", rank)[0] == 0
     with pytest.raises(RankMismatchError, match="rank 0 has one thing; rank 1 has another thing"):
         gather_values(groups[1:], "one thing" if rank < 2 else "another thing", None)
 

@@ -136,32 +136,30 @@ def test_a_subclass_with_modules_of_its_own() -> None:
         torch.testing.assert_close(both(run, adapted), want, rtol=1e-12, atol=1e-12)
 
 
+CORE = "softmax_scale attention_dropout qkv_format attention_type bottom_right_diagonal"
+LAYER = """hidden_dropout attention_dropout drop_path_rate self_attn_mask_type enc_dec_attn_mask_type window_size
+    softmax_type"""
+
+
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "names"),
     [
-        (lambda: te_fuser.DotProductAttention(2, 4), "softmax_scale"),
-        (lambda: te_fuser.DotProductAttention(2, 4), "attention_dropout"),
-        (lambda: te_fuser.LayerNorm(8, device="cpu"), "eps"),
-        (lambda: te_fuser.LayerNormLinear(8, 4, device="cpu"), "eps"),
-        (lambda: te_fuser.LayerNormMLP(8, 4, device="cpu"), "eps"),
-        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "hidden_dropout"),
-        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "attention_dropout"),
-        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "drop_path_rate"),
+        (lambda: te_fuser.DotProductAttention(2, 4), CORE),
+        (lambda: te_fuser.MultiheadAttention(8, 2, device="cpu"), "qkv_format attention_type bottom_right_diagonal"),
+        *((lambda k=kind: k(8, device="cpu"), "eps") for kind in (te_fuser.LayerNorm, te_fuser.RMSNorm)),
+        *((lambda k=k: k(8, 4, device="cpu"), "eps") for k in (te_fuser.LayerNormLinear, te_fuser.LayerNormMLP)),
+        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), LAYER),
     ],
 )
-def test_numbers_that_its_ops_have_are_settled(make: Any, name: str) -> None:
-    """A later one would hold for those variants alone that are made after it."""
+def test_what_its_ops_have_or_calls_may_say_is_settled(make: Any, names: str) -> None:
+    """A later one would hold for those variants alone that are made after it; the same one is taken."""
     preset = make()
-    setattr(preset, name, getattr(preset, name, getattr(preset.common, name, None)))
-    with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
-        setattr(preset, name, 0.25)
-
-
-@pytest.mark.parametrize("name", ["self_attn_mask_type", "enc_dec_attn_mask_type", "window_size", "softmax_type"])
-def test_what_calls_may_say_or_its_parts_have_is_settled(name: str) -> None:
-    preset = te_fuser.TransformerLayer(8, 4, 2, device="cpu")
-    with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
-        setattr(preset, name, "padding")
+    for name in names.split():
+        before = getattr(preset, name, getattr(preset.common, name, None))
+        setattr(preset, name, before)
+        with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
+            setattr(preset, name, 0.25)
+        assert getattr(preset, name) == before
 
 
 def test_ops_that_are_listed_anew_are_in_the_mode_of_those_before() -> None:

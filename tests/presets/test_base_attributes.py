@@ -124,17 +124,6 @@ def test_what_a_preset_was_made_with(name: str) -> None:
     assert not set(asked) & set(made.state_dict())
 
 
-@pytest.mark.parametrize("name", ["DotProductAttention", "MultiheadAttention"])
-def test_it_is_settled(name: str) -> None:
-    made = ASKED[name][0]()
-    made.qkv_format = "bshd"
-    for attribute, other in (("qkv_format", "sbhd"), ("attention_type", "cross"), ("bottom_right_diagonal", True)):
-        before = getattr(made, attribute)
-        with pytest.raises(AttributeError, match=f"{attribute} is settled when it is made"):
-            setattr(made, attribute, other)
-        assert getattr(made, attribute) == before
-
-
 def test_of_ranks_it_says_the_parts() -> None:
     made = te_fuser.MultiheadAttention(16, 4, num_gqa_groups=2, tp_size=2, set_parallel_mode=True, **OWN)
     assert (made.num_attention_heads, made.num_gqa_groups) == (4, 2)

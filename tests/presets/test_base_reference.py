@@ -135,16 +135,6 @@ def test_look_takes_what_a_call_takes_and_shows_what_runs(
     torch.testing.assert_close(made(*args, **named), want)
 
 
-def test_by_position_alone() -> None:
-    made, x = layer(), tensor(S, B, F)
-    mask = torch.rand(1, 1, S, S) > 0.5
-    with pytest.warns(UserWarning, match="reads no mask"):
-        torch.testing.assert_close(made.reference(x, mask), made(x))
-    core = dot_product(attn_mask_type="no_mask")
-    want = torch.nn.functional.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in HEADED))
-    torch.testing.assert_close(core.reference(*HEADED), want.permute(2, 0, 1, 3).flatten(2))
-
-
 def test_twice_differentiated() -> None:
     """What the fused calls refuse: a gradient of a gradient, of a call with a mask."""
     made, x = layer(self_attn_mask_type="padding"), tensor(S, B, F)

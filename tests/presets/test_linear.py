@@ -157,15 +157,6 @@ def test_main_grad_of_a_weight_of_the_call() -> None:
             torch.testing.assert_close(w.main_grad, expected)
 
 
-def test_a_changed_list_is_changed_in_every_call() -> None:
-    layer, x, w = made(fuse_wgrad_accumulation=True), tensor(3, IN), tensor(OUT, IN)
-    layer.append(ops.ReLU())
-    torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias).relu())
-    torch.testing.assert_close(layer(x, is_first_microbatch=True), linear(x, layer.weight, layer.bias).relu())
-    w.main_grad = torch.zeros_like(w)
-    torch.testing.assert_close(layer(x, w, is_first_microbatch=True), linear(x, w, layer.bias).relu())
-
-
 def test_is_first_microbatch_changes_nothing_else() -> None:
     layer, x = made(), tensor(3, IN)
     for first in (None, True, False):
@@ -202,12 +193,3 @@ def test_a_group_of_another_size_is_noticed_by_lists_around() -> None:
     for model in (layer, outer):
         with pytest.raises(RuntimeError, match="made for tp_size=1, its tp_group has 2 ranks: make it with tp_size=2"):
             model(x)
-
-
-@pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
-def test_fp8_of_a_call(name: str) -> None:
-    for layer in (made(), te_fuser.LayerNormLinear(IN, OUT, device="cpu", params_dtype=torch.float64)):
-        x = tensor(3, IN)
-        assert torch.equal(layer(x, **{name: False}), layer(x))
-        with pytest.raises(NotImplementedError, match=f"{name} asks for a result in 8 bits"):
-            layer(x, **{name: True})

@@ -10,9 +10,8 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.binding import Binding
 from te_fuser.quantization import state
-from te_fuser.quantization.amax_slots import ROLES
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import State
+from te_fuser.quantization.state import ROLES, State
 from te_fuser.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -38,7 +37,7 @@ def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:
 def recorded(op: ops.MatMul, *amaxes: float) -> State:
     """The state after a call that saw these, by role."""
     for role, amax in zip(ROLES, amaxes, strict=False):
-        state_of(op).amaxes[role].fill_(amax)
+        state_of(op).numbers[f"{role}_amax"].fill_(amax)
     update()
     return state_of(op)
 

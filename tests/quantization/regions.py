@@ -35,10 +35,6 @@ def trained(model: Any, steps: int = 2) -> Any:
     return model
 
 
-def scales(model: Any) -> dict[str, float]:
-    return {name: scale.item() for name, (scale, _) in states(model).items()}
-
-
 def amaxes(model: Any) -> dict[str, list[float]]:
     return {name: history.tolist() for name, (_, history) in states(model).items()}
 

@@ -17,9 +17,8 @@ import te_fuser as te
 from te_fuser import capture, ops
 from te_fuser.capture import GraphedModel
 from te_fuser.quantization import microbatch, states
-from te_fuser.quantization.amax_slots import blocks
 from te_fuser.quantization.products import products_of
-from te_fuser.quantization.state import ensure, state_of
+from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.test_lowering import FFN, F, data
 
@@ -67,7 +66,7 @@ class Stream:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """No graph was captured before: slots are the test's own."""
-    monkeypatch.setattr("te_fuser.quantization.amax_slots._blocks", [])
+    monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     return Stream(monkeypatch)
 
 
@@ -139,7 +138,7 @@ def test_a_graph_reads_copies_in_one_memory(stream: Stream) -> None:
         assert state.block is not None and state.block.live is not None
         found = state.block.live[state.row, :, 0]
         assert torch.equal(found, torch.cat([state.scale, 1 / state.scale]))
-        assert all(t.data_ptr() != state.block.live.data_ptr() for t in state.scales.values())
+        assert all(t.data_ptr() != state.block.live.data_ptr() for t in map(state.numbers.get, SCALED))
 
 
 def test_the_first_region_of_a_model_may_be_that_of_its_capture(stream: Stream) -> None:

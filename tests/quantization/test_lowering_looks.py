@@ -13,7 +13,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.config import config
 from te_fuser.quantization import lowering, microbatch, states
-from te_fuser.quantization.amax_slots import blocks
+from te_fuser.quantization.state import blocks
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from tests.quantization.test_lowering import FFN, F, data
 

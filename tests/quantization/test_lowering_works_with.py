@@ -4,70 +4,20 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import pickle
 import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import checkpoint_contexts, states
+from te_fuser.quantization import states
 from te_fuser.recipe import Float8CurrentScaling
 from tests.quantization.emulation import Emulated
-from tests.quantization.regions import amaxes, call, mlp, on, scales, trained
+from tests.quantization.regions import amaxes, call, mlp, on, trained
 from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
-
-
-@pytest.mark.parametrize("form", ["te", "contexts", "around"])
-def test_checkpointing(form: str) -> None:
-    model, twin = trained(mlp()), trained(mlp())
-    wanted_y, wanted = call(twin, data(6))
-    x = data(6).requires_grad_()
-    if form == "te":
-        with on():
-            y = te.checkpoint(model, x)
-    elif form == "contexts":
-        with on():
-            y = checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
-    else:
-
-        def inside(x: torch.Tensor) -> Any:
-            with on():
-                return model(x)
-
-        y = te.checkpoint(inside, x)
-    y.square().sum().backward()
-    assert torch.equal(y.detach(), wanted_y)
-    for name, gradient in gradients(model, x).items():
-        assert torch.equal(gradient, wanted[name]), name
-    assert amaxes(model) == amaxes(twin)
-
-
-def test_recomputing_without_the_region_is_refused() -> None:
-    model = trained(mlp())
-    with on():
-        y = checkpoint(model, data(6).requires_grad_(), use_reentrant=False)
-    with pytest.raises(RuntimeError, match="checkpoint_contexts"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_have_state_of_their_own(copied: Any) -> None:
-    model = trained(mlp())
-    twin = copied(model)
-    assert scales(twin) == scales(model)
-    (y, wanted), (z, found) = call(model, data(8)), call(twin, data(8))
-    assert torch.equal(y, z)
-    for name, gradient in found.items():
-        assert torch.equal(gradient, wanted[name]), name
-    before = scales(model)
-    with on():
-        twin(data(8, scale=1000.0)).sum().backward()
-    assert scales(twin) != before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,22 +60,6 @@ def test_main_grad(over: bool) -> None:
     kept = 0.0 if over else 0.5
     torch.testing.assert_close(model[0].weight.main_grad, wanted["0.weight"] + kept)
     assert torch.equal(found["0.bias"], wanted["0.bias"])
-
-
-def test_main_grad_of_joined_weights() -> None:
-    torch.manual_seed(0)
-    keywords = {"attention_dropout": 0.0, "attn_mask_type": "causal"}
-    plain = te.MultiheadAttention(F, 2, **keywords)
-    model = te.MultiheadAttention(F, 2, fuse_wgrad_accumulation=True, **keywords)
-    model.load_state_dict(plain.state_dict())
-    for p in model.parameters():
-        if p.dim() > 1:
-            p.main_grad = torch.zeros_like(p)
-    _, wanted = call(plain, data(2))
-    call(model, data(2))
-    for name, p in model.named_parameters():
-        if p.dim() > 1:
-            torch.testing.assert_close(p.main_grad, wanted[name], rtol=1e-5, atol=1e-5)
 
 
 def test_frozen_weights_and_unused_parameters() -> None:
@@ -199,22 +133,6 @@ def test_weights_given_at_the_call() -> None:
         pass
     wanted.sum().backward()
     assert torch.equal(weight.grad, held.weight.grad)
-
-
-def test_micro_batches_of_a_preset() -> None:
-    torch.manual_seed(0)
-    model = trained(te.LayerNormMLP(F, FFN))
-    twin = copy.deepcopy(model)
-    for step in range(2):
-        for number in range(2):
-            x = data(10 * step + number)
-            with on():
-                y = model(x, is_first_microbatch=number == 0)
-            with on():
-                z = twin(x)
-            close("output", y.detach(), z.detach())
-            y.sum().backward()
-            z.sum().backward()
 
 
 def test_dropout_draws_the_same_masks() -> None:

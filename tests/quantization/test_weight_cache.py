@@ -328,7 +328,7 @@ def test_plans_keep_nothing() -> None:
         with on():
             said = " ".join(str(model.explain(data(0), is_first_microbatch=first)).split())
         assert "weights are quantized in the first micro-batch alone" in said
-        assert not any(state_of(w).is_kept for w in products_of(model).values())
+        assert not any(state_of(w).kept for w in products_of(model).values())
     with on():
         assert "micro-batch" not in " ".join(str(model.explain(data(0))).split())
         model(data(0), is_first_microbatch=True)

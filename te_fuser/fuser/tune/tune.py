@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen.cache_files import tuned_folder
-from te_fuser.distributed.consistency import first_rank_value, gather_values, shared_errors
+from te_fuser.distributed.consistency import gather_values, shared_errors
 from te_fuser.fuser.pipeline import make_plan, with_questions
 from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
@@ -119,7 +119,7 @@ class _Rounds:
     def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
         """Seconds of the second over seconds of the first, on the rank that decides."""
         seconds = self.contest(first, second, self.effort)
-        return float(first_rank_value(self.groups, "tune: how two plans compare", seconds))
+        return float(gather_values(self.groups, "tune: how two plans compare", seconds)[0])
 
     def between(self, first: Plan, second: Plan) -> float:
         """Seconds of the second plan over seconds of the first, on the rank that decides."""
@@ -190,7 +190,7 @@ def _deciding(groups: tuple[Group, ...]) -> Deciding:
     own = [socket.gethostname(), str(tuned_folder()), os.getpid()]
     found = gather_values(groups, "tune: where measured choices lie", own)
     writer = next(place for place in found if place[:2] == own[:2])
-    return Deciding(lambda what, value: first_rank_value(groups, f"tune: {what}", value), writer == own)
+    return Deciding(lambda what, value: gather_values(groups, f"tune: {what}", value)[0], writer == own)
 
 
 class _Search:
@@ -313,7 +313,7 @@ def _contest_on(device: torch.device, groups: Sequence[Group] = ()) -> Contest:
         for call in (first, second):
             turn(call, _WARM_UP)
         times = max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9)))
-        times = first_rank_value(groups, "tune: how often", times)
+        times = gather_values(groups, "tune: how often", times)[0]
         ratios = []
         for k in range(effort.rounds):  # who begins changes, so that neither always follows a pause
             if k % 2:

@@ -13,7 +13,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import not_finite, states
-from te_fuser.quantization.amax_slots import ROLES
+from te_fuser.quantization.state import ROLES
 from te_fuser.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)

@@ -297,7 +297,7 @@ def test_recipes_follow_each_other_in_a_region(recipe: Recipe) -> None:
     same(call(model, delayed, data(4)), call(twin, delayed, data(4)))
 
 
-@every
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), DelayedScaling()], ids=str)
 def test_main_grad(recipe: Recipe) -> None:
     torch.manual_seed(0)
     keywords: Any = {"attention_dropout": 0.0, "attn_mask_type": "causal"}
