@@ -156,13 +156,14 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--device", help="plan for this one, which need not be here: te-fuser devices lists them")
     parser.add_argument("--inference", action="store_true", help="without gradients")
+    parser.add_argument("--details", action="store_true", help="bytes, what is kept, and why fusions were not taken")
     parser.add_argument("--passes", action="store_true", help="what each pass of planning changed, too")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
 
 
 def explain(chosen: argparse.Namespace) -> int:
     with model_and_input(chosen, chosen.device) as (model, x):
-        found = model.explain(x, device=chosen.device, passes=chosen.passes)
+        found = model.explain(x, device=chosen.device, passes=chosen.passes, details=chosen.details)
     if chosen.html:
         try:
             print(f"{found.to_html(chosen.html)}", file=sys.stderr)

@@ -272,10 +272,11 @@ class Sequential(OpList):
         source: bool = False,
         measure: bool = False,
         passes: bool = False,
+        details: bool = False,
         outputs: Sequence[str] = (),
         **inputs: torch.Tensor,
     ) -> Any:
-        """Both plans as tables: what is fused, what is not and why, bytes, predicted time, what is kept.
+        """Both plans as a table of steps with their predicted time.
 
         Args:
             x: an input like those of the calls to explain; torch.empty of its shape will do, on the meta device too
@@ -284,6 +285,7 @@ class Sequential(OpList):
             source: show the generated code too.
             measure: run the call a few times, forward and backward, and show measured beside predicted times.
             passes: show what each pass of planning changed of the list and of the plan, and which one made each step.
+            details: show bytes, what each step keeps, and why each fusion was not taken, too.
 
         Returns:
             An object that prints as text (`print(model.explain(x))`); `.plans` holds the data.
@@ -299,7 +301,7 @@ class Sequential(OpList):
         if not measure:
             plans, unseen = self._looked_at(x, outputs, device, inputs, records)
             unknown = "" if unseen is None else str(unseen)
-            return Explanation(plans, source, (), unknown, _borders(self._prepared()), records or ())
+            return Explanation(plans, source, (), unknown, _borders(self._prepared()), records or (), details)
         if device is not None:
             raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
         found = self._measured(x, outputs, inputs)
@@ -307,7 +309,7 @@ class Sequential(OpList):
         if passes:
             self._looked_at(x, outputs, device, inputs, records)
         plans = [plan for plan, _ in found]
-        return Explanation(plans, source, times, borders=_borders(self._prepared()), passes=records or ())
+        return Explanation(plans, source, times, "", _borders(self._prepared()), records or (), details)
 
     def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """(plan, times) for each group of ops between plain modules."""

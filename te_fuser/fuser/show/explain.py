@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.passes import PassRecord
     from te_fuser.fuser.show.measure import Measured
 
-_WIDTH, _UNLIMITED = 110, 10_000
+_WIDTH, _SHORT_WIDTH, _UNLIMITED = 110, 80, 10_000
 _STEP_WIDTH = 39
 _FEW_REFUSALS = 12
 
@@ -58,6 +58,7 @@ class Explanation:
         unseen: what it takes to know the plans that come after these; empty where these are all.
         borders: what runs between them by itself, and why: (the number of plans before it, text).
         passes: what each pass of planning changed, for each plan, where that was asked for.
+        details: whether the text has all of each step, what is kept and what was refused, or a line a step and totals.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Explanation:
         unseen: str = "",
         borders: Sequence[tuple[int, str]] = (),
         passes: Sequence[Sequence[PassRecord]] = (),
+        details: bool = True,
     ) -> None:
         self.plans = list(plans)
         self.source = source
@@ -75,11 +77,12 @@ class Explanation:
         self.unseen = unseen
         self.borders = list(borders)
         self.passes = [last_attempt(records) for records in passes]
+        self.details = details
 
     def __str__(self) -> str:
-        """Plain text, as wide as the terminal, else 110 columns; wider where a name would have to be cut."""
+        """Plain text, as wide as the terminal, else 110 columns (80 without details); wider where names are longer."""
         page = io.StringIO()
-        width = shutil.get_terminal_size((_WIDTH, 0)).columns
+        width = shutil.get_terminal_size((_WIDTH if self.details else _SHORT_WIDTH, 0)).columns
         console = Console(file=page, width=_UNLIMITED, color_system=None, force_terminal=False, legacy_windows=False)
         least = measure_renderables(console, console.options, list(self._pages())).minimum
         console.print(self, width=max(width, least), crop=False)
@@ -117,7 +120,8 @@ class Explanation:
             number = f"Plan {k + 1}{of}: " if len(self.plans) > 1 or self.unseen else "Plan: "
             if k or between:
                 yield Text("")
-            yield from _plan_page(plan, self.measured[k] if self.measured else None, number)
+            show = _plan_page if self.details else _short_page
+            yield from show(plan, self.measured[k] if self.measured else None, number)
             yield from pass_page(self.passes[k]) if self.passes else ()
         if self.unseen:
             yield Text(f"\nNo plan is known from here on: {self.unseen}.")
@@ -140,6 +144,25 @@ _TARGETS = {"cpp": "generated C++", "cuda": "generated CUDA C++", "torch": "PyTo
 
 
 def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
+    yield from _heading(plan, number)
+    for direction in ("forward", "backward"):
+        rows = step_rows(plan, direction, measured)
+        if rows:
+            yield _table(direction, rows)
+    if not plan.backward:
+        yield Text(_NO_BACKWARD)
+    yield from _kept_page(plan)
+    yield from _refused_page(plan)
+    yield from _gains_page(plan)
+    yield from _totals_page(plan, measured)
+    for note in plan.notes:
+        yield Text(f"Note: {note}")
+
+
+_NO_BACKWARD = "\nNo backward: nothing in this call needs a gradient."
+
+
+def _heading(plan: Plan, number: str) -> Iterable[Text]:
     x = plan.graph.values[0].spec
     dtype = text_of(x.dtype)
     device = f"{plan.device.name} (estimated)" if plan.device.estimate else plan.device.name
@@ -152,16 +175,62 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
     for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():  # what can be misread
         more = and_others(len(entries))
         yield Text(f"Layout: {place(entries[0][0])}{more} {'read' if more else 'reads'} {text}")
-    for direction in ("forward", "backward"):
-        rows = step_rows(plan, direction, measured)
-        if rows:
-            yield _table(direction, rows)
-    if not plan.backward:
-        yield Text("\nNo backward: nothing in this call needs a gradient.")
-    yield from _kept_page(plan)
-    yield from _refused_page(plan)
-    yield from _gains_page(plan)
-    yield from _totals_page(plan, measured)
+
+
+# Kind of a step -> its colour in a terminal.
+_STYLES = {"kernel": "green", "fusion": "cyan", "formula": "yellow", "op": "yellow"}
+
+
+class _ShortTable(Table):
+    """Table whose third column has what the others leave."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        of = self.columns[2]
+        room = options.max_width - sum((c.width or 0) + 1 for c in self.columns) + (of.width or 0) + 1
+        of.width = max(of.width or 0, min(room, max(len(str(cell)) for cell in of.cells)))
+        return super().__rich_console__(console, options)
+
+
+def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
+    """A line a step, and totals."""
+    yield from _heading(plan, number)
+    table = _ShortTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("ops", "step"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("first op", no_wrap=True, overflow="ellipsis", style="dim")
+    found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
+    times = [t for rows in found.values() for r in rows for t in (r.seconds, r.measured) if t is not None]
+    unit, tick = ("ms", 1e-3) if max(times, default=0.0) >= 0.1 else ("us", 1e-6)
+    for heading in ("predicted", *(["measured"] if measured else [])):
+        table.add_column(f"{heading}\n{unit}", justify="right", no_wrap=True)
+    table.add_column("limit, share", no_wrap=True)
+    for direction, rows in found.items():
+        table.add_row("", Text(direction if rows else "no backward: no gradient is needed", style="bold"))
+        for block in _folded(rows):
+            if isinstance(block, _Again):
+                table.add_row(span(block.ops), block.text)
+                continue
+            cells = [f"{block.seconds / tick:.1f}", *([f"{(block.measured or 0.0) / tick:.1f}"] if measured else [])]
+            share = "" if block.share is None else f" {block.share:.0%}"
+            name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
+            table.add_row(span(block.ops), name, block.covers[0], *cells, f"{block.limit}{share}")
+    of = table.columns[2]
+    of.no_wrap, of.width = False, len("first op")
+    _whole(table)
+    of.no_wrap = True
+    yield table
+    yield Text(f"{size_text(plan.kept_bytes())} of activations kept for backward" if plan.backward else "")
+    for direction, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
+        seconds = plan.seconds(*(() if direction == "both" else (direction,)))
+        times_of = f"{seconds * 1e3:.3f} ms predicted"
+        times_of += f", {sum(r.measured or 0.0 for r in rows) * 1e3:.3f} ms measured" if measured else ""
+        moved = size_text(sum(r.read + r.written for r in rows))
+        yield Text(f"{direction:8} {times_of}, {moved}, {count(sum(r.launches for r in rows), 'launch', 'es')}")
+    saved = gains(plan)
+    if saved:
+        yield Text(f"8 bits save {_gained(saved)[2]} ms of products, predicted")
+    refused = len({r.name for r in plan.refusals})
+    yield Text(f"{count(refused, 'fusion')} considered and not taken: explain(x, details=True) says why", style="dim")
     for note in plan.notes:
         yield Text(f"Note: {note}")
 
