@@ -61,7 +61,8 @@ def faults_of_files(sdist: Set[str], wheel: Set[str], sources: Set[str]) -> list
 
 def faults(sdist: Path, wheel: Path) -> list[str]:
     """What an index or an installer would refuse, and what is missing in either archive or too much."""
-    sources = {*run("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()}
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    sources = {name for name in listed if (ROOT / name).exists()}
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
     with zipfile.ZipFile(wheel) as archive:
@@ -86,7 +87,9 @@ def tried(wheel: Path, torch: str) -> None:
     assert block is not None
     with tempfile.TemporaryDirectory() as elsewhere:
         program = Path(elsewhere) / "block.py"
-        program.write_text(f"{block[1]}\nassert te_fuser.__file__.startswith({str(folder)!r}), te_fuser.__file__\n")
+        place, beside = f"{folder}/", f"{environment.folder}/"
+        ours = f"assert te_fuser.__file__.startswith({place!r}) and torch.__file__.startswith({beside!r})"
+        program.write_text(f"{block[1]}\n{ours}\n")
         run(python, "-I", str(program), cwd=program.parent)
         for verb in ("version", "doctor"):
             print(run(str(folder / "bin" / "te-fuser"), verb, cwd=program.parent), flush=True)
@@ -108,7 +111,8 @@ def main() -> int:
             tried(wheel, name)
     except NotMade as why:
         found = [str(why)]
-    print(*found, sep="\n")
+    for fault in found:
+        print(fault)
     return 1 if found else 0
 
 
