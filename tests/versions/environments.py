@@ -17,11 +17,12 @@ from tests.versions import packages, selected
 
 # Where this Python's packages are, those of a Python below it included: site reads its .pth files, too.
 _SEES = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+QUIET = ("-q", "--disable-pip-version-check", "--no-warn-script-location")
 _COUNTS = ("tests", "failures", "errors", "skipped")
 
 
 class NotMade(Exception):
-    """Packages that pip does not install together, or that cannot be imported."""
+    """A command that failed: packages that pip does not install together, or that cannot be imported."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,15 @@ class Environment:
         """Its Python, once it has what it shall have. One package comes as source, which .venv's setuptools build."""
         python = self.folder / "bin" / "python"
         if not python.exists():
-            _run(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
-            site = _run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-            (Path(site) / "te_fuser_sees.pth").write_text(_SEES)
-        quiet = ["-q", "--disable-pip-version-check", "--no-warn-script-location", "--no-build-isolation"]
-        _run(str(python), "-m", "pip", "install", *quiet, *self.requirements())
+            made(self.folder, _SEES)
+        run(str(python), "-m", "pip", "install", *QUIET, "--no-build-isolation", *self.requirements())
         return str(python)
 
     def test(self) -> dict[str, Any]:
         """Package -> version of what there is, how many tests passed and were skipped, and pytest's exit status."""
         python = self.make()
         modules = json.dumps(packages.KINDS[self.kind])
-        versions = json.loads(_run(python, "-c", packages.IMPORTED, modules).splitlines()[-1])
+        versions = json.loads(run(python, "-c", packages.IMPORTED, modules).splitlines()[-1])
         print(f"{self.name}: {', '.join(' '.join(pair) for pair in versions.items())}", flush=True)
         report = self.folder / "tests.xml"
         report.unlink(missing_ok=True)
@@ -77,8 +75,22 @@ class Environment:
 ENVIRONMENTS = {e.name: e for e in (Environment(kind, age) for kind in packages.KINDS for age in ("oldest", "newest"))}
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+def made(folder: Path, sees: str) -> str:
+    """The Python of a new environment without pip, with lines for a .pth file: other packages that it sees."""
+    run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
+    python = str(folder / "bin" / "python")
+    (Path(packages_of(python)) / "te_fuser_sees.pth").write_text(sees)
+    return python
+
+
+def packages_of(python: str) -> str:
+    """The folder of a Python's own packages."""
+    return run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+
+
+def run(*command: str, cwd: Path = packages.ROOT) -> str:
+    """Output of a command that succeeds."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=cwd)
     if done.returncode:
         raise NotMade(f"{shlex.join(command)}\n{done.stdout}")
     return done.stdout
