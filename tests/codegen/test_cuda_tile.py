@@ -155,7 +155,7 @@ def test_banks(count: int, tmp_path: Path) -> None:
 
 
 def test_a_kernel_says_how_it_lies() -> None:
-    d = CASES["plain-16-bfloat16-float8_e4m3fn"]
+    d = tile_cases.plain(Kit("bfloat16", "bfloat16"), 16, "float8_e4m3fn")
     rows = dataclasses.replace(d, stores=tuple(dataclasses.replace(s, layout="rows") for s in d.stores))
     assert "store y_transposed: full x 16 float8_e4m3fn transposed = " in str(d) and "transposed =" not in str(rows)
     assert d.key != rows.key

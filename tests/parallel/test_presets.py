@@ -81,10 +81,7 @@ CASES: dict[str, Case] = {
     ),
     "TransformerLayer": Case("TransformerLayer", (F, FFN, HEADS), LAYER),
     "TransformerLayer llama": Case(
-        "TransformerLayer",
-        (F, FFN, HEADS),
-        {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False},
-        GATES,
+        "TransformerLayer", (F, FFN, HEADS), {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False}, GATES
     ),
     "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
     "TransformerLayer attention dropout": Case(
