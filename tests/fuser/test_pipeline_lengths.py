@@ -44,7 +44,7 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_in_whatever_order_they_come(name, dtype):
     """The same numbers for a shape, bit for bit, whatever a model has seen before."""
-    shapes = [(samples, length, 16) for samples in (1, 2, 3) for length in (1, 2, 3, 5, 8, 13, 33)]
+    shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 5, 8, 33)]
 
     def run(order):
         model = randomize(te_fuser.Sequential(*LISTS[name]()).to(dtype))
@@ -59,7 +59,7 @@ def test_in_whatever_order_they_come(name, dtype):
         return found
 
     want = run(shapes)
-    for seed in range(3):
+    for seed in range(2):
         for shape, made in run(random.Random(seed).sample(shapes, len(shapes))).items():
             for one, other in zip(want[shape], made, strict=True):
                 assert torch.equal(one, other), (name, shape)
