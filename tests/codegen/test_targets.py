@@ -124,8 +124,8 @@ def test_float64_is_refused_by_its_name(read: str, stored: str, name: str, make:
 
 BF16 = ("bfloat16", "bfloat16")
 LARGE = [
-    (corpus.layer_norm, (4096, 8192, 16384, 65536)), (corpus.rms_norm, (4096,)), (corpus.bias_gelu, (16384,)),
-    (corpus.swiglu, (14336,)), (corpus.dropout_add_layer_norm, (4096, 8192, 10240, 12288, 16384)),
+    (corpus.layer_norm, (4096, 16384, 65536)), (corpus.rms_norm, (4096,)), (corpus.bias_gelu, (16384,)),
+    (corpus.swiglu, (14336,)), (corpus.dropout_add_layer_norm, (4096, 8192, 10240, 16384)),
     (corpus.geglu_chain, (10240, 16384)), (corpus.softmax, (2048,)),
 ]  # fmt: skip
 
@@ -148,9 +148,9 @@ def narrow() -> Iterator[KernelDescription]:
         yield from (test_float8.TO[dtype, "bfloat16", width] for width in (1, 2))
 
 
-def tiles(reads: Sequence[str] = ("bfloat16",), widths: Sequence[int] = (4096,)) -> Iterator[KernelDescription]:
-    for family in tile_cases.FAMILIES:
-        yield from (family(Kit(*BF16), width, "float8_e4m3fn") for width in widths)
+def tiles(reads: Sequence[str] = ("bfloat16",), odd: int = 0) -> Iterator[KernelDescription]:
+    yield from (family(Kit(*BF16), 4096, "float8_e4m3fn") for family in tile_cases.FAMILIES)
+    yield from (family(Kit(*BF16), 33, "float8_e4m3fn") for family in tile_cases.FAMILIES[:odd:2])
     for read in reads:
         for make in (test_cuda_blocks.copied, test_cuda_blocks.gelu, test_cuda_blocks.slope):
             d = make(Kit(read, read), 4096, "float8_e4m3fn")
@@ -173,7 +173,7 @@ HOPPER: Compiled = {
     "corpus": small,
     "large": large,
     "8 bits": narrow,
-    "tiles": lambda: tiles(("bfloat16", "float32"), (4096, 33)),
+    "tiles": lambda: tiles(("bfloat16", "float32"), 7),
     "overwriting": overwriting,
     "raising": raising,
 }
