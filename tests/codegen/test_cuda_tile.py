@@ -80,7 +80,7 @@ def test_threads_of_a_cpu_share_the_rows(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", [f for f in tile_cases.FAMILIES if "gelu" not in f.__name__])  # others have its parts
+@pytest.mark.parametrize("family", [f for f in tile_cases.FAMILIES if "gelu" not in f.__name__])  # others do as they
 def test_every_schedule_gives_the_same(family: tile_cases.Family, tmp_path: Path) -> None:
     d = family(Kit("bfloat16", "bfloat16"), 264, "float8_e4m3fn")
     found = schedule_model.candidates(rewrite(d), LIMITS)
