@@ -23,7 +23,7 @@ from te_fuser.formula.expr import Axes
 from tests.codegen.corpus import RARE, Kit, descriptions, inputs, outputs, reference
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
 from tests.codegen.targets import call, shared_out
-from tests.parallel.ranks import forking
+from tests.parallel.ranks import in_a_fork
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -91,10 +91,7 @@ def test_narrower_vectors_mean_the_same(cache: Path, flags: tuple[str, ...]) -> 
 
 def test_touches_nothing_outside_its_tensors(kernels: dict[str, LoadedKernel], cache: Path) -> None:
     """Every tensor ends where unmapped memory begins; in a process of its own, which would die of a wrong access."""
-    process = forking().Process(target=_run_at_borders, args=(cache,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    in_a_fork(_run_at_borders, cache)
 
 
 def _run_at_borders(cache: Path) -> None:

@@ -43,6 +43,14 @@ def forking() -> ForkServerContext:
     return context
 
 
+def in_a_fork(work: Callable[..., None], *given: Any) -> None:
+    """Run a function of a module in a process of its own, which must end well."""
+    process = forking().Process(target=work, args=given)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"{work.__name__} ended {_end(process.exitcode)}"
+
+
 def on_ranks(body: Body) -> Callable[..., None]:
     """A test whose body each rank runs, with what the test is parametrized with; it fails where one of them does.
 
