@@ -34,7 +34,7 @@ def over(d: KernelDescription) -> KernelDescription:
 OVER = {name: over(d) for name, d in CORPUS.items()}
 BIAS_GELU = next(d for d in corpus.bias_gelu(Kit("bfloat16", "bfloat16"), 1024) if d.sums)
 LAYER_NORM = corpus.layer_norm(Kit("bfloat16", "bfloat16"), 1024)
-DEAR = {"softmax_bwd-1024-bf16", "geglu_chain_bwd-257-f32"}  # and like the others
+DEAR = {"softmax_bwd-1024-bf16", "geglu_chain_bwd-257-f32"}  # to compile, and as others are
 SOME = [name for name in VARIED if OVER[name].overwrites and name not in DEAR]
 
 
