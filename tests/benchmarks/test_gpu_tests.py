@@ -68,11 +68,11 @@ def test_the_sanitizers_cases_exist() -> None:
 
 
 def test_what_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
-    child = f"import time; time.sleep(2); open({str(tmp_path / 'alive')!r}, 'w')"
+    child = f"import time; time.sleep(1); open({str(tmp_path / 'alive')!r}, 'w')"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
     with pytest.raises(subprocess.TimeoutExpired):
-        gpu_tests.ended(command, None, limit=1.0)
-    time.sleep(2.5)
+        gpu_tests.ended(command, None, limit=0.5)
+    time.sleep(1.5)
     assert not (tmp_path / "alive").exists()
     assert gpu_tests.ended([sys.executable, "-c", "raise SystemExit(7)"], None) == 7
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,18 @@ from rich.console import Console
 
 import te_fuser
 from benchmarks import models
+from benchmarks.common import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.contest import entries
 from benchmarks.gpu.contest.bench import Bench
-from benchmarks.gpu.parts import cases, first_call, glue, host
+from benchmarks.gpu.parts import cases, first_call, glue, host, train
 from benchmarks.gpu.parts.table import PARTS
 from benchmarks.gpu.record import tables
 from benchmarks.models import rivals
 from tests import fake_cuda
 from tests.benchmarks.pretended import ABOUT, TOY
 from tests.needs import needs_compiler
+from tests.parallel.ranks import forking
 
 SLOW = ("first-call", "train", "train-exact", "train-fp8")  # they start processes
 
@@ -37,9 +44,36 @@ def assert_tabled(entries: list[dict[str, Any]]) -> None:
     assert all(len(row) == len(header) for row in rows) and rows[0][0] == entries[0]["case"]
 
 
+def forked(command: Sequence[str], **environment: str) -> str:
+    """As `output_of`, in a process that has PyTorch at once."""
+    with tempfile.NamedTemporaryFile("r") as out:
+        process = forking().Process(target=_run, args=(command, environment, out.name))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, out.read()
+        return out.read()
+
+
+def _run(command: Sequence[str], environment: dict[str, str], out: str) -> None:
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    with open(out, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    sys.argv = [*command[command[0] == "-m" :]]
+    sys.path.insert(0, str(ROOT / Path(sys.argv[0]).parent))
+    run = runpy.run_module if command[0] == "-m" else runpy.run_path
+    run(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SLOW if name != "train"])  # the exact one trains the same, and more
-def test_part_that_starts_processes_gives_a_table(name: str) -> None:
+def test_part_that_starts_processes_gives_a_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in (first_call, train):
+        monkeypatch.setattr(part, "output_of", forked)
+    monkeypatch.setattr(train, "EVALUATIONS", 3)
     assert_tabled(list(PARTS[name].run(TOY)))
 
 

@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ from te_fuser.codegen import cache_files, compiler, cpp
 from te_fuser.codegen.compiler import Compiler, KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from tests.codegen.corpus import Kit
+from tests.parallel.ranks import forking
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 
@@ -170,25 +170,21 @@ def test_a_whole_file_without_the_kernel_is_compiled_again(tmp_path: Path, compi
     assert len(compilations) == 3
 
 
+def _load_three(folder: Path, together: Barrier) -> None:
+    together.wait(120)
+    handles = load([scaled(float(k)) for k in range(2, 5)], cache_dir=folder)
+    assert all(works(h, float(k)) for k, h in enumerate(handles, 2))
+
+
 def test_processes_that_compile_at_once_do_not_meet(tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\n"
-        "from te_fuser.codegen.compiler import load\n"
-        "from tests.codegen.test_compiler import scaled, works\n"
-        "input()\n"
-        "handles = load([scaled(float(k)) for k in range(2, 5)], cache_dir=Path(sys.argv[2]))\n"
-        "assert all(works(h, float(k)) for k, h in enumerate(handles, 2))\n"
-        "print('done')"
-    )
-    command = [sys.executable, "-c", script, str(ROOT), str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    context = forking()
+    together = context.Barrier(2)
+    processes = [context.Process(target=_load_three, args=(tmp_path, together)) for _ in range(2)]
     for p in processes:
-        p.stdin.write("go\n")
-        p.stdin.flush()
-    answers = [p.communicate(timeout=120) for p in processes]
-    assert [out for out, _ in answers] == ["done\n"] * 2, answers
+        p.start()
+    for p in processes:
+        p.join(120)
+    assert [p.exitcode for p in processes] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -175,10 +175,7 @@ def loads_of(kernel: ByHand, arch: str, cache: Path | None) -> Loads:
 
 
 def test_kernels_written_by_hand_are_made_beside_the_generated_ones(
-    driver: FakeDriver,
-    compiler: Compiler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_PATIENCE", 0.05)
     compiler.seconds = 0.5

@@ -34,7 +34,8 @@ def over(d: KernelDescription) -> KernelDescription:
 OVER = {name: over(d) for name, d in CORPUS.items()}
 BIAS_GELU = next(d for d in corpus.bias_gelu(Kit("bfloat16", "bfloat16"), 1024) if d.sums)
 LAYER_NORM = corpus.layer_norm(Kit("bfloat16", "bfloat16"), 1024)
-SOME = [name for name in VARIED if OVER[name].overwrites]
+DEAR = {"softmax_bwd-1024-bf16", "geglu_chain_bwd-257-f32"}  # to compile, and as others are
+SOME = [name for name in VARIED if OVER[name].overwrites and name not in DEAR]
 
 
 # ------------------------------------------------------------------------------------------------ which pairs
@@ -88,10 +89,7 @@ def test_parts_may_change_places() -> None:
     x = expr.leaf("x", Axes.FULL, 16)
     a, b = f.split(x, 2)
     d = describe(
-        "turned",
-        [Target("y", expr.concat([-b, a]), Axes.FULL, 16, "float32")],
-        (),
-        {"x": (Axes.FULL, 16, "float32")},
+        "turned", [Target("y", expr.concat([-b, a]), Axes.FULL, 16, "float32")], (), {"x": (Axes.FULL, 16, "float32")}
     )
     assert in_place.pairs(d, {"x"}) == (("y", "x"),)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from te_fuser.codegen import nvrtc
 from tests.needs import needs_nvrtc
+from tests.parallel.ranks import in_a_fork
 
 TINY = 'extern "C" __global__ void tiny(float* y) { y[threadIdx.x] = 1.0f; }\n'
 
@@ -111,16 +111,15 @@ def test_why_the_compiler_is_missing_is_one_line() -> None:
 @needs_nvrtc
 def test_the_bindings_of_a_cuda_pytorch_are_enough(tmp_path: Path) -> None:
     """PyTorch's wheels bring cuda-bindings and NVRTC, and neither cuda-core nor CUDA's headers."""
-    script = f"""
-import sys
-from pathlib import Path
-sys.modules["cuda.core"] = None
-from te_fuser.codegen import nvrtc
-nvrtc.cuda_include_folders = lambda: ()
-found = nvrtc.compile_source({TINY!r}, "sm_90a", cache=Path({str(tmp_path)!r}))
-assert found.cubin[:4] == b"\\x7fELF" and found.resources[0].registers > 0
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    in_a_fork(_compile_without_more, tmp_path)
+
+
+def _compile_without_more(cache: Path) -> None:
+    assert "cuda.core" not in sys.modules
+    sys.modules["cuda.core"] = None  # type: ignore[assignment]
+    nvrtc.cuda_include_folders = lambda: ()
+    found = nvrtc.compile_source(TINY, "sm_90a", cache=cache)
+    assert found.cubin[:4] == b"\x7fELF" and found.resources[0].registers > 0
 
 
 @needs_nvrtc

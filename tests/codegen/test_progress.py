@@ -21,11 +21,7 @@ def test_what_is_quick_is_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.parametrize(
     ("fails", "end", "why"),
-    [
-        (None, "done", ""),
-        ("lost\nhere", "failed", ": ValueError: lost"),
-        ("", "failed", ": ValueError"),
-    ],
+    [(None, "done", ""), ("lost\nhere", "failed", ": ValueError: lost"), ("", "failed", ": ValueError")],
 )
 def test_what_is_slow_is_named_with_its_end(
     fails: str | None, end: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from te_fuser.codegen.cache_files import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import TunedSchedules, shape_class, store_for
 from te_fuser.config import config
+from tests.parallel.ranks import forking
 
 ROWS = Schedule(Kind.SHARED, 8, 256, 1, 2, 3, 2, Sums.REGISTERS, keeps=True)
 COLUMNS = Schedule(Kind.COLUMNS, 8, 32, 8, 1, 1, 4, Sums.REGISTERS)
@@ -51,8 +50,7 @@ def test_another_process_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"format": 99, "entries": {}}', '{"format": 1, "entries": 3}', '{"format": 1}', "\x00\xff"],
+    "text", ["", "{", "[]", '{"format": 99, "entries": {}}', '{"format": 1, "entries": 3}', '{"format": 1}', "\x00\xff"]
 )
 def test_a_damaged_file_counts_as_empty(text: str, tmp_path: Path) -> None:
     store = TunedSchedules(tmp_path / "gpu.json")
@@ -126,22 +124,18 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
 
 
-WRITER = """
-import pathlib, sys
-from te_fuser.codegen.cache_files import EntryFile
-
-file = EntryFile(pathlib.Path(sys.argv[1]))
-for number in range(100):
-    file.change(lambda entries: entries.update({f"theirs {number}": {}}))
-"""
+def _write(path: Path) -> None:
+    for number in range(100):
+        EntryFile(path).change(lambda entries, n=number: entries.update({f"theirs {n}": {}}))
 
 
 def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
     file, number = EntryFile(tmp_path / "gpu.json"), 0
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(file.path)]) as other:
-        while other.poll() is None:  # as long as it writes, so that they meet
-            number += 1
-            file.change(lambda entries, n=number: entries.update({f"ours {n % 100}": {"number": n}}))
+    other = forking().Process(target=_write, args=(file.path,))
+    other.start()
+    while other.exitcode is None:  # as long as it writes, so that they meet
+        number += 1
+        file.change(lambda entries, n=number: entries.update({f"ours {n % 100}": {"number": n}}))
     found = file.entries()
-    assert other.returncode == 0 and found[f"ours {number % 100}"] == {"number": number}
+    assert other.exitcode == 0 and found[f"ours {number % 100}"] == {"number": number}
     assert sum(key.startswith("theirs") for key in found) == 100

@@ -187,10 +187,7 @@ def test_a_fusion_of_plain_tensors() -> None:
 
 
 def test_what_a_fusion_takes_must_be_there() -> None:
-    @fusion(
-        forward=[ops.Bias, ops.ReLU],
-        details=Details(takes=("input", "0.weight"), registered=False),
-    )
+    @fusion(forward=[ops.Bias, ops.ReLU], details=Details(takes=("input", "0.weight"), registered=False))
     def bias_relu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x
 

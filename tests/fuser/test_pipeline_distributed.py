@@ -6,6 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import context_parallel
 
 import te_fuser
 from te_fuser import ops
@@ -37,8 +42,6 @@ def test_ddp(one_process):
 
 def test_attention_refuses_context_parallel(one_process):
     """Of a sequence that is spread over processes it would see its own part alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
 
     model, x = (
         sequential(ops.GELU(), ops.DotProductAttention(2, 4, mask="none", layout="sequence_first")),
@@ -58,32 +61,6 @@ def test_attention_refuses_context_parallel(one_process):
     torch.testing.assert_close(model(x), want)
 
 
-@pytest.mark.parametrize("parts", [(), (0, 1, 3), (1,)])
-def test_fsdp2(one_process, parts, planned):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (1,))
-    model, twin = our_mlp(), our_mlp()
-    for k in parts:
-        fully_shard(model[k], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    for round in range(3):
-        if round == 1:
-            plans = len(planned)
-        for m, optimizer in zip((model, twin), optimizers, strict=True):
-            optimizer.zero_grad()
-            m(X).square().sum().backward()
-            X.grad = None
-        got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(model(X), twin(X))
-    assert len(planned) == plans, "unsharding must not plan again"
-
-
 class Owner(te_fuser.Sequential):
     """Its ops read what it owns."""
 
@@ -97,18 +74,24 @@ class Owner(te_fuser.Sequential):
         self.fc_weight, self.fc_bias = nn.Parameter(torch.ones(16, 8)), nn.Parameter(torch.ones(16))
 
 
-@pytest.mark.parametrize("parts", [(), (0,), (0, 2)])
-def test_fsdp2_of_a_module_whose_ops_are_bound_to_it(one_process, parts):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def bound():
+    return sequential(Owner(), ops.SiLU(), Owner())
 
+
+@pytest.mark.parametrize(
+    ("make", "parts"), [*((our_mlp, p) for p in ((), (0, 1, 3), (1,))), *((bound, p) for p in ((), (0,), (0, 2)))]
+)
+def test_fsdp2(one_process, make, parts, planned):
+    """Of ops bound to what a module around them owns, too."""
     mesh = init_device_mesh("cpu", (1,))
-    model, twin = (sequential(Owner(), ops.SiLU(), Owner()) for _ in range(2))
+    model, twin = make(), make()
     for k in parts:
         fully_shard(model[k], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    for _ in range(2):
+    for round in range(3):
+        if round == 1:
+            plans = len(planned)
         for m, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
             m(X).square().mean().backward()
@@ -118,11 +101,10 @@ def test_fsdp2_of_a_module_whose_ops_are_bound_to_it(one_process, parts):
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(model(X), twin(X))
+    assert len(planned) == plans, "unsharding must not plan again"
 
 
 def test_inputs_that_are_dtensors_are_refused(one_process):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
 
     mesh = init_device_mesh("cpu", (1,))
     with pytest.raises(TypeError, match=r"te_fuser runs plain tensors, got DTensor; .*to_local\(\)"):
@@ -140,9 +122,6 @@ def split_projection(**keywords):
 @pytest.mark.parametrize("way", ["load", "made on meta", "another dtype and back"])
 def test_fsdp2_of_parameters_that_are_kept_together(one_process, way):
     """While they are spread over ranks they have no memory to be kept together in."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     twin = split_projection(device="cpu")
     model = split_projection(device="meta" if way == "made on meta" else "cpu")

@@ -51,9 +51,15 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_others_left_stays() -> None:
+    """Collections in here look at nothing else, which takes a second where there is much."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

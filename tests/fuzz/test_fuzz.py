@@ -22,7 +22,7 @@ REPEATABLE = settings(
 )
 
 
-@settings(REPEATABLE, max_examples=300)
+@settings(REPEATABLE, max_examples=150)
 @given(fuzz_cases())
 def test_lists_run_by_pytorch_operations(case: FuzzCase) -> None:
     assert not case.check(), case.script()

@@ -28,7 +28,8 @@ import torch.distributed as dist
 WORLD = 2
 DEADLINE = 120.0  # seconds: for one body, and for the processes to start
 GRACE = 3.0  # seconds that a rank has left when another failed, for it may wait for that one
-IMPORTED = ["te_fuser", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+# What ranks use: with the first DTensor PyTorch imports its compiler, which takes longer than most bodies.
+IMPORTED = ["te_fuser", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
 ENDED = "ended"  # what is said of a process that did not answer and is no more
 LOG = 8000  # the characters at the end of a log that a failure shows
 
@@ -40,6 +41,14 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
+
+
+def in_a_fork(work: Callable[..., None], *given: Any) -> None:
+    """Run a function of a module in a process of its own, which must end well."""
+    process = forking().Process(target=work, args=given)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"{work.__name__} ended {_end(process.exitcode)}"
 
 
 def on_ranks(body: Body) -> Callable[..., None]:

@@ -81,10 +81,7 @@ CASES: dict[str, Case] = {
     ),
     "TransformerLayer": Case("TransformerLayer", (F, FFN, HEADS), LAYER),
     "TransformerLayer llama": Case(
-        "TransformerLayer",
-        (F, FFN, HEADS),
-        {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False},
-        GATES,
+        "TransformerLayer", (F, FFN, HEADS), {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False}, GATES
     ),
     "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
     "TransformerLayer attention dropout": Case(
@@ -131,20 +128,13 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     return {name: tensor(S, B, F, grad=False, seed=k) for k, name in enumerate(case.inputs)}
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @on_ranks
-def test_as_the_whole(name: str) -> None:
+def test_as_the_whole(name: str, sequence_parallel: bool) -> None:
     case = CASES[name]
-    cut, whole = pair(case, False)
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, None))
-
-
-@pytest.mark.parametrize("name", CASES)
-@on_ranks
-def test_with_a_sequence_that_ranks_cut(name: str) -> None:
-    case = CASES[name]
-    cut, whole = pair(case, True)
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0))
+    cut, whole = pair(case, sequence_parallel)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0 if sequence_parallel else None))
 
 
 DROPPING = {

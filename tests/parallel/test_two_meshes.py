@@ -133,8 +133,10 @@ def parameters(model: nn.Module, like: nn.Module) -> dict[str, torch.Tensor]:
     return whole(dict(model.named_parameters()), like, model)
 
 
-@pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("kind", MODELS)
+CASES = [*((kind, "default") for kind in MODELS), ("gated", "features")]
+
+
+@pytest.mark.parametrize(("kind", "placed"), CASES)
 @on_ranks
 def test_training(kind: str, placed: str) -> None:
     """As one process with the whole batch."""
@@ -211,9 +213,7 @@ def test_checkpoints_of_two_ranks_on_one_and_on_four(tmp_path: Path) -> None:
         torch.testing.assert_close(parameters(other, like), parameters(model, like), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "placed"), [("gated", "default"), ("gated", "features"), ("llama", "default"), ("turns", "default")]
-)
+@pytest.mark.parametrize(("kind", "placed"), CASES[1:])
 @on_ranks
 def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""

@@ -17,11 +17,7 @@ from tests.recorded import recorded
 
 RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}
 # A CPU of no machine in particular, and two GPUs by name.
-DEVICES: tuple[Device, ...] = (
-    Device("cpu", 20e9, RATES, 0.06e12, 0.0),
-    device_named("h200"),
-    device_named("b200"),
-)
+DEVICES: tuple[Device, ...] = (Device("cpu", 20e9, RATES, 0.06e12, 0.0), device_named("h200"), device_named("b200"))
 MEMORY = ("fast", "balanced", "lean")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 from tests.documents import FILES, blocks
@@ -16,9 +16,11 @@ TORCH = [
 ]
 
 
-def _helpers(path: Path) -> Iterator[Path]:
-    """Modules of the tests that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def _read(path: Path) -> tuple[set[str], list[Path]]:
+    """The libraries that a file names, and the modules of the tests that it imports."""
+    text, helpers = path.read_text(), list[Path]()
+    for node in ast.walk(ast.parse(text)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -27,12 +29,14 @@ def _helpers(path: Path) -> Iterator[Path]:
         for name in names:
             if name.startswith("tests.") and not name.startswith("tests.versions"):
                 stem = ROOT / name.replace(".", "/")
-                yield from (p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.exists())
+                helpers += [p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.exists()]
+    return named(text), helpers
 
 
 def _touches(path: Path, seen: set[Path]) -> bool:
     seen.add(path)
-    return bool(named(path.read_text())) or any(_touches(p, seen) for p in _helpers(path) if p not in seen)
+    libraries, helpers = _read(path)
+    return bool(libraries) or any(_touches(p, seen) for p in helpers if p not in seen)
 
 
 def of_libraries() -> list[str]:

@@ -12,6 +12,7 @@ from te_fuser import Sequential, ops, verify
 from te_fuser.ops.base import Gradient, NamedInput, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
+from tests.twins import assert_as_meant
 
 
 class Blind(UnfusedOperation):
@@ -53,11 +54,7 @@ def test_only_the_other_value_has_a_gradient() -> None:
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_a_reader_that_gives_no_gradient(first: ops.FusableOperation, kernels: str) -> None:
     ours = Sequential(ops.Bias(WIDTH), first, ops.MatMul(WIDTH, WIDTH), Blind(), kernels=kernels)
-    x = torch.randn(5, WIDTH, requires_grad=True)
-    leaves = [x, *ours.parameters()]
-    got, want = (torch.autograd.grad(run(x).square().sum(), leaves) for run in (ours, ours.reference))
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert_as_meant(ours, torch.randn(5, WIDTH, requires_grad=True), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("first", [Pair(), ops.Fork("other")])
@@ -84,12 +81,8 @@ class Dead(Pair):
 
 def test_an_output_without_gradient_between_ops_with_parameters() -> None:
     ours = Sequential(ops.Bias(WIDTH), Dead(), ops.MatMul(WIDTH, WIDTH), ops.Add("other"), kernels="reference").double()
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *ours.parameters()]
-    got, want = (torch.autograd.grad(run(x).square().sum(), leaves) for run in (ours, ours.reference))
+    assert_as_meant(ours, torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True))
     assert Dead.seen == (False, True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_what_no_gradient_reaches_has_none() -> None:
@@ -115,9 +108,7 @@ def test_readers_of_a_value_in_either_order(order: tuple[int, int]) -> None:
     """One gives a gradient of it, the others none."""
     readers = [Blind(), ops.Add("other")]
     ours = Sequential(ops.Bias(WIDTH), Pair(), ops.GELU(), *(readers[k] for k in order)).double()
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    got, want = (torch.autograd.grad(run(x).square().sum(), x) for run in (ours, ours.reference))
-    torch.testing.assert_close(got, want)
+    assert_as_meant(ours, torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True))
 
 
 class WeightAlone(UnfusedOperation):

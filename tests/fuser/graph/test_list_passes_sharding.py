@@ -72,17 +72,9 @@ SUMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
         lambda: [ops.LayerNorm(F), column(rows=0), ops.GELU(), row(rows=0), ops.RMSNorm(F)],
         ["layer_norm.weight", "layer_norm.bias", "bias.bias", "rms_norm.weight"],
     ),
-    "the second dimension": (
-        lambda: [ops.RMSNorm(F), column(rows=1), row(rows=1, bias=False)],
-        ["rms_norm.weight"],
-    ),
+    "the second dimension": (lambda: [ops.RMSNorm(F), column(rows=1), row(rows=1, bias=False)], ["rms_norm.weight"]),
     "norms of heads": (
-        lambda: [
-            column(outer=3 * F),
-            ops.HeadNorm(4, heads=2, kv_heads=2, packing="blocked"),
-            heads(),
-            row(F),
-        ],
+        lambda: [column(outer=3 * F), ops.HeadNorm(4, heads=2, kv_heads=2, packing="blocked"), heads(), row(F)],
         ["head_norm.weight", "head_norm.key_weight"],
     ),
     "a whole product beside rows": (
@@ -94,10 +86,7 @@ SUMS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
         lambda: [te_fuser.Residual(ops.LayerNorm(F), column(rows=0), row(rows=0)), ops.Dropout(0.5)],
         ["layer_norm.weight", "layer_norm.bias", "bias.bias"],
     ),
-    "blocks of a gate": (
-        lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)],
-        [],
-    ),
+    "blocks of a gate": (lambda: [column(), ops.SwiGLU(glu_interleave_size=2), row(F), ops.LayerNorm(F)], []),
     "one number for all features": (lambda: [column(), Temperature(), row()], ["temperature.number"]),
 }
 

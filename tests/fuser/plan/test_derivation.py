@@ -61,28 +61,14 @@ def test_models_share_too(derived: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"p": 0.2}, {"eps": 1e-3}, {"p": 0.0}], ids=["other probability", "other constant", "no dropout"]
+    "changed", [{"p": 0.2}, {"eps": 1e-3}, {"p": 0.0}, {"dtype": torch.bfloat16}, {"frozen": True}], ids=str
 )
-def test_another_formula_is_another_kernel(derived: list[str], other: dict[str, float]) -> None:
+def test_another_formula_dtype_or_gradient_is_another_kernel(derived: list[str], changed: dict[str, Any]) -> None:
     plan(branch())
     derived.clear()
-    plan(branch(**other))
-    assert derived
-
-
-def test_another_dtype_is_another_kernel(derived: list[str]) -> None:
-    plan(branch())
-    derived.clear()
-    plan(branch(), dtype=torch.bfloat16)
-    assert derived
-
-
-def test_who_needs_a_gradient_counts(derived: list[str]) -> None:
-    plan(branch())
-    derived.clear()
-    frozen = branch()
-    frozen[0].requires_grad_(False)
-    plan(frozen)
+    other = branch(**{k: v for k, v in changed.items() if k in ("p", "eps")})
+    other[0].requires_grad_("frozen" not in changed)
+    plan(other, dtype=changed.get("dtype", torch.float32))
     assert derived
 
 

@@ -165,10 +165,7 @@ def test_attention_packs_its_gradients_by_blocks(on_an_emulated_gpu: None, monke
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("act", "shape", "residual"),
-    [(ops.GELU, (2, 3, 22), False), (ops.GELU, (132,), True), (ops.SwiGLU, (132,), False)],
-)
+@pytest.mark.parametrize(("act", "shape", "residual"), [(ops.GELU, (2, 3, 22), True), (ops.SwiGLU, (132,), False)])
 def test_nothing_changes(on_an_emulated_gpu: None, act: type[Any], shape: tuple[int, ...], residual: bool) -> None:
     """Outputs and gradients, bit for bit, with and without gradients."""
     torch.manual_seed(1)

@@ -12,8 +12,9 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.codegen import description
 from te_fuser.codegen.compiler import find_compiler
-from te_fuser.formula import Axes, exp, row_max, row_mean, row_min, row_sum, sigmoid
+from te_fuser.formula import Axes, exp, row_mean, row_min, row_sum, sigmoid
 from tests.fuzz.covers import random_cover
+from tests.fuzz.lists import Softmax
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -33,14 +34,6 @@ def test_forks_in_stretches_cut_anywhere(seed: int) -> None:
     )
     with random_cover(seed):
         assert_as_meant(model, tensor(5, 6), outputs=("y",))
-
-
-class Softmax(ops.RowOp):
-    """exp(x - max(x)) over its sum."""
-
-    def compute(self, x: Any) -> Any:
-        e = exp(x - row_max(x))
-        return e / row_sum(e)
 
 
 class Softmin(ops.RowOp):

@@ -147,13 +147,13 @@ def test_the_reference_can_be_traced(name: str) -> None:
     torch.testing.assert_close(traced(2 * X), model(2 * X))
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_compilers_that_do_not_follow_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()  # it runs as it is what it did not follow once
+def test_compilers_that_do_not_follow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "_FOLLOWED", False)
-    model = made()
-    with pytest.raises(Exception, match=r"need PyTorch 2\.13; leave fullgraph away, export with strict=False"):
-        FOLLOWED[name](Reference(model))(X)
+    model = Sequential(ops.Linear(8, 8), ops.GELU())
+    for follow in FOLLOWED.values():
+        torch._dynamo.reset()  # it runs as it is what it did not follow once
+        with pytest.raises(Exception, match=r"need PyTorch 2\.13; leave fullgraph away, export with strict=False"):
+            follow(Reference(model))(X)
     in_parts = torch.compile(Reference(model), backend="eager")
     torch.testing.assert_close(in_parts(X), model(X))
     torch._dynamo.reset()
@@ -193,10 +193,11 @@ def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> Non
         torch.testing.assert_close(compiled(x), in_8_bits(x))
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=needs_follower)])
-@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    ("gradients", "strict"), [(False, False), (True, False), pytest.param(True, True, marks=needs_follower)]
+)
 def test_the_reference_is_exported_for_any_number_of_rows(gradients: bool, strict: bool) -> None:
-    model = Sequential(ops.LayerNorm(8), ops.Linear(8, 24), ops.GELU(), ops.Linear(24, 8))
+    model = Sequential(ops.LayerNorm(8), ops.Linear(8, 24), ops.GELU())
     rows = {0: torch.export.Dim("rows")}
     with torch.set_grad_enabled(gradients):
         program = torch.export.export(Reference(model), (X,), dynamic_shapes=(rows,), strict=strict)

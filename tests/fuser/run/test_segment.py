@@ -173,20 +173,12 @@ def test_double_backward_is_refused():
     EXTRA["extra"].grad = None
 
 
-def test_forward_mode_is_refused():
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X.detach(), torch.ones(6, 8, dtype=X.dtype))
-        with pytest.raises(TypeError, match="forward-mode"):
-            block()(dual, **EXTRA)
-
-
 @pytest.mark.parametrize(
     "transform",
     [
         lambda f: torch.vmap(f)(tensor(3, 6, 8)),
         lambda f: torch.func.grad(lambda x: f(x).sum())(X),
         lambda f: torch.func.jacrev(f)(X),
-        lambda f: torch.func.jvp(f, (X.detach(),), (X.detach(),)),
     ],
 )
 @pytest.mark.parametrize("make", [lambda: sequential(ops.Linear(8, 8), ops.GELU()), ops.GELU])
@@ -197,16 +189,6 @@ def test_transforms_are_refused_and_the_reference_takes_them(make, transform):
         transform(model)
     if isinstance(model, te_fuser.Sequential):
         transform(model.reference)
-
-
-def test_jit_tracing_is_refused_and_the_reference_takes_it():
-    model = sequential(ops.Linear(8, 8), ops.GELU())
-    with pytest.raises(TypeError, match=r"does not run under torch\.jit\.trace.*model\.reference"):
-        torch.jit.trace(model, X.detach(), check_trace=False)
-    model.requires_grad_(False)
-    traced = torch.jit.trace(lambda x: model.reference(x), X.detach(), check_trace=False)
-    other = tensor(6, 8, seed=4)
-    torch.testing.assert_close(traced(other), model(other))
 
 
 # ------------------------------------------------------------------------------------ strides and sizes

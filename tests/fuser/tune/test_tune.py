@@ -197,17 +197,19 @@ def test_what_there_is_no_memory_to_compare_is_refused(monkeypatch: pytest.Monke
     assert not found["wrong_gelu"].taken and found["matmul_bias"].taken
 
 
-def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention's libraries draw their masks by themselves."""
+def attention_of_other_masks(*behind: ops.FusableOperation) -> tuple[Sequential, torch.Tensor]:
+    """A model and its input: attention's libraries draw their masks by themselves."""
 
     @fusion(forward=[ops.DotProductAttention], name="other_mask", cost=lambda m: Cost(seconds=1.0))
     def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
         return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
 
-    model, x = (
-        Sequential(ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first")),
-        torch.randn(4, 3, 48, dtype=torch.float64),
-    )
+    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first"), *behind)
+    return model, torch.randn(4, 3, 48, dtype=torch.float64)
+
+
+def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = attention_of_other_masks()
     clock(monkeypatch, lambda: 0.5)
     with torch.no_grad():
         report, exact = model.tune(x), model.eval().tune(x)
@@ -218,13 +220,7 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
 
 def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried after another mask was taken is compared with that one."""
-
-    @fusion(forward=[ops.DotProductAttention], name="other_mask", cost=lambda m: Cost(seconds=1.0))
-    def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
-
-    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5, mask="none", layout="sequence_first"), ops.GELU())
-    x = torch.randn(4, 3, 48, dtype=torch.float64)
+    model, x = attention_of_other_masks(ops.GELU())
     wrong_gelu(forward=True)
     clock(monkeypatch, lambda: 0.5)
     with torch.no_grad():
@@ -234,23 +230,15 @@ def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.Mo
     assert not found["wrong_gelu"].taken and found["wrong_gelu"].reason.startswith("differs from the default: output")
 
 
-def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_fusion_may_be_left_out_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Sequential(ops.Linear(64, 32), ops.GELU()), torch.randn(128, 64)
     assert "matmul_bias" in names(model, x)
-    clock(monkeypatch, lambda: 0.9)
-    report = model.tune(x)
-    assert ("matmul_bias 64>32", OFF, True) in [(t.place, t.choice, t.taken) for t in report.trials]
-    assert "matmul_bias" not in names(model, x)
-    assert "measured slower in its place" in str(model.explain(x))
-
-
-def test_tuning_again_tries_again_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Sequential(ops.Linear(64, 32), ops.GELU()), torch.randn(128, 64)
     clock(monkeypatch, lambda: 0.9)
     for _ in range(2):
         report = model.tune(x)
         assert ("matmul_bias 64>32", OFF, True) in [(t.place, t.choice, t.taken) for t in report.trials]
         assert "matmul_bias" not in names(model, x)
+        assert "measured slower in its place" in str(model.explain(x))
 
 
 def test_choices_that_are_not_faster_together_are_dropped(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
