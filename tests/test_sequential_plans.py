@@ -101,7 +101,9 @@ def test_the_plans_shown_are_those_that_run(seed: int, ran: list[Plan]) -> None:
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    model = te_fuser.Sequential(*random_list(rng, PLAIN[seed % len(PLAIN)]), kernels="reference", memory=rng.choice(["fast", "balanced"]))
+    model = te_fuser.Sequential(
+        *random_list(rng, PLAIN[seed % len(PLAIN)]), kernels="reference", memory=rng.choice(["fast", "balanced"])
+    )
     model.train(rng.random() < 0.7)
     x = x_of(8, 8, grad=rng.random() < 0.5)
     with torch.set_grad_enabled(rng.random() < 0.8), torch.autocast("cpu", enabled=rng.random() < 0.3):

@@ -223,10 +223,7 @@ def test_ops_can_be_given() -> None:
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + x
 
-    with pytest.raises(
-        ValueError,
-        match=r"cannot make a Twice.*'how'.*by @example\(\.\.\.\) .*verify\(fusion, ops=",
-    ):
+    with pytest.raises(ValueError, match=r"cannot make a Twice.*'how'.*by @example\(\.\.\.\) .*verify\(fusion, ops="):
         check(twice)
     assert check(twice, ops=[[Twice(1)]]).passed
 

@@ -146,10 +146,7 @@ class _Products:
 
 
 def wide_backward(**options: Any) -> Fusion:
-    nodes = (
-        Gradient(("input",), ("0.weight.float32",), "dx"),
-        Gradient(("0.weight",), ("input.float32",), "dw"),
-    )
+    nodes = (Gradient(("input",), ("0.weight.float32",), "dx"), Gradient(("0.weight",), ("input.float32",), "dw"))
     details = Details(gradients=nodes, registered=False)
     return fusion(backward=[ops.MatMul], cost=lambda m: (CHEAP, CHEAP), details=details, name="wide", **options)(
         _Products

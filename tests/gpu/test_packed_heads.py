@@ -52,16 +52,10 @@ def test_nothing(case: Case) -> None:
 LARGE = [
     Case("as a GPT layer packs", PackedHeads(32, 32, 128), torch.bfloat16, parts=True, sums=torch.bfloat16),
     Case("as a Llama layer packs", PackedHeads(32, 8, 128), torch.bfloat16, 128, parts=True),
-    Case(
-        "as a GPT layer packs in 8 bits",
-        PackedHeads(32, 32, 128),
-        torch.bfloat16,
-        parts=True,
-        sums=torch.bfloat16,
-        stored=torch.float8_e5m2,
-    ),
+    Case("as a GPT layer packs in 8 bits", PackedHeads(32, 32, 128), torch.bfloat16, parts=True, sums=torch.bfloat16,
+     stored=torch.float8_e5m2),
     Case("as a Llama layer turns", PackedHeads(32, 8, 128, "batch_first"), torch.float16, 128, bias=torch.float32),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)

@@ -229,10 +229,7 @@ def test_a_parameter_may_look_it_up() -> None:
     assert held.abs().sum() > 0
 
 
-HOOKS = {
-    "copied": (lambda t: t, torch.clone),
-    "checkpointed": None,
-}
+HOOKS = {"copied": (lambda t: t, torch.clone), "checkpointed": None}
 
 
 @pytest.mark.parametrize("how", HOOKS)

@@ -303,10 +303,7 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
     """A model without products of the library is run as often as ever, and nothing of it is tried."""
     runs: list[int] = []
 
-    @fusion(
-        forward=[ops.MatMul],
-        details=Details(takes=("input", "0.weight"), registered=False),
-    )
+    @fusion(forward=[ops.MatMul], details=Details(takes=("input", "0.weight"), registered=False))
     def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         return x @ weight.T
