@@ -237,8 +237,8 @@ FORMULAS: dict[str, tuple[Formula, str]] = {
     "halves_and_thirds": (lambda x: concat(split(x, 2)[::-1]) * concat(split(x * x, 3)[::-1]), "x"),
     "thirds_of_halves": (lambda x: concat(split(concat(split(tanh(x), 2)[::-1]), 3)[::-1]), "x"),
     "row_beside_features": (lambda x, row: concat([row, split(x, 2)[0]]), "x row"),
-    "weight_in_parts": (lambda x,
-     weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]), "x weight"),
+    "weight_in_parts": (
+     lambda x, weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]), "x weight"),
     "sum_of_weight": (lambda x, weight: x * row_sum(weight * weight), "x weight"),
     "minimum_of_weight": (lambda x, weight: x * row_min(weight) + row_min(-x), "x weight"),
     "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
