@@ -89,32 +89,24 @@ OLD = "was replaced since the capture, and the graph reads the old one: capture 
 OTHER = "a module of this model was added, removed or replaced since the capture: capture again"
 QUIET = r"in train mode: call its train\(\), or cuda_graph again"
 CHANGES: dict[str, tuple[Callable[[Sequential], object], str]] = {
-    "assigned": (
-        lambda m: setattr(m[0], "weight", Parameter(m[0].weight.detach().clone())),
-        f"parameter 0.weight {OLD}",
-    ),
+    "assigned": (lambda m: setattr(m[0], "weight", Parameter(m[0].weight.detach().clone())),
+     f"parameter 0.weight {OLD}"),
     "loaded": (loaded_by_assigning, f"parameter 0.weight {OLD}"),
     "removed": (lambda m: setattr(m[0], "bias", None), f"parameter 0.bias {OLD}"),
     "replaced buffer": (lambda m: setattr(m[3], "running_mean", torch.zeros(3)), f"buffer 3.running_mean {OLD}"),
-    "moved buffer": (
-        lambda m: setattr(m[3].running_mean, "data", torch.zeros(3)),
-        "buffer 3.running_mean has other memory than at capture",
-    ),
-    "frozen": (
-        lambda m: m[0].weight.requires_grad_(False),
-        "parameter 0.weight has requires_grad=False, and the graph was captured with True: call req",
-    ),
+    "moved buffer": (lambda m: setattr(m[3].running_mean, "data", torch.zeros(3)),
+     "buffer 3.running_mean has other memory than at capture"),
+    "frozen": (lambda m: m[0].weight.requires_grad_(False),
+     "parameter 0.weight has requires_grad=False, and the graph was captured with True: call req"),
     "other op": (lambda m: m.__setitem__(0, ops.Linear(4, 3)), OTHER),
     "another op": (lambda m: m.append(ops.GELU()), OTHER),
     "op in an empty branch": (lambda m: m[2].append(ops.GELU()), OTHER),
     "computed": (lambda m: torch.nn.utils.parametrizations.weight_norm(m[0], "weight"), OTHER),
-    "other probability": (
-        lambda m: setattr(m[1], "p", 0.25),
-        r"an attribute of 1 \(Dropout\) was set since the capture, and the graph goes by the old one",
-    ),
+    "other probability": (lambda m: setattr(m[1], "p", 0.25),
+     r"an attribute of 1 \(Dropout\) was set since the capture, and the graph goes by the old one"),
     "quiet dropout": (lambda m: m[1].eval(), f"captured with 1 {QUIET}"),
     "quiet norm": (lambda m: m[3].eval(), f"captured with 3 {QUIET}"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

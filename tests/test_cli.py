@@ -139,15 +139,11 @@ FITTING = {
     "cuda_13": (NOT_THERE, "13.0", (9, 0), 'not installed; fits CUDA 13.0: pip install "flash-attn-4[cu13]>=4.0.0b36"'),
     "old": (OLD, "12.9", (9, 0), 'version 3.0; too old: pip install "flash-attn-4>=4.0.0b36"'),
     "there": (NEW, "12.9", (9, 0), "version 4.0.0b36; fits CUDA 12.9"),
-    "without_libraries": (
-        NEW,
-        "13.0",
-        (9, 0),
-        "version 4.0.0b36; its libraries for CUDA 13.0 are missing: pip install",
-    ),
+    "without_libraries": (NEW, "13.0", (9, 0),
+     "version 4.0.0b36; its libraries for CUDA 13.0 are missing: pip install"),
     "with_libraries": (NEW | {CUTLASS: "4.8.1"}, "13.0", (9, 0), "version 4.0.0b36; fits CUDA 13.0"),
     "other_gpu": (NEW, "12.9", (8, 0), "used on compute capability 9 alone, this GPU has 8.0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FITTING)

@@ -10,58 +10,20 @@ import pytest
 import torch
 
 from te_fuser import Sequential, ops
-from te_fuser.formula import keep_mask, split, tanh
+from te_fuser.formula import keep_mask, split
 from te_fuser.fusions import Cost, fusion, unregister
 from te_fuser.ops import op_table
-from te_fuser.ops.base import Gradient, OpCall, Spec
-from te_fuser.ops.operations import UnfusedOperation
+from te_fuser.ops.base import Spec
+from tests.forms import HalfProduct, TwoForms
 from tests.needs import needs_compiler
 
 WIDTH = 24
 
 
-@op_table.exports.row(True)
-class TwoForms(ops.RowOp):
-    """y = tanh(x): in bfloat16 for the next op, in float32 for the caller."""
-
-    def named_outputs(self) -> tuple[str, ...]:
-        return ("wide",)
-
-    def named_output(self, name: str, out: Spec) -> Spec:
-        return Spec(out.shape, torch.float32, out.device)
-
-    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16
-
-    def compute(self, x: Any) -> Any:
-        return tanh(x)
-
-
-@op_table.gradient_dtype.row(lambda op, dtype: torch.float16)
-class HalfProduct(UnfusedOperation):
-    """y = x W^T in bfloat16, whose gradient of x is in float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
-
-    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        return Gradient(("input",), ("weight",), "input_gradient"), Gradient(("weight",), ("input",), "weight_gradient")
-
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return x @ call["weight"].mT
-
-    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"input": (dy.float() @ call["weight"].float()).half()}
-
-    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"weight": dy.flatten(0, -2).mT @ call["input"].flatten(0, -2)}
-
-
 def model(kernels: str) -> Sequential:
     """A norm, the value in two forms, a product that reads one of them, a bias."""
     torch.manual_seed(0)
-    made = Sequential(ops.LayerNorm(WIDTH), TwoForms(), HalfProduct(), ops.Bias(WIDTH), kernels=kernels)
+    made = Sequential(ops.LayerNorm(WIDTH), TwoForms(), HalfProduct(WIDTH), ops.Bias(WIDTH), kernels=kernels)
     for p in made.parameters():
         torch.nn.init.normal_(p, 0.3, 0.5)
     made[2].to(torch.bfloat16)
@@ -181,7 +143,7 @@ def test_an_op_of_several_values(kernels: str, between: bool) -> None:
 @pytest.mark.parametrize("before", [[ops.MatMul(WIDTH, WIDTH)], [ops.LayerNorm(WIDTH), ops.Reshape(7, WIDTH)]])
 def test_an_opaque_op_gets_its_gradient_in_its_own_dtype(before: list[torch.nn.Module]) -> None:
     assert_as_reference(
-        Sequential(*before, HalfProduct()).bfloat16(), torch.randn(7, WIDTH).bfloat16().requires_grad_()
+        Sequential(*before, HalfProduct(WIDTH)).bfloat16(), torch.randn(7, WIDTH).bfloat16().requires_grad_()
     )
 
 
@@ -195,7 +157,7 @@ def test_a_fusion_is_not_taken_where_its_gradient_has_another_dtype(taken: bool)
         s = torch.sigmoid(m["input"])
         return dy * (s + m["input"] * s * (1 - s))
 
-    after = ops.MatMul(WIDTH, WIDTH) if taken else HalfProduct()
+    after = ops.MatMul(WIDTH, WIDTH) if taken else HalfProduct(WIDTH)
     ours = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), after).bfloat16()
     try:
         x = torch.randn(7, WIDTH).bfloat16().requires_grad_()

@@ -132,12 +132,7 @@ def test_a_file_of_a_package_imports_its_neighbours(tmp_path: Path, monkeypatch:
 
 
 def test_a_script_with_arguments_and_dataclasses_is_imported(tmp_path: Path) -> None:
-    lines = (
-        "from __future__ import annotations",
-        "import argparse, dataclasses",
-        MODELS,
-        "@dataclasses.dataclass",
-    )
+    lines = ("from __future__ import annotations", "import argparse, dataclasses", MODELS, "@dataclasses.dataclass")
     script = tmp_path / "script_of_models.py"
     script.write_text("\n".join((*lines, "class Sizes:", "    n: int", "argparse.ArgumentParser().parse_args()")))
     assert cli.main(["explain", f"{script}:build", "--input", "3,8"]) == 0
@@ -182,23 +177,19 @@ def test_what_torch_compile_cannot_do_is_left_out_by_name(
 
 @pytest.mark.parametrize(
     ("model", "options", "words"),
-    [
-        ("{models}:other", [], "has no 'other'"),
-        ("nowhere.py:build", [], "there is no file nowhere.py"),
-        ("no_such_package.x:build", [], "there is no module 'no_such_package.x'"),
-        ("build", [], "'build' names no model: write file.py:name or package.module:name"),
-        ("{models}:number", [], "gives int: name a torch.nn.Module, or a function that does"),
-        ("{models}:convolution", [], "is no te_fuser.Sequential, and from_torch does not take it"),
-        ("{models}:build", ["--dtype", "number"], "--dtype number is none of torch's"),
-        ("{models}:build", ["--device", "b9"], "b9"),
-        (":build", [], "':build' names no model"),
-        ("{models}:of_size", [], "takes arguments (missing a required argument: 'size'): name a function without"),
-        ("{models}:ends", [], "ends the process, with status 0, before there is a model"),
-        ("{models}:two_inputs", [], "reads 'skip', which no Fork before it binds"),
-        ("{models}:build", ["--dtype", "int64"], "takes floating-point tensors, got int64"),
-        ("{models}:build", ["--html", "no folder/plan.html"], "--html no folder/plan.html: No such file or directory"),
-    ],
-)
+    [("{models}:other", [], "has no 'other'"), ("nowhere.py:build", [], "there is no file nowhere.py"),
+     ("no_such_package.x:build", [], "there is no module 'no_such_package.x'"),
+     ("build", [], "'build' names no model: write file.py:name or package.module:name"),
+     ("{models}:number", [], "gives int: name a torch.nn.Module, or a function that does"),
+     ("{models}:convolution", [], "is no te_fuser.Sequential, and from_torch does not take it"),
+     ("{models}:build", ["--dtype", "number"], "--dtype number is none of torch's"),
+     ("{models}:build", ["--device", "b9"], "b9"), (":build", [], "':build' names no model"),
+     ("{models}:of_size", [], "takes arguments (missing a required argument: 'size'): name a function without"),
+     ("{models}:ends", [], "ends the process, with status 0, before there is a model"),
+     ("{models}:two_inputs", [], "reads 'skip', which no Fork before it binds"),
+     ("{models}:build", ["--dtype", "int64"], "takes floating-point tensors, got int64"),
+     ("{models}:build", ["--html", "no folder/plan.html"], "--html no folder/plan.html: No such file or directory")],
+)  # fmt: skip
 def test_wrong_words_are_answered_and_end_with_2(
     model: str, options: list[str], words: str, models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -306,11 +306,7 @@ def test_checkpoints_of_torch_load_and_ours_load_there():
     torch.testing.assert_close(ours(X), theirs(X))
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "copy": copy.copy,
-}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "copy": copy.copy}
 
 
 @pytest.mark.parametrize("ran", [False, True])

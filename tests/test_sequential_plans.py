@@ -75,7 +75,7 @@ class First(nn.Module):
         return self.module(x, x, x)[0]
 
 
-def random_list(rng: random.Random) -> list[nn.Module]:
+def random_list(rng: random.Random, first: Callable[[], nn.Module]) -> list[nn.Module]:
     fusable: tuple[Callable[[], nn.Module], ...] = (
         lambda: ops.Linear(8, 8),
         lambda: ops.Linear(8, 8, bias=False).requires_grad_(False),
@@ -86,22 +86,24 @@ def random_list(rng: random.Random) -> list[nn.Module]:
         lambda: nn.utils.parametrizations.weight_norm(ops.Linear(8, 8)),
     )
     found: list[nn.Module] = []
-    for _ in range(rng.randint(2, 5)):
+    for k in range(rng.randint(2, 5)):
         found += [rng.choice(fusable)() for _ in range(rng.randint(0, 3))]
-        plain = rng.choice(PLAIN)()
+        plain = (rng.choice(PLAIN) if k else first)()
         found.append(First(plain) if isinstance(plain, TAKEN_APART) else plain)
     return [*found, ops.ReLU()]
 
 
-@pytest.mark.parametrize("seed", range(45))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_plans_shown_are_those_that_run(seed: int, ran: list[Plan]) -> None:
-    """Lists split at random by plain modules: shown before the first call, and after it.
+    """Lists split by each plain module, and at random by others: shown before the first call, and after it.
 
     Plans are shown for the sizes of the call and made for these rounded up to a grid: 8 rows are on it.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    model = te_fuser.Sequential(*random_list(rng), kernels="reference", memory=rng.choice(["fast", "balanced"]))
+    model = te_fuser.Sequential(
+        *random_list(rng, PLAIN[seed % len(PLAIN)]), kernels="reference", memory=rng.choice(["fast", "balanced"])
+    )
     model.train(rng.random() < 0.7)
     x = x_of(8, 8, grad=rng.random() < 0.5)
     with torch.set_grad_enabled(rng.random() < 0.8), torch.autocast("cpu", enabled=rng.random() < 0.3):

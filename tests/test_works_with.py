@@ -265,38 +265,28 @@ ELSEWHERE = {
     "`torch.compile(fullgraph=True)`": ("fuser/run/test_call_tracers.py", "test_the_reference_can_be_traced"),
     "`make_fx`": ("fuser/run/test_call_tracers.py", "test_the_reference_can_be_traced"),
     "`torch.fx.symbolic_trace`": ("fuser/run/test_call_tracers.py", "test_a_model_may_be_a_leaf"),
-    "forward-mode derivatives (`torch.autograd.forward_ad`)": (
-        "fuser/run/test_call_tracers.py",
-        "test_the_reference_has",
-    ),
-    "`torch.autograd.set_detect_anomaly`": (
-        "fuser/run/test_program_watched.py",
-        "test_anomaly_mode_names_the_step_and_its_ops",
-    ),
+    "forward-mode derivatives (`torch.autograd.forward_ad`)": ("fuser/run/test_call_tracers.py",
+     "test_the_reference_has"),
+    "`torch.autograd.set_detect_anomaly`": ("fuser/run/test_program_watched.py",
+     "test_anomaly_mode_names_the_step_and_its_ops"),
     "`torch.profiler`": ("fuser/run/test_program_watched.py", "test_the_profiler_sees_steps_and_their_ops"),
-    "global hooks (`register_module_forward_hook`)": (
-        "fuser/run/test_program_watched.py",
-        "test_global_hooks_run_for_every_op",
-    ),
+    "global hooks (`register_module_forward_hook`)": ("fuser/run/test_program_watched.py",
+     "test_global_hooks_run_for_every_op"),
     "CUDA graphs": ("gpu/test_capture.py", "test_replays_equal_calls_bit_for_bit_and_see_the_optimizer"),
     "`DistributedDataParallel`": ("fuser/test_pipeline_distributed.py", "test_ddp"),
     "tensor parallelism by `DTensor`": ("parallel/test_parallelize.py", "test_training"),
     "threads": ("parallel/test_works_with.py", "test_threads_that_share_a_group_are_refused_at_once"),
-    "gloo (PyTorch's collectives on CPUs)": (
-        "parallel/test_collectives.py",
-        "test_no_exchange_is_one_by_which_gloo_breaks_memory",
-    ),
-    "accelerate, Lightning, DeepSpeed ZeRO-1, torchtitan's order of calls": (
-        "parallel/test_engines.py",
-        "test_losses_are_one_processs",
-    ),
+    "gloo (PyTorch's collectives on CPUs)": ("parallel/test_collectives.py",
+     "test_no_exchange_is_one_by_which_gloo_breaks_memory"),
+    "accelerate, Lightning, DeepSpeed ZeRO-1, torchtitan's order of calls": ("parallel/test_engines.py",
+     "test_losses_are_one_processs"),
     "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_block_adapters.py", "test_lora"),
     "FSDP (`fully_shard`)": ("fuser/test_pipeline_distributed.py", "test_fsdp2"),
     "the meta device, `to_empty`, `reset_parameters`": ("fuser/test_pipeline_parameters.py", "test_meta_device_first"),
     "Linux on x86-64": ("codegen/test_cpp.py", ""),
     "NVIDIA GPUs from compute capability 8.0 on": ("gpu/test_generated_kernels.py", ""),
     "older NVIDIA GPUs, AMD GPUs": ("fuser/run/test_loading_targets.py", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HERE)

@@ -10,12 +10,17 @@ ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async|prefetch)[\w.]*\.(global|L1|L2
 
 
 def too_early(source: str, arch: str) -> list[str]:
-    """What is wrong with a text's kernels: those that never wait, and what is read or written before.
+    """What `too_early_in` says of a text."""
+    return too_early_in(_virtual(source, arch))
+
+
+def too_early_in(text: str) -> list[str]:
+    """What is wrong with the kernels of a PTX: those that never wait, and what is read or written before.
 
     Jumps cannot hide anything: whatever stands above the wait is looked at, and no label may.
     """
     found = []
-    for symbol, lines in kernels(source, arch).items():
+    for symbol, lines in _bodies(text).items():
         before = lines[: next((k for k, line in enumerate(lines) if "griddepcontrol.wait" in line), len(lines))]
         if len(before) == len(lines):
             found.append(f"{symbol} never waits")
@@ -25,16 +30,24 @@ def too_early(source: str, arch: str) -> list[str]:
 
 def kernels(source: str, arch: str) -> dict[str, list[str]]:
     """The instructions of each kernel."""
-    bodies = re.findall(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", compiled(source, arch), re.DOTALL)
+    return _bodies(_virtual(source, arch))
+
+
+def _virtual(source: str, arch: str) -> str:
+    return compiled(source, arch.replace("sm", "compute"))[0]
+
+
+def _bodies(text: str) -> dict[str, list[str]]:
+    bodies = re.findall(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", text, re.DOTALL)
     return {symbol: [line.strip() for line in body.splitlines() if line.strip()] for symbol, body in bodies}
 
 
-def compiled(source: str, arch: str) -> str:
-    """The PTX."""
+def compiled(source: str, arch: str) -> tuple[str, tuple[nvrtc.Resources, ...]]:
+    """The PTX, and what kernels take; nothing of an architecture that is virtual, for which nothing is assembled."""
     from cuda.bindings import nvrtc as bindings
 
     folders = (nvrtc.INCLUDE, *nvrtc.cuda_include_folders())
-    options = [f"-arch={arch.replace('sm', 'compute')}", "-std=c++17", *(f"-I{folder}" for folder in folders)]
+    options = [f"-arch={arch}", *nvrtc._OPTIONS, *(f"-I{folder}" for folder in folders)]
 
     def done(error: bindings.nvrtcResult, *values: int) -> int:
         assert error == bindings.nvrtcResult.NVRTC_SUCCESS, error
@@ -43,6 +56,8 @@ def compiled(source: str, arch: str) -> str:
     program = done(*bindings.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     done(*bindings.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
     text = b" " * done(*bindings.nvrtcGetPTXSize(program))
+    log = b" " * done(*bindings.nvrtcGetProgramLogSize(program))
     done(*bindings.nvrtcGetPTX(program, text))
+    done(*bindings.nvrtcGetProgramLog(program, log))
     done(*bindings.nvrtcDestroyProgram(program))
-    return text.decode()
+    return text.decode(), nvrtc._resources(log.decode())

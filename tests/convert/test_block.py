@@ -111,10 +111,7 @@ def ways_of(model: Any) -> list[str]:
 
 def test_other_caches() -> None:
     model, original = both("mistral", torch.float32)
-    for make in (
-        lambda c: transformers.DynamicCache(),
-        lambda c: transformers.StaticCache(c, max_cache_len=20),
-    ):
+    for make in (lambda c: transformers.DynamicCache(), lambda c: transformers.StaticCache(c, max_cache_len=20)):
         call: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "attention_mask": padded()}
         want = original.generate(IDS, **{CACHE: make(original.config)}, **call)
         assert torch.equal(model.generate(IDS, **{CACHE: make(model.config)}, **call), want)

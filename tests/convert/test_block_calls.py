@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 import te_fuser
-from tests.convert.models import (
-    FAMILIES,
-    FAMILY,
-    assert_alike,
-    both,
-    model_of,
-    padded,
-    results,
-    tokens,
-)
+from tests.convert.models import FAMILIES, FAMILY, assert_alike, both, model_of, padded, results, tokens
 
 IDS = tokens()
 

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 import te_fuser
-from tests.convert.models import (
-    assert_alike,
-    both,
-    model_of,
-    results,
-    tokens,
-    ways,
-)
+from tests.convert.models import assert_alike, both, model_of, results, tokens, ways
 
 IDS = tokens()
 
@@ -75,15 +68,8 @@ def test_computed_parameters() -> None:
 
 
 HOOKED = [
-    "self_attn",
-    "self_attn.k_proj",
-    "self_attn.q_norm",
-    "mlp",
-    "mlp.act_fn",
-    "mlp.down_proj",
-    "input_layernorm",
-    "",
-]
+    "self_attn", "self_attn.k_proj", "self_attn.q_norm", "mlp", "mlp.act_fn", "mlp.down_proj", "input_layernorm", "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", HOOKED)

@@ -238,21 +238,17 @@ FORMULAS: dict[str, tuple[Formula, str]] = {
     "thirds_of_halves": (lambda x: concat(split(concat(split(tanh(x), 2)[::-1]), 3)[::-1]), "x"),
     "row_beside_features": (lambda x, row: concat([row, split(x, 2)[0]]), "x row"),
     "weight_in_parts": (
-        lambda x, weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]),
-        "x weight",
-    ),
+     lambda x, weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]), "x weight"),
     "sum_of_weight": (lambda x, weight: x * row_sum(weight * weight), "x weight"),
     "minimum_of_weight": (lambda x, weight: x * row_min(weight) + row_min(-x), "x weight"),
     "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
     "unused": (lambda x, z: x + 0 * z, "x z"),
     "softmax": (lambda x: exp(x - row_max(x)) / row_sum(exp(x - row_max(x))), "x"),
     "detached": (lambda x: exp(x - detach(row_max(x))) * detach(x), "x"),
-    "sample_scale": (
-        lambda x, sample, per_sample: row_mean(x * sample) * x + per_sample * sample,
-        "x sample per_sample",
-    ),
+    "sample_scale": (lambda x, sample, per_sample: row_mean(x * sample) * x + per_sample * sample,
+     "x sample per_sample"),
     "one_per_row": (lambda x, weight: row_sum(x * weight), "x weight"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -54,21 +54,17 @@ def norm_leaves(op: RowOp) -> list[Expr]:
 
 # An op, features of x, how many numbers a row are kept, and what its backward moves.
 COUNTS: dict[str, tuple[RowOp, int, int, KernelCounts]] = {
-    **{
-        f"LayerNorm, {centered}": (LayerNorm(N, zero_centered_gamma=centered), N, 2, KernelCounts(2, 1, 2, 1, 2))
-        for centered in (False, True)
-    },
-    **{
-        f"RMSNorm, {centered}": (RMSNorm(N, zero_centered_gamma=centered), N, 1, KernelCounts(2, 1, 1, 1, 1))
-        for centered in (False, True)
-    },
+    **{f"LayerNorm, {centered}": (LayerNorm(N, zero_centered_gamma=centered), N, 2,
+     KernelCounts(2, 1, 2, 1, 2)) for centered in (False, True)},
+    **{f"RMSNorm, {centered}": (RMSNorm(N, zero_centered_gamma=centered), N, 1,
+     KernelCounts(2, 1, 1, 1, 1)) for centered in (False, True)},
     "L2Norm": (L2Norm(), N, 1, KernelCounts(2, 1, 1, 1, 0)),
     "GELU, tanh": (GELU(), N, 0, KernelCounts(2, 1, 0, 0, 0)),
     "GELU, erf": (GELU("none"), N, 0, KernelCounts(2, 1, 0, 0, 0)),
     "SwiGLU": (SwiGLU(), 2 * N, 0, KernelCounts(2, 1, 0, 0, 0)),
     "GEGLU": (GEGLU(), 2 * N, 0, KernelCounts(2, 1, 0, 0, 0)),
     "SwiGLU, gate second": (SwiGLU(gate_first=False), 2 * N, 0, KernelCounts(2, 1, 0, 0, 0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -168,10 +168,7 @@ def layer8() -> Plan:
 
 
 def turned(
-    *parts: ops.FusableOperation,
-    given: Mapping[str, torch.Tensor] | None = None,
-    dtype: torch.dtype = BF16,
-    **how: Any,
+    *parts: ops.FusableOperation, given: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype = BF16, **how: Any
 ) -> Plan:
     """Heads of 16 features behind a bias: 4 of queries, 2 of keys and of values."""
     x = tensor(1024, 4, 128, dtype=dtype).requires_grad_()

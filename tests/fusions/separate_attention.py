@@ -22,10 +22,15 @@ MASKS: Mapping[str, ops.AttentionMask] = {
 Case = tuple[str, Sequential, torch.Tensor, dict[str, torch.Tensor]]
 
 
-def cases(head_dim: int = 4, dtype: torch.dtype = torch.float64, sizes: tuple[int, int] = (7, 5)) -> Iterator[Case]:
-    """(name, model, x, named inputs): each mask with each way to give keys and values, in either layout."""
-    ways = itertools.product(MASKS, ("key", "interleaved", "blocked"), ("batch_first", "sequence_first"), (4, 2))
-    for k, (mask, way, layout, kv_heads) in enumerate(ways):
+def cases(
+    head_dim: int = 4, dtype: torch.dtype = torch.float64, sizes: tuple[int, int] = (7, 5), every: bool = False
+) -> Iterator[Case]:
+    """(name, model, x, named inputs): each mask with each way to give keys and values; if not `every`, in one layout
+    and grouping of heads, which take turns so that each pair of all four is there."""
+    settings = (("batch_first", 4), ("sequence_first", 2), ("batch_first", 2), ("sequence_first", 4))
+    ways = [(a, b, *c) for a, b, c in itertools.product(MASKS, ("key", "interleaved", "blocked"), settings)]
+    turns = ways if every else [ways[4 * k + sum(divmod(k, 3)) % 4] for k in range(len(ways) // 4)]
+    for k, (mask, way, layout, kv_heads) in enumerate(turns):
         apart = ops.Apart() if way == "key" else ops.Apart(key_value="memory", packing=way)
         op = ops.DotProductAttention(4, head_dim, kv_heads=kv_heads, mask=MASKS[mask], layout=layout, packing=apart)
         model = sequential(ops.Linear(6, 4 * head_dim), op, ops.Linear(4 * head_dim, 6), dtype=dtype)

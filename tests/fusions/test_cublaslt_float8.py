@@ -29,15 +29,7 @@ from te_fuser.ops.own_scales import dequantized
 from te_fuser.params.joined import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, lowering, quantize
 from te_fuser.quantization.products import scalings_of
-from te_fuser.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MMParams,
-    QParams,
-    Recipe,
-)
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import running

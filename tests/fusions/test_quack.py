@@ -29,19 +29,11 @@ NAMES = (ALONE, AUX, BACKWARD, GATED)
 ROWS = ((7,), (3, 5), (1,), (2, 0))
 # Of each fusion of backward: a small MLP, the list from its first op on with its features, and the list in a plan.
 OF_BACKWARD: dict[str, tuple[Callable[..., Parts], Callable[..., Parts], int, Callable[..., Parts]]] = {
-    BACKWARD: (
-        lambda: [ops.LayerNorm(16), ops.Linear(16, 24), ops.GELU("tanh"), ops.Linear(24, 8)],
-        lambda **how: [ops.Bias(24), ops.GELU("tanh"), ops.Linear(24, 8, **how)],
-        24,
-        mlp,
-    ),
-    GATED: (
-        lambda: [ops.RMSNorm(16), ops.Linear(16, 48, bias=False), ops.SwiGLU(), ops.Linear(24, 8, bias=False)],
-        lambda **how: [ops.SwiGLU(), ops.Linear(24, 8, bias=False, **how)],
-        48,
-        gated_mlp,
-    ),
-}
+    BACKWARD: (lambda: [ops.LayerNorm(16), ops.Linear(16, 24), ops.GELU("tanh"), ops.Linear(24, 8)],
+     lambda **how: [ops.Bias(24), ops.GELU("tanh"), ops.Linear(24, 8, **how)], 24, mlp),
+    GATED: (lambda: [ops.RMSNorm(16), ops.Linear(16, 48, bias=False), ops.SwiGLU(), ops.Linear(24, 8, bias=False)],
+     lambda **how: [ops.SwiGLU(), ops.Linear(24, 8, bias=False, **how)], 48, gated_mlp),
+}  # fmt: skip
 each = pytest.mark.parametrize("name", OF_BACKWARD)
 
 

@@ -40,8 +40,7 @@ def cheap(*names: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "others", "call", "calls"),
-    [(BIASED, OTHERS[::2], "sum_with_bias", 6), (AUX, OTHERS, "gelu_in_8_bits", 3)],
+    ("name", "others", "call", "calls"), [(BIASED, OTHERS[::2], "sum_with_bias", 6), (AUX, OTHERS, "gelu_in_8_bits", 3)]
 )
 def test_fusion_over_some_steps_is_as_emulated(
     name: str, others: tuple[str, ...], call: str, calls: int, package: fake_quack_float8.Package

@@ -419,32 +419,19 @@ DEARER: list[tuple[str, Plans, str]] = [
     ("matmul_bias_backward", lambda: plan(ops.SiLU(), linear()), "us more than"),
     ("matmul_bias_backward", lambda: plan(linear(), ops.SiLU()), "us more than"),
     ("gelu_matmul_backward", lambda: plan(*gelu_mlp(), memory="fast"), "us more than"),
-    *(
-        (name, lambda rows=rows, parts=parts, memory=memory: plan(*parts(), rows=rows, memory=memory), "us more than")
-        for name, parts, memories in (
-            ("bias_gelu_matmul_backward", gelu_mlp, ("fast",)),
-            ("relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean")),
-            ("bias_relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean")),
-        )
-        for rows in (16, 8192)
-        for memory in memories
-    ),
-    *(
-        (name, lambda rows=rows, parts=parts: few(*parts(), rows=rows), words)
-        for name, parts, words in (
-            (AUX, mlp, "matmul_bias_gelu_aux"),
-            (BACKWARD, mlp, "us more than matmul_bias_backward + gelu_matmul_bias_backward"),
-            (GATED, gated_mlp, "us more than "),
-        )
-        for rows in (16, 256)
-    ),
+    *((name, lambda rows=rows, parts=parts, memory=memory: plan(*parts(), rows=rows, memory=memory),
+     "us more than") for name, parts, memories in (("bias_gelu_matmul_backward", gelu_mlp, ("fast",)),
+     ("relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean")),
+     ("bias_relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean"))) for rows in (16,
+     8192) for memory in memories),
+    *((name, lambda rows=rows, parts=parts: few(*parts(), rows=rows), words) for name, parts,
+     words in ((AUX, mlp, "matmul_bias_gelu_aux"),
+     (BACKWARD, mlp, "us more than matmul_bias_backward + gelu_matmul_bias_backward"),
+     (GATED, gated_mlp, "us more than ")) for rows in (16, 256)),
     (FOUR, lambda: where(FLASH_4, seed, positions=64), "us more than"),
-    (
-        TWIN,
-        lambda: where(FRONT_END, attention, ops.Bias(3072), ops.RotaryEmbedding(128, heads=8), heads=8),
-        "us more than",
-    ),
-]
+    (TWIN, lambda: where(FRONT_END, attention, ops.Bias(3072), ops.RotaryEmbedding(128, heads=8), heads=8),
+     "us more than"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "make", "words"), DEARER)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.formula import tanh
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
 from te_fuser.ops import op_table
-from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.operations import UnfusedOperation
+from tests.forms import HalfProduct, TwoForms
 from tests.fusions.products import reasons
 from tests.needs import needs_compiler
 
@@ -35,32 +34,6 @@ def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: fl
 
 
 # ------------------------------------------------------------------------------ gradients in another dtype
-
-
-def halved(op: Any, dtype: torch.dtype) -> torch.dtype:
-    """float16 for bfloat16."""
-    return torch.float16 if dtype == torch.bfloat16 else dtype
-
-
-@op_table.gradient_dtype.row(halved)
-class HalfProduct(UnfusedOperation):
-    """y = x W^T, whose gradient of x is in float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
-
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return x @ call["weight"].mT
-
-    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        return Gradient(("input",), ("weight",), "dx"), Gradient(("weight",), ("input",), "dw")
-
-    def dx(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"input": (dy @ call["weight"]).to(halved(self, dy.dtype))}
-
-    def dw(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        return {"weight": dy.flatten(0, -2).mT @ call["input"].flatten(0, -2)}
 
 
 def slope(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +61,7 @@ def silu_backward(seen: list[Any], **details: Any) -> Fusion:
 
 @pytest.mark.parametrize("taken", [(), (torch.float32,), (torch.float32, torch.float16)])
 def test_a_gradient_in_another_dtype_is_taken_where_the_fusion_says_so(taken: tuple[torch.dtype, ...]) -> None:
-    model = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), HalfProduct()).bfloat16()
+    model = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), HalfProduct(WIDTH)).bfloat16()
     x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
     leaves, seen = [x, *model.parameters()], list[Any]()
     with only(silu_backward(seen, takes_gradients_in=taken)):
@@ -103,23 +76,6 @@ def test_a_gradient_in_another_dtype_is_taken_where_the_fusion_says_so(taken: tu
 
 
 # ----------------------------------------------------------------------------------------------------- forms
-
-
-@op_table.exports.row(True)
-class TwoForms(ops.RowOp):
-    """y = tanh(x) in bfloat16, and in float32 under another name."""
-
-    def named_outputs(self) -> tuple[str, ...]:
-        return ("wide",)
-
-    def named_output(self, name: str, out: Spec) -> Spec:
-        return replace(out, dtype=torch.float32)
-
-    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16
-
-    def compute(self, x: Any) -> Any:
-        return tanh(x)
 
 
 def two_forms(behind: ops.FusableOperation, **options: Any) -> Sequential:
@@ -146,10 +102,7 @@ class _Products:
 
 
 def wide_backward(**options: Any) -> Fusion:
-    nodes = (
-        Gradient(("input",), ("0.weight.float32",), "dx"),
-        Gradient(("0.weight",), ("input.float32",), "dw"),
-    )
+    nodes = (Gradient(("input",), ("0.weight.float32",), "dx"), Gradient(("0.weight",), ("input.float32",), "dw"))
     details = Details(gradients=nodes, registered=False)
     return fusion(backward=[ops.MatMul], cost=lambda m: (CHEAP, CHEAP), details=details, name="wide", **options)(
         _Products

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def narrow_products() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no instructions for products of 8 bits")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What torch.empty gives is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.device import capturing
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 F, FFN, HEADS, TOKENS = 256, 512, 4, 64
@@ -25,12 +25,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "layer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
     "checkpointed": lambda: te.LayerNormMLP(F, FFN, checkpoint=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def narrow_products() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no instructions for products of 8 bits")
 
 
 def on() -> Any:

@@ -15,7 +15,7 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Format
 from tests.float8 import OURS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 
 GPU = torch.device("cuda", 0)
 F, FFN, HEADS = 256, 512, 4
@@ -41,12 +41,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),
     "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def narrow_products() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no instructions for products of 8 bits")
 
 
 def made(name: str, dtype: torch.dtype = BF16) -> tuple[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,16 +12,7 @@ from te_fuser.ops.attention.heads import PackedHeads
 from tests.fake_cuda import forget_written
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """What torch.empty gives is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 
 def on_gpu(case: Case, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -52,16 +41,10 @@ def test_nothing(case: Case) -> None:
 LARGE = [
     Case("as a GPT layer packs", PackedHeads(32, 32, 128), torch.bfloat16, parts=True, sums=torch.bfloat16),
     Case("as a Llama layer packs", PackedHeads(32, 8, 128), torch.bfloat16, 128, parts=True),
-    Case(
-        "as a GPT layer packs in 8 bits",
-        PackedHeads(32, 32, 128),
-        torch.bfloat16,
-        parts=True,
-        sums=torch.bfloat16,
-        stored=torch.float8_e5m2,
-    ),
+    Case("as a GPT layer packs in 8 bits", PackedHeads(32, 32, 128), torch.bfloat16, parts=True, sums=torch.bfloat16,
+     stored=torch.float8_e5m2),
     Case("as a Llama layer turns", PackedHeads(32, 8, 128, "batch_first"), torch.float16, 128, bias=torch.float32),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)

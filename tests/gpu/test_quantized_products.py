@@ -14,7 +14,7 @@ from te_fuser.quantization import QuantizedTensor, quantize
 from tests.float8 import E4M3, E5M2
 from tests.kernels.weights8 import turned_wrongly
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 
 GPU = torch.device("cuda", 0)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,12 +25,6 @@ SPLIT = 1e-3  # what sums err by, as a share of the largest result, where only 1
 
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(str(d)[12:] for d in p))
 sums = pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
-
-
-@pytest.fixture(autouse=True)
-def narrow_products() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no instructions for products of 8 bits")
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int) -> QuantizedTensor:

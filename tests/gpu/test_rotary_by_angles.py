@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,15 +29,6 @@ def compiled() -> None:
     passes = dict.fromkeys(p for case in (*CASES, *LARGE) for p in case.passes())
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda p: p.compile(arch, config.cache_dir), passes))
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """What torch.empty gives is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3, device="cuda").isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @EACH

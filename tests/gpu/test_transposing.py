@@ -13,10 +13,9 @@ import te_fuser as te
 from te_fuser import fusions
 from te_fuser.fuser.plan import layouts
 from tests.float8 import OURS
-from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, compare, data, made, narrow_products, step
+from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, compare, data, made, step
 
-pytestmark = pytest.mark.gpu
-__all__ = ["narrow_products"]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 NAMES = ("mlp", "gated", "te.LayerNormMLP gated", "te.TransformerLayer")
 
 

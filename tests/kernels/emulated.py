@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from te_fuser.codegen.written import TextKernel
 from tests.fake_cuda import FakeDriver, running
@@ -20,3 +21,12 @@ def emulating(kernels: Callable[[], Iterable[TextKernel[Any]]]) -> Any:
             yield driver
 
     return emulated
+
+
+def launched(
+    driver: FakeDriver, run: Callable[..., list[torch.Tensor]], *given: Any
+) -> tuple[list[torch.Tensor], int, bytes]:
+    """What a run gives, how many kernels that took, and the last one's name; plans are made before."""
+    run(*given)
+    driver.launches = 0
+    return run(*given), driver.launches, driver.last_symbol

@@ -16,6 +16,7 @@ from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.verify import VerificationError
 from tests.fake_cuda import Emulation, FakeDriver
+from tests.kernels.emulated import launched
 from tests.needs import needs_compiler
 from tests.twins import randomize
 
@@ -78,14 +79,6 @@ def gradients(model: te_fuser.Sequential, x: torch.Tensor, reference: bool = Fal
     return [*torch.autograd.grad(y, [x, *model.parameters()], dy)]
 
 
-def launched(driver: FakeDriver, model: te_fuser.Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], int, bytes]:
-    """The gradients, how many kernels that took, and the last one's name; plans are made before."""
-    gradients(model, x)
-    driver.launches = 0
-    found = gradients(model, x)
-    return found, driver.launches, driver.last_symbol
-
-
 def assert_exact(found: list[torch.Tensor], model: te_fuser.Sequential, x: torch.Tensor) -> None:
     exact = gradients(model.double(), x.detach().double().requires_grad_(), reference=True)
     model.float()
@@ -103,9 +96,9 @@ def test_one_launch_adds_up_all(
     with only():
         (step,) = (s for s in model.plan(x).backward if s.name == LISTS[name][1])
         assert [k for k, _ in step.outputs] == ["input", "0.bias"] and step.sums() == [step.outputs[1][1]]
-        together, launches, last = launched(driver, model, x)
+        together, launches, last = launched(driver, gradients, model, x)
         monkeypatch.setattr(loading, "load_column_sums", lambda target, device: None)
-        apart, more, other = launched(driver, te_fuser.Sequential(*model), x)
+        apart, more, other = launched(driver, gradients, te_fuser.Sequential(*model), x)
     assert last == b"column_sums" and other.endswith(b"_finish")
     assert more == launches + 1
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
@@ -116,7 +109,7 @@ def test_they_wait_where_no_generated_kernel_has_sums(driver: FakeDriver) -> Non
     model, x = randomize(te_fuser.Sequential(ops.Bias(FEATURES), attention())).float(), torch.randn(40, 2, FEATURES)
     x.requires_grad_()
     with only():
-        found, launches, last = launched(driver, model, x)
+        found, launches, last = launched(driver, gradients, model, x)
     # The bias in forward; the packing and its sums in backward.
     assert (launches, last) == (3, b"column_sums")
     assert_exact(found, model, x)
@@ -129,7 +122,7 @@ def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver) -> None:
     x = torch.randn(POSITIONS, SAMPLES, FEATURES, requires_grad=True)
     randomize(model).float()
     with only():
-        found, _, last = launched(driver, model, x)
+        found, _, last = launched(driver, gradients, model, x)
     assert last == b"packed_heads_finish"
     assert_exact(found, model, x)
 

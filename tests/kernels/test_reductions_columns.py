@@ -14,6 +14,7 @@ from te_fuser.codegen.cuda_text import FINISH_THREADS
 from te_fuser.fuser.run import loading
 from te_fuser.verify import steps as verify_steps
 from tests.fake_cuda import Emulation, FakeDriver
+from tests.kernels.emulated import launched
 from tests.needs import needs_compiler
 from tests.twins import randomize, tensor
 
@@ -35,14 +36,6 @@ def gradients(model: te_fuser.Sequential, x: torch.Tensor) -> list[torch.Tensor]
     return [*torch.autograd.grad(y, [x, *model.parameters()], torch.full_like(y, 0.5))]
 
 
-def launched(driver: FakeDriver, model: te_fuser.Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], int, bytes]:
-    """The gradients, how many kernels that took, and the last one's name; plans are made before."""
-    gradients(model, x)
-    driver.launches = 0
-    found = gradients(model, x)
-    return found, driver.launches, driver.last_symbol
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_launch_gives_what_each_kernel_would(
@@ -50,9 +43,9 @@ def test_one_launch_gives_what_each_kernel_would(
 ) -> None:
     x = tensor(90, WIDTH, dtype=dtype)
     with emulation.in_plans():
-        together, launches, last = launched(driver, layers(dtype), x)
+        together, launches, last = launched(driver, gradients, layers(dtype), x)
         monkeypatch.setattr(loading, "load_column_sums", lambda target, device: None)
-        apart, more, other = launched(driver, layers(dtype), x)
+        apart, more, other = launched(driver, gradients, layers(dtype), x)
     assert last == b"column_sums" and other.endswith(b"_finish")
     assert more == launches + 2  # three kernels have sums
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
@@ -66,7 +59,7 @@ def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver, emulation: Emula
     exact = te_fuser.Sequential(*model).double()
     x = tensor(90, WIDTH, dtype=torch.float32)
     with emulation.in_plans():
-        found, _, _ = launched(driver, model.float(), x)
+        found, _, _ = launched(driver, gradients, model.float(), x)
     leaf = x.detach().double().requires_grad_()
     y = exact.double().reference(leaf)
     wanted = torch.autograd.grad(y, [leaf, *exact.parameters()], torch.full_like(y, 0.5))
@@ -82,8 +75,8 @@ def test_sums_of_verified_steps_come_by_the_same_kernel(
     checked = te_fuser.Sequential(*layers(torch.float32), verify=True)
     x = tensor(90, WIDTH, dtype=torch.float32)
     with emulation.in_plans():
-        found, launches, last = launched(driver, checked, x)
-        together, fewer, _ = launched(driver, layers(torch.float32), x)
+        found, launches, last = launched(driver, gradients, checked, x)
+        together, fewer, _ = launched(driver, gradients, layers(torch.float32), x)
     assert last == b"column_sums" and launches == fewer + 2  # three kernels have sums
     assert all(torch.equal(a, b) for a, b in zip(found, together, strict=True))
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.codegen.written import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
@@ -61,19 +59,13 @@ COMPILED = [(name, arch) for name in KERNELS for arch in ARCHS if "blocks" not i
 
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
-def test_text_compiled_spills_nothing(name: str, arch: str, tmp_path: Path) -> None:
+def test_text_compiled_spills_nothing_and_waits_before_it_touches_memory(name: str, arch: str) -> None:
+    """Of what differs in numbers alone every other text on the GPUs besides Hopper's, where all were measured."""
     kernels, symbols = KERNELS[name]
     most = SPILLED.get((name, arch), 0)
-    for kernel in kernels:
-        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
-        found = {r.symbol for r in compiled.resources}
-        assert found - {f"{kernel.name}_finish"} == (symbols or {kernel.name})
-        assert all(max(r.spilled_bytes, r.stack_bytes) <= most for r in compiled.resources), compiled.resources
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("name", KERNELS)
-def test_text_started_early_waits_before_it_touches_memory(name: str) -> None:
-    kernels, _ = KERNELS[name]
-    texts = {k.text() for k in kernels}
-    assert not [complaint for text in texts for complaint in ptx.too_early(text, "sm_90a")]
+    turn = {"sm_80": slice(0, None, 2), "sm_100a": slice(len(kernels) > 1, None, 2)}.get(arch, slice(None))
+    for kernel in kernels[turn]:
+        text, resources = ptx.compiled(kernel.text(), arch)
+        assert {r.symbol for r in resources} - {f"{kernel.name}_finish"} == (symbols or {kernel.name})
+        assert all(max(r.spilled_bytes, r.stack_bytes) <= most for r in resources), resources
+        assert arch == "sm_80" or not ptx.too_early_in(text)

@@ -25,10 +25,7 @@ ACTIVATIONS: dict[str, tuple[RowOp, Form]] = {
     "srelu": (ops.SReLU(), lambda x: F.relu(x) ** 2),
     "silu": (ops.SiLU(), F.silu),
 }
-BOUNDED: dict[str, tuple[RowOp, Form]] = {
-    "sigmoid": (ops.Sigmoid(), torch.sigmoid),
-    "tanh": (ops.Tanh(), torch.tanh),
-}
+BOUNDED: dict[str, tuple[RowOp, Form]] = {"sigmoid": (ops.Sigmoid(), torch.sigmoid), "tanh": (ops.Tanh(), torch.tanh)}
 ROWWISE: dict[str, tuple[RowOp, Form]] = {
     "softmax": (ops.Softmax(), lambda x: F.softmax(x, -1)),
     "log_softmax": (ops.LogSoftmax(), lambda x: F.log_softmax(x, -1)),

@@ -301,31 +301,23 @@ FORM = r"write Bound\(ops.MatMul\(8, 16, device=\"meta\"\), module, weight=\"nam
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), r"of Linear \(weight, bias\), got weight"),
-        (
-            lambda: bound(Pair(), nn.Module(), weight="w"),
-            r"or an ops.Linear, got a \S+\.Pair: bind the ops it stands for",
-        ),
-        (lambda: bound(nn.Linear(8, 8), nn.Module(), weight="w"), r"got a torch\.nn\.\S+\.Linear: " + FORM),
-        (lambda: bound(ops.MatMul, nn.Module(), weight="w"), r"got the class MatMul: " + FORM),
-        (lambda: bound(BIG, nn.Module(), weight="w"), r"Linear, got a Parameter of shape \[64, 64\]: " + FORM),
-        (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
-        (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
-        (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),
-        (
-            lambda: bound(ops.Bias(8), "owner", bias="b"),
-            r"takes the module that has the parameters, got 'owner': " + FORM,
-        ),
-        (lambda: bound(ops.Bias(8), nn.Linear, bias="b"), r"has the parameters, got the class Linear: " + FORM),
-        (lambda: bound(ops.Bias(8), BIG, bias="b"), r"got a Parameter of shape \[64, 64\]: " + FORM),
-        (lambda: bound(ops.Bias(8), bias="b"), r"missing a required argument: 'owner'\n  Bound\(op, owner, /, "),
-        (lambda: bound(ops.Bias(8), nn.Module(), "b"), r"takes 2 arguments by position, got 3"),
-        (lambda: bound(ops.Bias(8), nn.Module(), bias=3), r"takes a parameter's name as bias, got 3: " + FORM),
-        (lambda: bound(ops.Bias(8), nn.Module(), bias=BIG), r"as bias, got a Parameter of shape \[64, 64\]: " + FORM),
-        (lambda: bound(ops.Bias(8), nn.Module(), bias=(BIG,)), r"name as bias, got a tuple: " + FORM),
-    ],
-)
+    [(lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), r"of Linear \(weight, bias\), got weight"),
+     (lambda: bound(Pair(), nn.Module(), weight="w"), r"or an ops.Linear, got a \S+\.Pair: bind the ops it stands for"),
+     (lambda: bound(nn.Linear(8, 8), nn.Module(), weight="w"), r"got a torch\.nn\.\S+\.Linear: " + FORM),
+     (lambda: bound(ops.MatMul, nn.Module(), weight="w"), r"got the class MatMul: " + FORM),
+     (lambda: bound(BIG, nn.Module(), weight="w"), r"Linear, got a Parameter of shape \[64, 64\]: " + FORM),
+     (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
+     (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
+     (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),
+     (lambda: bound(ops.Bias(8), "owner", bias="b"), r"takes the module that has the parameters, got 'owner': " + FORM),
+     (lambda: bound(ops.Bias(8), nn.Linear, bias="b"), r"has the parameters, got the class Linear: " + FORM),
+     (lambda: bound(ops.Bias(8), BIG, bias="b"), r"got a Parameter of shape \[64, 64\]: " + FORM),
+     (lambda: bound(ops.Bias(8), bias="b"), r"missing a required argument: 'owner'\n  Bound\(op, owner, /, "),
+     (lambda: bound(ops.Bias(8), nn.Module(), "b"), r"takes 2 arguments by position, got 3"),
+     (lambda: bound(ops.Bias(8), nn.Module(), bias=3), r"takes a parameter's name as bias, got 3: " + FORM),
+     (lambda: bound(ops.Bias(8), nn.Module(), bias=BIG), r"as bias, got a Parameter of shape \[64, 64\]: " + FORM),
+     (lambda: bound(ops.Bias(8), nn.Module(), bias=(BIG,)), r"name as bias, got a tuple: " + FORM)],
+)  # fmt: skip
 def test_wrong_names(make: Callable[[], FusableOperation], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         make()

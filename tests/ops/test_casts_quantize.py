@@ -147,22 +147,13 @@ REFUSED = {
     "bfloat16": (lambda: ops.Quantize(torch.bfloat16), TypeError, "torch.float8_e4m3fn or torch.float8_e5m2, got"),
     "a name": (lambda: ops.Quantize(E4M3, scale="a b"), ValueError, "usable as a keyword argument"),
     "no scale": (lambda: model(E4M3)(torch.ones(2, WIDTH)), ValueError, r"op 2 \(Quantize.*pass it: model\(x, scale="),
-    "several": (
-        lambda: model(E4M3)(torch.ones(2, WIDTH), scale=torch.ones(2)),
-        ValueError,
-        r"op 2 \(Quantize.*'scale' has shape \[2\], needs \[\]",
-    ),
-    "wide": (
-        lambda: model(E4M3)(torch.ones(2, WIDTH), scale=SCALE.double()),
-        TypeError,
-        r"op 2 \(Quantize.*'scale' is float64, the main input float32",
-    ),
-    "a row op behind it": (
-        lambda: te_fuser.Sequential(ops.Quantize(E5M2), ops.GELU())(torch.ones(2, WIDTH), scale=SCALE),
-        TypeError,
-        r"op 1 \(GELU.*takes float32, bfloat16, float16, float64, got float8_e5m2",
-    ),
-}
+    "several": (lambda: model(E4M3)(torch.ones(2, WIDTH), scale=torch.ones(2)), ValueError,
+     r"op 2 \(Quantize.*'scale' has shape \[2\], needs \[\]"),
+    "wide": (lambda: model(E4M3)(torch.ones(2, WIDTH), scale=SCALE.double()), TypeError,
+     r"op 2 \(Quantize.*'scale' is float64, the main input float32"),
+    "a row op behind it": (lambda: te_fuser.Sequential(ops.Quantize(E5M2), ops.GELU())(torch.ones(2, WIDTH),
+     scale=SCALE), TypeError, r"op 1 \(GELU.*takes float32, bfloat16, float16, float64, got float8_e5m2"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

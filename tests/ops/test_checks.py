@@ -25,34 +25,19 @@ ARGUMENTS = {
     "scale_by_text": (lambda: ops.Scale(value="a"), TypeError, ["^Scale takes a number as value, got 'a'"]),
     "flatten_text": (lambda: ops.Flatten("a"), TypeError, ["^Flatten takes a whole number as start_dim, got 'a'"]),
     "unflatten_text": (lambda: ops.Unflatten("a", (2, 2)), TypeError, ["^Unflatten takes a whole number as dim"]),
-    "half_a_size": (
-        lambda: ops.Unflatten(1, (1.5, 2)),
-        TypeError,
-        ["^Unflatten takes a whole number as each size, got 1"],
-    ),
+    "half_a_size": (lambda: ops.Unflatten(1, (1.5, 2)), TypeError,
+     ["^Unflatten takes a whole number as each size, got 1"]),
     "no_size": (lambda: ops.Reshape(None), TypeError, ["^Reshape takes a whole number as each size, got None"]),
-    "softmax_elsewhere": (
-        lambda: ops.Softmax(dim=1),
-        ValueError,
-        [r"^Softmax goes over the features of each row, dim=-1, got dim=1: put torch\.nn\.Softmax\(1\) into the list"],
-    ),
-    "verify_text": (
-        lambda: te_fuser.verify(ops.GELU(), "x"),
-        TypeError,
-        [r"^verify\(model, x\) takes a torch.Tensor, got str$"],
-    ),
-    "verify_dtype_names": (
-        lambda: te_fuser.verify(ops.GELU(), dtypes=["float32"]),
-        TypeError,
-        [r"^dtypes are a list of PyTorch's, verify\(model, dtypes=\[torch\.float32\]\), got \['float32'\]"],
-    ),
+    "softmax_elsewhere": (lambda: ops.Softmax(dim=1), ValueError,
+     [r"^Softmax goes over the features of each row, dim=-1, got dim=1: put torch\.nn\.Softmax\(1\) into the list"]),
+    "verify_text": (lambda: te_fuser.verify(ops.GELU(), "x"), TypeError,
+     [r"^verify\(model, x\) takes a torch.Tensor, got str$"]),
+    "verify_dtype_names": (lambda: te_fuser.verify(ops.GELU(), dtypes=["float32"]), TypeError,
+     [r"^dtypes are a list of PyTorch's, verify\(model, dtypes=\[torch\.float32\]\), got \['float32'\]"]),
     "verify_one_dtype": (lambda: te_fuser.verify(ops.GELU(), dtypes=torch.float32), TypeError, ["^dtypes are a list"]),
-    "reference_text": (
-        lambda: te_fuser.Sequential(ops.GELU()).reference("a"),
-        TypeError,
-        ["^te_fuser takes a torch.Tensor, got str"],
-    ),
-}
+    "reference_text": (lambda: te_fuser.Sequential(ops.GELU()).reference("a"), TypeError,
+     ["^te_fuser takes a torch.Tensor, got str"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

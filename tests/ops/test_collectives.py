@@ -100,15 +100,9 @@ def test_choices_that_were_measured_hold_for_as_many_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "want"),
-    [
-        (Exchange(), (4, 6, 8)),
-        (Exchange(join=0), (8, 6, 8)),
-        (Exchange(join=-1), (4, 6, 16)),
-        (Exchange(cut=1), (4, 3, 8)),
-        (Exchange(cut=-1, join=0), (8, 6, 4)),
-        (Exchange(cut=1, join=1), (4, 6, 8)),
-    ],
-)
+    [(Exchange(), (4, 6, 8)), (Exchange(join=0), (8, 6, 8)), (Exchange(join=-1), (4, 6, 16)),
+     (Exchange(cut=1), (4, 3, 8)), (Exchange(cut=-1, join=0), (8, 6, 4)), (Exchange(cut=1, join=1), (4, 6, 8))],
+)  # fmt: skip
 def test_shapes(exchange: Exchange, want: tuple[int, ...]) -> None:
     """There, and back to where it came from."""
     assert exchange.shape((4, 6, 8), 2) == want

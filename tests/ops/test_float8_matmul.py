@@ -18,10 +18,7 @@ from tests.ops.check import normal
 
 IN, OUT = 48, 32
 KERNELS = ("reference", pytest.param("generated", marks=needs_compiler))
-FORMS = {
-    "hybrid": (Format.HYBRID, (0.25, 0.125)),
-    "e4m3": (Format.E4M3, (0.125, 0.0675)),
-}
+FORMS = {"hybrid": (Format.HYBRID, (0.25, 0.125)), "e4m3": (Format.E4M3, (0.125, 0.0675))}
 
 
 def trained(model: te.Sequential, x: torch.Tensor, dy: torch.Tensor, recipe: DelayedScaling) -> Any:

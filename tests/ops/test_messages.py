@@ -98,11 +98,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "window": (lambda: ops.AttentionMask(window=3), ValueError, r"window is \(left, right\), .* got 3"),  # type: ignore[arg-type]
     "window_text": (lambda: ops.AttentionMask(window=("a", 1)), ValueError, "None for all; got"),  # type: ignore[arg-type]
-    "heads": (
-        lambda: ops.HeadNorm(4, heads=-1),
-        ValueError,
-        "HeadNorm takes a whole number from 1 on as heads",
-    ),
+    "heads": (lambda: ops.HeadNorm(4, heads=-1), ValueError, "HeadNorm takes a whole number from 1 on as heads"),
     "keys_alone": (lambda: ops.HeadNorm(4, heads=-1, kv_heads=2), ValueError, "from 0 on as heads, got -1"),
     "head_dim": (lambda: ops.HeadNorm("4", heads=1), TypeError, "HeadNorm takes a whole number as head_dim, got '4'"),  # type: ignore[arg-type]
     "no_heads": (lambda: ops.RotaryByAngles(4, heads=0), ValueError, "RotaryByAngles takes a whole number from 1 on"),
@@ -113,11 +109,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "cos": (lambda: ops.RotaryByAngles(4, heads=1, cos_sin="a"), ValueError, "a pair of names as cos_sin, got 'a'"),  # type: ignore[arg-type]
     "samples": (lambda: ops.DropPath(0.5, "x"), TypeError, "DropPath takes a whole number as batch_dim, got 'x'"),  # type: ignore[arg-type]
-    "fill": (
-        lambda: ops.Linear(4, 4, init_method=3),
-        TypeError,
-        "Linear takes a function as init_method, or None",
-    ),  # type: ignore[arg-type]
+    "fill": (lambda: ops.Linear(4, 4, init_method=3), TypeError, "Linear takes a function as init_method, or None"),  # type: ignore[arg-type]
     "per": (lambda: ops.AdaptiveLayerNorm(8, per="batch"), ValueError, "'sample' or per 'row', got per='batch'"),
     "no_batch_dim": (lambda: ops.AdaptiveLayerNorm(8), ValueError, "needs batch_dim"),
     "two_dimensions": (lambda: ops.Bias((4, 8)), ValueError, r"last dimension alone, got \[4, 8\]: flatten"),

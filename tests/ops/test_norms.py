@@ -197,9 +197,5 @@ def test_a_norm_behind_one_without_parameters(second: ops.RowOp, special: float 
     torch.testing.assert_close(y, exact.float(), equal_nan=True)
     dy = normal(3, N, seed=1)
     torch.testing.assert_close(
-        torch.autograd.grad(y, x, dy.float()),
-        torch.autograd.grad(exact, x, dy),
-        equal_nan=True,
-        rtol=1e-4,
-        atol=1e-5,
+        torch.autograd.grad(y, x, dy.float()), torch.autograd.grad(exact, x, dy), equal_nan=True, rtol=1e-4, atol=1e-5
     )

@@ -98,41 +98,23 @@ def run(x: torch.Tensor, **changed: torch.Tensor) -> torch.Tensor:
 
 NARROW = torch.ones(2, IN).to(E4M3)
 REFUSED = {
-    "in": (
-        lambda: ops.QuantizedMatMul(40, 32, dtype=torch.float32),
-        ValueError,
-        "in_features in multiples of 16, got 40",
-    ),
-    "out": (
-        lambda: ops.QuantizedMatMul(32, 8, dtype=torch.float32),
-        ValueError,
-        "out_features in multiples of 16, got 8",
-    ),
+    "in": (lambda: ops.QuantizedMatMul(40, 32, dtype=torch.float32), ValueError,
+     "in_features in multiples of 16, got 40"),
+    "out": (lambda: ops.QuantizedMatMul(32, 8, dtype=torch.float32), ValueError,
+     "out_features in multiples of 16, got 8"),
     "dtype": (lambda: ops.QuantizedMatMul(32, 32, dtype=E4M3), TypeError, "gives float32, bfloat16, float16, got"),
     "wide": (lambda: run(torch.ones(2, IN)), TypeError, "takes float8_e4m3fn or float8_e5m2, got float32: quantize it"),
     "features": (lambda: run(torch.ones(2, 32).to(E4M3)), ValueError, "made for 48 features, got 32"),
     "weight": (lambda: run(NARROW, weight=torch.ones(OUT, IN)), TypeError, "'weight' is float32, it takes float8"),
-    "its shape": (
-        lambda: run(NARROW, weight=torch.ones(IN, IN).to(E4M3)),
-        ValueError,
-        r"\[48, 48\], it needs \[32, 48",
-    ),
-    "e5m2 twice": (
-        lambda: run(torch.ones(2, IN).to(E5M2), weight=torch.ones(OUT, IN).to(E5M2)),
-        TypeError,
-        "both float8_e5m2: quantize one to float8_e4m3fn",
-    ),
-    "scale": (
-        lambda: run(NARROW, input_scale=torch.ones(3)),
-        ValueError,
-        r"'input_scale' is one number.*got float32 \[3",
-    ),
-    "missing": (
-        lambda: te_fuser.Sequential(ops.QuantizedMatMul(IN, OUT, dtype=torch.float32))(NARROW),
-        ValueError,
-        r"op 0 \(QuantizedMatMul.*pass it: model\(x, weight=",
-    ),
-}
+    "its shape": (lambda: run(NARROW, weight=torch.ones(IN, IN).to(E4M3)), ValueError,
+     r"\[48, 48\], it needs \[32, 48"),
+    "e5m2 twice": (lambda: run(torch.ones(2, IN).to(E5M2), weight=torch.ones(OUT, IN).to(E5M2)), TypeError,
+     "both float8_e5m2: quantize one to float8_e4m3fn"),
+    "scale": (lambda: run(NARROW, input_scale=torch.ones(3)), ValueError,
+     r"'input_scale' is one number.*got float32 \[3"),
+    "missing": (lambda: te_fuser.Sequential(ops.QuantizedMatMul(IN, OUT, dtype=torch.float32))(NARROW), ValueError,
+     r"op 0 \(QuantizedMatMul.*pass it: model\(x, weight="),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -200,18 +200,14 @@ def test_changed_attributes_are_used():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ({"head_dim": 7}, r"rotary_dim must be even and in \[2, head_dim = 7\], got 7"),
-        ({"rotary_dim": 10}, "rotary_dim must be even .* got 10"),
-        ({"rotary_dim": 0}, "rotary_dim must be even .* got 0"),
-        ({"base": 0.0}, r"base must be positive, got 0\.0"),
-        ({"position_offset": -1}, "position_offset must not be negative, got -1"),
-        ({"style": "neox"}, "style='neox' is unknown; use one of 'half', 'interleaved'"),
-        ({"layout": "sbhd"}, "layout='sbhd' is unknown"),
-        ({"packing": "none"}, "packing='none' is unknown"),
-        ({"kv_heads": 3}, "multiple of kv_heads"),
-    ],
-)
+    [({"head_dim": 7}, r"rotary_dim must be even and in \[2, head_dim = 7\], got 7"),
+     ({"rotary_dim": 10}, "rotary_dim must be even .* got 10"), ({"rotary_dim": 0}, "rotary_dim must be even .* got 0"),
+     ({"base": 0.0}, r"base must be positive, got 0\.0"),
+     ({"position_offset": -1}, "position_offset must not be negative, got -1"),
+     ({"style": "neox"}, "style='neox' is unknown; use one of 'half', 'interleaved'"),
+     ({"layout": "sbhd"}, "layout='sbhd' is unknown"), ({"packing": "none"}, "packing='none' is unknown"),
+     ({"kv_heads": 3}, "multiple of kv_heads")],
+)  # fmt: skip
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         RotaryEmbedding(**{"head_dim": 8, "heads": 4, **arguments})

@@ -63,49 +63,28 @@ USE_FORMULA = "a formula is written with the functions of te_fuser.formula"
 
 
 FORMULAS = {
-    "one_per_row": (
-        formula(row_sum),
-        ValueError,
-        [r"^op 1 \(Given '1'\)", "a value for every feature, got one per row"],
-    ),
+    "one_per_row": (formula(row_sum), ValueError,
+     [r"^op 1 \(Given '1'\)", "a value for every feature, got one per row"]),
     "a_function_of_torch": (formula(torch.tanh), TypeError, [r"^op 1 \(Given '1'\)", USE_FORMULA]),
     "a_method": (formula(lambda x: x.tanh()), TypeError, [r"^op 1 \(Given '1'\)", "no attribute 'tanh'", USE_FORMULA]),
     "an_index": (formula(lambda x: x[0]), TypeError, [r"^op 1 \(Given '1'\)", USE_FORMULA]),
     "a_branch": (formula(lambda x: x if x > 0 else -x), TypeError, [r"^op 1 \(Given '1'\)", "use where"]),
     "a_tuple": (formula(lambda x: (x, x)), TypeError, [r"^op 1 \(Given '1'\)", "expressions and numbers, not tuple"]),
-    "clamped_by_tensors": (
-        formula(lambda x: clamp(x, x * 0.5, x * 2.0)),
-        TypeError,
-        [
-            r"^op 1 \(Given '1'\)",
-            r"clamp takes numbers as limits, got a tensor; by tensors: minimum\(maximum\(x, low\), high\)",
-        ],
-    ),
-    "clamped_by_nothing": (
-        formula(lambda x: clamp(x, None, 1.0)),
-        TypeError,
-        ["clamp takes numbers as limits, got None"],
-    ),
+    "clamped_by_tensors": (formula(lambda x: clamp(x, x * 0.5, x * 2.0)), TypeError, [r"^op 1 \(Given '1'\)",
+     r"clamp takes numbers as limits, got a tensor; by tensors: minimum\(maximum\(x, low\), high\)"]),
+    "clamped_by_nothing": (formula(lambda x: clamp(x, None, 1.0)), TypeError,
+     ["clamp takes numbers as limits, got None"]),
     "thirds_of_eight": (formula(lambda x: split(x, 3)[0]), ValueError, [r"^op 1 \(Given '1'\)", "8 features into 3"]),
-    "another_width": (
-        Narrow,
-        ValueError,
-        [r"^op 1 \(Narrow '1'\): compute\(\) gives 4 features, infer\(\) says 8", r"with_features\(4\)"],
-    ),
-    "a_misspelt_parameter": (
-        Typo,
-        ValueError,
-        [r"^op 1 \(Typo '1'\) reads 'wieght'", r"parameters that compute\(\) does not take: weight"],
-    ),
+    "another_width": (Narrow, ValueError,
+     [r"^op 1 \(Narrow '1'\): compute\(\) gives 4 features, infer\(\) says 8", r"with_features\(4\)"]),
+    "a_misspelt_parameter": (Typo, ValueError,
+     [r"^op 1 \(Typo '1'\) reads 'wieght'", r"parameters that compute\(\) does not take: weight"]),
     "starred": (Starred, TypeError, [r"Starred.compute takes \*others: its arguments after x are tensors"]),
-    "a_default": (
-        Default,
-        TypeError,
-        [r"Default.compute takes factor=3.0", r"an attribute of the op, read as self\.factor"],
-    ),
+    "a_default": (Default, TypeError,
+     [r"Default.compute takes factor=3.0", r"an attribute of the op, read as self\.factor"]),
     "no_x": (NoX, TypeError, [r"NoX.compute takes no x: define compute\(self, x, \.\.\.\)"]),
     "none_at_all": (Nothing, TypeError, [r"Nothing has no formula: define compute\(self, x, \.\.\.\)"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -18,19 +18,13 @@ from tests.gpu.ranks.test_presets import GATED, NO_DROPOUT, make
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_float8 import sent
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 RECIPES: dict[str, Any] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),
     "blocks": Float8BlockScaling(),
 }
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def narrow_products() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no instructions for products of 8 bits")
 
 
 def model(preset: str) -> te.Sequential:

@@ -44,16 +44,10 @@ def run_narrow(fast: bool = True) -> None:
 # By form: the same problem again, another problem, another product.
 Runs = tuple[ProductForm, Callable[[], object], list[Callable[[], object]]]
 RUNS: dict[str, Runs] = {
-    "wide": (
-        WIDE,
-        run_wide,
-        [
-            lambda: products.multiply("forward", torch.ones(7, 32), W),
-            lambda: products.multiply("forward_bias", X, W, torch.ones(6)),
-        ],
-    ),
+    "wide": (WIDE, run_wide, [lambda: products.multiply("forward", torch.ones(7, 32), W),
+     lambda: products.multiply("forward_bias", X, W, torch.ones(6))]),
     "of 8 bits": (NARROW, run_narrow, [lambda: run_narrow(fast=False)]),
-}
+}  # fmt: skip
 each = pytest.mark.parametrize("which", RUNS)
 
 

@@ -265,9 +265,8 @@ def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
 # ---- the whole ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def by_the_library() -> None:
-    """A plan on the CPU whose products are the fake library's."""
+def by_the_library(given: Callable[[Callable[[], None]], torch.Tensor]) -> None:
+    """Plans on the CPU whose products are the fake library's: `given` runs one, and says what comes of it."""
 
     @fusion(
         forward=[ops.MatMul],
@@ -278,15 +277,12 @@ def by_the_library() -> None:
     def by_the_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         X.copy_(x)
         W.copy_(weight)
-        small()
-        return Y.clone()
+        return given(small)
 
 
-def test_tune_lists_the_algorithms_that_it_tried(
-    library: FakeCublasLt, by_the_library: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_lists_the_algorithms_that_it_tried(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_the_library(lambda run: (run(), Y.clone())[1])
     linear, x, times = Sequential(ops.MatMul(8, 6)), torch.randn(5, 8), Times(library, {2: 0.9})
-
     monkeypatch.setattr(tuning, "_contest_on", lambda *given: lambda a, b, effort: times.contest(a, b))
     with torch.no_grad():
         y = linear(x)
@@ -303,10 +299,7 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
     """A model without products of the library is run as often as ever, and nothing of it is tried."""
     runs: list[int] = []
 
-    @fusion(
-        forward=[ops.MatMul],
-        details=Details(takes=("input", "0.weight"), registered=False),
-    )
+    @fusion(forward=[ops.MatMul], details=Details(takes=("input", "0.weight"), registered=False))
     def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         return x @ weight.T
@@ -325,19 +318,12 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
 def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it computes does not say how far apart right results may be."""
 
-    @fusion(
-        forward=[ops.MatMul],
-        name="by_the_library",
-        details=Details(takes=("input", "0.weight")),
-        cost=lambda m: Cost(seconds=1e-9),
-    )
-    def by_the_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        X.copy_(x)
-        W.copy_(weight)
+    def given(run: Callable[[], None]) -> torch.Tensor:
         before = library.by_algorithm[3]
-        small()
+        run()
         return Y * 2 if library.by_algorithm[3] > before else Y.clone()
 
+    by_the_library(given)
     linear, x, times = Sequential(ops.MatMul(8, 6)), torch.randn(5, 8), Times(library, {3: 0.1})
     monkeypatch.setattr(tuning, "_contest_on", lambda *given: lambda a, b, effort: times.contest(a, b))
     with torch.no_grad():

@@ -182,11 +182,14 @@ class Epilogue:
 
 def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
-    package = Package()
+    return installed(patch, Package(), quack._EPILOGUES, quack._GATED_EPILOGUES)
+
+
+def installed(patch, package, *written):
+    """A package in its place, and modules that are written in its terms, made anew from this one."""
     forget()
     fake_packages.in_place(patch, quack, package.modules, VERSION)
-    # Written in the package's terms, so they are made anew from this one.
-    for name in (quack._EPILOGUES, quack._GATED_EPILOGUES):
+    for name in written:
         spec = importlib.util.find_spec(name)
         package.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package.modules[name])
@@ -196,6 +199,6 @@ def in_place(patch):
 
 def forget():
     """Drop what was kept of another package."""
-    for kept in (quack.module, quack._config, quack.unusable, quack.unusable_by_gates):
+    for kept in (quack.module, quack._config, quack.unusable, quack.unusable_by_gates, quack.unusable_8):
         kept.cache_clear()
     quack.runs.forget()

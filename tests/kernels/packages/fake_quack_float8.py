@@ -6,17 +6,15 @@ A test puts it in place with `in_place`.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
-import sys
 import types
 
 import torch
 
 from te_fuser.kernels.packages import quack
-from tests.kernels.packages import fake_packages
+from tests.kernels.packages.fake_quack import RowVecLoad, forget, forms_of, installed
 
-VERSION = "0.6.5"
+__all__ = ["forget"]
 PIECES = "te_fuser.kernels.packages.quack_pieces"
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 TILES = {"tile_M": 128, "tile_N": 208, "cluster_M": 2, "cluster_N": 1, "pingpong": True}
@@ -32,13 +30,6 @@ def check_layout(name, matrix, shape):
 def as_bfloat16(x):
     """x rounded as bfloat16 stores it."""
     return x.bfloat16().double()
-
-
-@dataclasses.dataclass(frozen=True)
-class RowVecLoad:
-    """A number for each column."""
-
-    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +52,6 @@ class Plan:
 
     epilogue: object
     forms: dict
-
-
-def forms_of(tensors):
-    """What a plan is made for."""
-    return {name: None if t is None else (t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
 
 
 class Epilogue:
@@ -153,19 +139,4 @@ class Package:
 
 def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
-    package = Package()
-    forget()
-    fake_packages.in_place(patch, quack, package.modules, VERSION)
-    name = quack._EPILOGUES_8  # written in the package's terms, so it is made anew from this one
-    spec = importlib.util.find_spec(name)
-    package.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package.modules[name])
-    patch.setitem(sys.modules, name, package.modules[name])
-    return package
-
-
-def forget():
-    """Drop what was kept of another package."""
-    for kept in (quack.module, quack.unusable_8):
-        kept.cache_clear()
-    quack.runs.forget()
+    return installed(patch, Package(), quack._EPILOGUES_8)

@@ -384,33 +384,19 @@ def test_a_changed_attribute_is_a_changed_op():
 
 @pytest.mark.parametrize(
     ("said", "error", "words"),
-    [
-        ({}, TypeError, 'give mask="none", "causal" .*; give layout="batch_first" for .batch, sequence, features.'),
-        ({"mask": "causal"}, TypeError, 'has to be told: give layout="batch_first" for'),
-        (
-            {"layout": "batch_first"},
-            TypeError,
-            r'has to be told: give mask="none", .* AttentionMask \(windows, lengths',
-        ),
-        ({"mask": "none", "layout": "bshd"}, ValueError, "'bshd' is \"batch_first\" here"),
-        ({"mask": "none", "layout": "sbhd"}, ValueError, "'sbhd' is \"sequence_first\" here"),
-        ({"mask": "none", "layout": None}, ValueError, "layout=None is unknown; use one of 'sequence_first'"),
-        ({"mask": "no_mask", "layout": "batch_first"}, ValueError, "'no_mask' is \"none\" here"),
-        ({"mask": "padding", "layout": "batch_first"}, ValueError, r"'padding' is AttentionMask\(lengths=..\) or"),
-        (
-            {"mask": torch.ones(3, 3) > 0, "layout": "batch_first"},
-            TypeError,
-            'make it with mask="given", and call with',
-        ),
-        ({"mask": ["causal"], "layout": "batch_first"}, ValueError, r"mask=\['causal'\] is unknown"),
-        (
-            {"mask": "none", "layout": "batch_first", "scores": "alibi"},
-            TypeError,
-            r"AttentionScores\(alibi=True\), got",
-        ),
-        ({"mask": "none", "layout": "batch_first", "scores": {}}, TypeError, "scores is an AttentionScores"),
-    ],
-)
+    [({}, TypeError, 'give mask="none", "causal" .*; give layout="batch_first" for .batch, sequence, features.'),
+     ({"mask": "causal"}, TypeError, 'has to be told: give layout="batch_first" for'),
+     ({"layout": "batch_first"}, TypeError, r'has to be told: give mask="none", .* AttentionMask \(windows, lengths'),
+     ({"mask": "none", "layout": "bshd"}, ValueError, "'bshd' is \"batch_first\" here"),
+     ({"mask": "none", "layout": "sbhd"}, ValueError, "'sbhd' is \"sequence_first\" here"),
+     ({"mask": "none", "layout": None}, ValueError, "layout=None is unknown; use one of 'sequence_first'"),
+     ({"mask": "no_mask", "layout": "batch_first"}, ValueError, "'no_mask' is \"none\" here"),
+     ({"mask": "padding", "layout": "batch_first"}, ValueError, r"'padding' is AttentionMask\(lengths=..\) or"),
+     ({"mask": torch.ones(3, 3) > 0, "layout": "batch_first"}, TypeError, 'make it with mask="given", and call with'),
+     ({"mask": ["causal"], "layout": "batch_first"}, ValueError, r"mask=\['causal'\] is unknown"),
+     ({"mask": "none", "layout": "batch_first", "scores": "alibi"}, TypeError, r"AttentionScores\(alibi=True\), got"),
+     ({"mask": "none", "layout": "batch_first", "scores": {}}, TypeError, "scores is an AttentionScores")],
+)  # fmt: skip
 def test_mask_and_layout_have_to_be_told(said: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         DotProductAttention(2, 4, **said)
