@@ -51,8 +51,8 @@ def test_a_list_with_another_option_is_planned_by_itself() -> None:
     assert [p.memory for p in plans] == ["balanced", "lean", "balanced"]
     note = "planned by itself: memory='lean' was given here, 'balanced' around it"
     assert [notes(p) for p in plans] == [[], [note], []]
-    assert str(model.explain(X)).count(f"Note: {note}") == 1
-    assert str(model.explain(X, measure=True)).count(f"Note: {note}") == 1
+    assert str(model.explain(X, details=True)).count(f"Note: {note}") == 1
+    assert str(model.explain(X, measure=True, details=True)).count(f"Note: {note}") == 1
     with pytest.raises(ValueError, match=r"lists with other options split this list into 3 plans; use plans\(x\)"):
         model.plan(X)
     assert_as_meant(model, X)

@@ -162,7 +162,9 @@ def test_a_fusion_is_not_taken_where_its_gradient_has_another_dtype(taken: bool)
     try:
         x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
         assert_as_reference(ours, x)
-        assert taken or "arrives in float16, not in its own dtype" in " ".join(str(ours.explain(x)).split())
+        assert taken or "arrives in float16, not in its own dtype" in " ".join(
+            str(ours.explain(x, details=True)).split()
+        )
     finally:
         unregister("own_dtype")
     assert dtypes == [(torch.bfloat16, torch.bfloat16)] * taken
@@ -173,7 +175,9 @@ def test_a_form_in_float64_is_computed_by_pytorch() -> None:
     """Kernels that are generated know no float64: then the whole plan runs without them, and says so."""
     ours = Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Cast(torch.float64), ops.GELU())
     assert_as_reference(ours, x := torch.randn(7, WIDTH, requires_grad=True))
-    assert "row kernels are not generated: torch.float64 runs the reference" in " ".join(str(ours.explain(x)).split())
+    assert "row kernels are not generated: torch.float64 runs the reference" in " ".join(
+        str(ours.explain(x, details=True)).split()
+    )
 
 
 @pytest.mark.parametrize(

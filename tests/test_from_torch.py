@@ -415,7 +415,7 @@ def test_on_the_meta_device_nothing_is_checked() -> None:
         from_torch(layer)
     made: Any = from_torch(layer, check=False)
     x = torch.empty(S, B, E, device="meta", requires_grad=True)
-    assert "Plan" in str(made.explain(x, device="h200"))
+    assert "Plan" in str(made.explain(x, device="h200", details=True))
 
 
 def test_ops_are_taken_as_they_are() -> None:

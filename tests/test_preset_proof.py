@@ -90,7 +90,7 @@ def meaning(model: te_fuser.Sequential, x: torch.Tensor) -> tuple[torch.Tensor, 
 def test_it_is_fused_as_the_bare_list_is(device: str | None, outputs: tuple[str, ...], dtype: torch.dtype) -> None:
     x = torch.empty(64, HIDDEN, dtype=dtype, requires_grad=True)
     ours, theirs = (around(middle).to(dtype) for middle in (LayerNormMLP(HIDDEN, FFN), bare()))
-    mine, want = (m.explain(x, device=device, source=True, outputs=outputs) for m in (ours, theirs))
+    mine, want = (m.explain(x, device=device, source=True, outputs=outputs, details=True) for m in (ours, theirs))
     assert str(mine) == str(want)
     plan = ours.plan(x, device=device, outputs=outputs)
     inside = [k for k, node in enumerate(plan.graph.nodes) if node.path.startswith("2.")]

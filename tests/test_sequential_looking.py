@@ -63,9 +63,9 @@ def split() -> te_fuser.Sequential:
 
 LOOKS: dict[str, Callable[[te_fuser.Sequential, torch.Tensor], Any]] = {
     "plans": lambda model, x: model.plans(x),
-    "explain": lambda model, x: str(model.explain(x)),
-    "source": lambda model, x: str(model.explain(x, source=True)),
-    "measure": lambda model, x: str(model.explain(x, measure=True)),
+    "explain": lambda model, x: str(model.explain(x, details=True)),
+    "source": lambda model, x: str(model.explain(x, source=True, details=True)),
+    "measure": lambda model, x: str(model.explain(x, measure=True, details=True)),
     "tune": lambda model, x: model.tune(x, rounds=1, seconds=0.001),
 }
 
@@ -124,7 +124,7 @@ def test_a_failed_measurement_puts_buffers_back() -> None:
     model = sequential(ops.GELU(), nn.BatchNorm1d(8).double(), Fails(), ops.ReLU())
     before = state_of(model)
     with pytest.raises(RuntimeError, match="not today"):
-        model.explain(x_of(5, 8, dtype=torch.float64), measure=True)
+        model.explain(x_of(5, 8, dtype=torch.float64), measure=True, details=True)
     assert_unchanged(model, before)
 
 
@@ -132,7 +132,7 @@ def test_measuring_with_a_scripted_module() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     model, x = sequential(ops.Linear(8, 8), scripted, ops.GELU(), dtype=torch.float32), x_of(5, 8)
     before = state_of(model)
-    assert len(model.explain(x, measure=True).plans) == 2
+    assert len(model.explain(x, measure=True, details=True).plans) == 2
     assert_unchanged(model, before)
 
 
@@ -165,7 +165,7 @@ def tuned(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
 
 
 def measured(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
-    return model.explain(x, measure=True)
+    return model.explain(x, measure=True, details=True)
 
 
 @pytest.mark.parametrize("look", [measured, tuned])
@@ -218,7 +218,7 @@ def test_looking_within_a_checkpoint() -> None:
     twin = copy.deepcopy(model)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        model.explain(x)
+        model.explain(x, details=True)
         return model(x)
 
     for rows in (5, 6):
@@ -252,10 +252,10 @@ def test_what_needs_values_says_that_it_takes_a_call() -> None:
     model, x = sequential(ops.GELU(), Looks(), ops.ReLU(), dtype=torch.float32), x_of(5, 8)
     with pytest.raises(NotSeenError, match=r"what '1' \(Looks\) gives cannot be told .*; call the model once with"):
         model.plans(x)
-    text = str(model.explain(x))
+    text = str(model.explain(x, details=True))
     assert text.startswith("Plan 1: 1 op") and "No plan is known from here on: what '1' (Looks) gives" in text
     model(x)
-    assert len(model.plans(x)) == 2 and "Plan 2 of 2" in str(model.explain(x))
+    assert len(model.plans(x)) == 2 and "Plan 2 of 2" in str(model.explain(x, details=True))
     with pytest.raises(NotSeenError):
         model.plans(x_of(6, 8))
 
@@ -271,7 +271,7 @@ def test_a_parameter_that_needs_values_says_that_it_takes_a_call() -> None:
         NotSeenError, match=r"weight of ParametrizedLinear is computed in each call, .*; call the model"
     ):
         model.plan(x)
-    assert "No plan is known from here on" in str(model.explain(x))
+    assert "No plan is known from here on" in str(model.explain(x, details=True))
     model(x)
     assert model.plan(x_of(6, 8)).backward
 

@@ -76,7 +76,7 @@ def test_each_keeps_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
             block(x, activation)
     assert len(planned) == 3
     assert block.variant(activation="relu") is block.variant(activation="relu")
-    assert "ReLU" in str(block.variant(activation="relu").explain(x))
+    assert "ReLU" in str(block.variant(activation="relu").explain(x, details=True))
 
 
 def test_mode_and_options_are_those_of_the_list() -> None:
@@ -159,7 +159,7 @@ def test_options_and_mode_of_a_list_are_for_its_variants_within_others() -> None
     model, x = Outer(), normal(64, WIDTH).float()
     model(x, "relu")
     model[1].memory = "lean"
-    assert "planned by itself" in str(model.variant(activation="relu").explain(x))
+    assert "planned by itself" in str(model.variant(activation="relu").explain(x, details=True))
     model[1].p, model[1][3].p = 0.5, 0.5
     model = copy.deepcopy(model)
     noisy = model(x, "relu")

@@ -315,10 +315,17 @@ class Preset(Together, Variants):
 
     def explain(
         self, *args: Any, device: str | None = None, source: bool = False, measure: bool = False, passes: bool = False,
-        **call: Any,
+        details: bool = False, **call: Any,
     ) -> Any:  # fmt: skip
         """Both plans of the same call as tables, as `Sequential.explain` shows them, with its options."""
-        show = functools.partial(Sequential.explain, device=device, source=source, measure=measure, passes=passes)
+        options: dict[str, Any] = {
+            "device": device,
+            "source": source,
+            "measure": measure,
+            "passes": passes,
+            "details": details,
+        }
+        show = functools.partial(Sequential.explain, **options)
         return self._asked(*args, **call).of_list(show)
 
     def tune(self, *args: Any, rounds: int = 7, seconds: float = 0.2, margin: float = 0.005, **call: Any) -> TuneReport:

@@ -33,7 +33,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         te_fuser.Residual(ops.LayerNorm(h), ops.Linear(h, 4 * h), ops.GELU(), ops.Linear(4 * h, h), ops.Dropout(0.1)),
     ).bfloat16()
     x = torch.zeros(2, 512, h, dtype=torch.bfloat16, requires_grad=True)
-    path: Path = layer.explain(x, device="h200").to_html(tmp_path_factory.mktemp("page") / "plan.html")
+    path: Path = layer.explain(x, device="h200", details=True).to_html(tmp_path_factory.mktemp("page") / "plan.html")
     return path
 
 
@@ -88,7 +88,7 @@ def test_a_bar_leads_to_its_row_and_unfolds_the_table(page: Path, tmp_path: Path
 
 def test_hundreds_of_bars_fit_into_the_lane(tmp_path: Path) -> None:
     model = te_fuser.Sequential(*(te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 8)) for _ in range(150)))
-    path = model.explain(torch.zeros(4, 8), device="h200").to_html(tmp_path / "plan.html")
+    path = model.explain(torch.zeros(4, 8), device="h200", details=True).to_html(tmp_path / "plan.html")
     wide = "l => [l.children.length, l.scrollWidth - l.clientWidth]"
     script = f"return [...document.querySelectorAll('.lane')].map({wide});"
     lanes = looked(path, tmp_path, script, NARROW)

@@ -73,7 +73,7 @@ def used(make: Callable[[], Any]) -> list[weakref.ref[Any]]:
     with torch.no_grad():
         model(x)
     if isinstance(model, Sequential) and len(model._prepared()) == 1:
-        str(model.explain(x))
+        str(model.explain(x, details=True))
     return [weakref.ref(each) for each in (*model.modules(), *model.parameters())]
 
 
@@ -101,7 +101,7 @@ class Inside(ops.UnfusedOperation):
 @pytest.mark.parametrize("measure", [False, True])
 def test_who_keeps_a_plan_that_is_shown_keeps_no_model(name: str, measure: bool, no_collector: None) -> None:
     model, x = MODELS.get(name, lambda: Sequential(Inside(), ops.GELU()))(), torch.randn(3, 2, 8, requires_grad=True)
-    plans, shown = model.plans(x), model.explain(x, measure=measure)
+    plans, shown = model.plans(x), model.explain(x, measure=measure, details=True)
     gc.collect()  # PyTorch's stand-ins leave cycles through the frames of who made them
     left = [weakref.ref(each) for each in (*model.modules(), *model.parameters())]
     del model

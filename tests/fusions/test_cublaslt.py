@@ -120,7 +120,7 @@ def test_mask_without_bias_leaves_its_gradient_to_a_kernel_and_explain_says_why(
         assert ("bias_bwd", 1, 2) in covered(plan(*relu_mlp()).backward)
     model = Sequential(*relu_mlp()).to("meta", BF16)
     x = torch.empty(8192, 4096, dtype=BF16, device="meta", requires_grad=True)
-    assert f"{MASK} (backward; ops 2-3): predicted" in str(model.explain(x, device="h200"))
+    assert f"{MASK} (backward; ops 2-3): predicted" in str(model.explain(x, device="h200", details=True))
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_model_verified_passes_though_numbers_of_a_step_share_memory() -> None:
         te.verify(te.Sequential(ops.MatMul(F, F), ops.MatMul(F, F)), torch.randn(16, F, requires_grad=True))
     step(mlp(residual=True, verify=True), DELAYED, 0)
     with te.autocast(recipe=DELAYED):
-        assert "quantize_weights" in str(mlp().explain(data(0), measure=True))
+        assert "quantize_weights" in str(mlp().explain(data(0), measure=True, details=True))
 
 
 # ------------------------------------------------------------------------------------------ when weights are made
@@ -179,7 +179,7 @@ def test_what_runs_again_makes_it_again() -> None:
 
 def test_plan_says_that_what_each_call_makes_is_no_activation() -> None:
     with te.autocast(recipe=DELAYED):
-        plan, text = mlp(True).plan(data(0)), " ".join(str(mlp(True).explain(data(0))).split())
+        plan, text = mlp(True).plan(data(0)), " ".join(str(mlp(True).explain(data(0), details=True)).split())
     assert plan.kept_bytes("tensor") == 2 * F * FFN and [s.name for s in plan.before] == ["quantize_weights"]
     assert "2 tensors that each call makes of parameters" in text
     assert "before quantize_weights" in text and "made parameter" not in text

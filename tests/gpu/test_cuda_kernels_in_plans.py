@@ -434,5 +434,5 @@ def test_a_second_gpu() -> None:
 
 def test_explain_names_the_target() -> None:
     model, x = mlp(64, 128), normal(4, 64)
-    assert "generated CUDA C++" in str(model.explain(x))
-    assert "te_cuda.cuh" in str(model.explain(x, source=True))
+    assert "generated CUDA C++" in str(model.explain(x, details=True))
+    assert "te_cuda.cuh" in str(model.explain(x, source=True, details=True))

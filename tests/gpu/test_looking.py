@@ -68,6 +68,6 @@ def test_measuring_leaves_the_model_as_it_was(what: str, tmp_path: Path, monkeyp
     model, x = model_and_input()
     model(x).sum().backward()
     gradients, before = [p.grad.clone() for p in model.parameters() if p.grad is not None], state_of(model)
-    model.explain(x, measure=True) if what == "measure" else model.tune(x, rounds=1, seconds=0.001)
+    model.explain(x, measure=True, details=True) if what == "measure" else model.tune(x, rounds=1, seconds=0.001)
     assert_same(state_of(model), before)
     assert_same([p.grad for p in model.parameters() if p.grad is not None], gradients)

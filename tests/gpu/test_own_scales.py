@@ -64,7 +64,7 @@ def test_dtypes_and_tokens(dtype: torch.dtype, name: str, rows: int) -> None:
     x = data(0, rows, F, dtype=dtype)
     found = step(model, x, recipe)  # type: ignore[arg-type]
     with te.autocast(recipe=recipe):
-        said = str(model.explain(x.requires_grad_()))
+        said = str(model.explain(x.requires_grad_(), details=True))
     assert "op own_scales" not in said and "op float8" not in said
     with fusions.disabled(*OURS):
         compare(found, step(twin, x.detach(), recipe))  # type: ignore[arg-type]

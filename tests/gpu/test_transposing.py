@@ -22,7 +22,7 @@ NAMES = ("mlp", "gated", "te.LayerNormMLP gated", "te.TransformerLayer")
 def stored(model: Any, x: torch.Tensor) -> set[str]:
     """The steps that give something transposed."""
     with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
-        plans = model.explain(x).plans
+        plans = model.explain(x, details=True).plans
     steps = [s for plan in plans for s in plan.steps]
     return {s.name for s in steps if any(r.form.layout == "transposed" for r in s.writes())}
 

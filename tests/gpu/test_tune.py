@@ -94,5 +94,5 @@ def test_products_of_8_bits(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.
     for after, exact in zip(results(), before, strict=True):
         assert (after.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
     with te_fuser.autocast(recipe=recipe):
-        said = " ".join(str(model.explain(x)).split())  # two products of one step are named in one row
+        said = " ".join(str(model.explain(x, details=True)).split())  # two products of one step are named in one row
     assert "tuned: candidate" in said, f"{report}\n{said}"

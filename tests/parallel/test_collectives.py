@@ -289,10 +289,10 @@ def test_plans_show_them() -> None:
     group = tp()
     model = sequential(ops.LayerNorm(8), ops.AllGather(group), ops.MatMul(8, 6), ops.ReduceScatter(group), ops.Bias(6))
     x = own(tensor(*SHAPE))
-    shown = str(model.explain(x))
+    shown = str(model.explain(x, details=True))
     for words in ("all_gather.start", "reduce_scatter.wait", "reduce_scatter.input_gradient.start"):
         assert words in shown, shown
     assert "[4, 3, 8] of each of 2 ranks (tp), joined along dimension 0" in shown
     assert "[8, 3, 6] of each of 2 ranks (tp), cut along dimension 0, added up" in shown
     alone = sequential(ops.LayerNorm(8), ops.AllGather(ops.Group()), ops.MatMul(8, 6))
-    assert "ranks" not in str(alone.explain(x))
+    assert "ranks" not in str(alone.explain(x, details=True))

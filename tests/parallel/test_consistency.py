@@ -112,7 +112,7 @@ def test_an_error_of_one_rank_is_told_to_all() -> None:
 def test_one_rank_may_look() -> None:
     m, x = model(), tensor(4, FEATURES)
     if dist.get_rank() == 0:
-        assert "AllGather" in str(m.explain(x)) and m.plan(x)
+        assert "AllGather" in str(m.explain(x, details=True)) and m.plan(x)
     assert m(x).shape == (4 * WORLD, 4)
 
 
@@ -120,7 +120,7 @@ def test_one_rank_may_look() -> None:
 def test_all_ranks_may_measure() -> None:
     """Each times its own steps, in as many runs as the others."""
     m, x = model(), tensor(4, FEATURES)
-    assert "AllGather" in str(m.explain(x, measure=True))
+    assert "AllGather" in str(m.explain(x, measure=True, details=True))
     assert m(x).shape == (4 * WORLD, 4)
 
 

@@ -82,7 +82,7 @@ def test_every_way_of_a_call() -> None:
     seen = []
     model[1].weight.register_hook(lambda g: seen.append(type(g)))
     model(x).sum().backward()
-    assert seen == [DTensor] and "matmul" in str(model.explain(x)).lower()
+    assert seen == [DTensor] and "matmul" in str(model.explain(x, details=True)).lower()
 
 
 @on_ranks

@@ -122,9 +122,9 @@ def test_plans_of_what_is_cut() -> None:
     layer = next(iter(model))  # type: ignore[call-overload]
     words = rf"on rank {dist.get_rank()}: .*weight is a DTensor.*fully_shard.*after its unshard\(\)"
     with pytest.raises(TypeError, match=words):
-        layer.explain(x)
+        layer.explain(x, details=True)
     layer.unshard()
-    assert "attention" in str(layer.explain(x))
+    assert "attention" in str(layer.explain(x, details=True))
 
 
 @on_ranks

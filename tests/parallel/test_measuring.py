@@ -188,9 +188,9 @@ def test_verify_of_dtensors() -> None:
 def test_times_of_steps() -> None:
     """Each shows its own, of as many runs as the others; what one cannot run none does."""
     m, x = model(), x_of()
-    assert "all_reduce" in str(m.explain(x, measure=True))
+    assert "all_reduce" in str(m.explain(x, measure=True, details=True))
     with pytest.raises(RankMismatchError, match=r"rank 0 has explain\(measure=True\) of x \[4, 2, 8\]; rank 1 .* 9\]"):
-        m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True)
+        m.explain(tensor(4, 2, F + dist.get_rank()).float(), measure=True, details=True)
     assert m(x).shape == (4, 2, F)
 
 
@@ -204,7 +204,7 @@ def test_lists_whose_parameters_are_dtensors(tmp_path: Path) -> None:
     same_on_all(str(report))
     (trial,) = (t for t in report.trials if t.place.startswith("slow_gelu"))
     assert trial.taken and trial.ratio == 0.8
-    assert "measured" in str(m.explain(x, measure=True))
+    assert "measured" in str(m.explain(x, measure=True, details=True))
 
 
 @on_ranks

@@ -76,7 +76,7 @@ def test_one_collective_for_all_of_a_segment() -> None:
     with mock.patch.object(function_tasks, "start_sums", counted):
         assert_as_whole(cut, whole, inputs(CASES[LAYER]), {}, ends(CASES[LAYER], 0))
     assert calls == [len(TERMS)]
-    shown = str(cut.explain(part(inputs(CASES[LAYER])["x"], 0)))
+    shown = str(cut.explain(part(inputs(CASES[LAYER])["x"], 0), details=True))
     assert "fc2_bias are added up over 2 ranks" in " ".join(shown.split())
 
 

@@ -87,7 +87,7 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     model(x).sum().backward()
     assert len(copies) == (0 if together else 3)  # weights and biases, and the weights again in backward
     note = "query_weight, key_weight, value_weight lie apart, so each call copies them"
-    assert (note in str(model.explain(x))) is not together
+    assert (note in str(model.explain(x, details=True))) is not together
     assert len(model.plan(x).graph.nodes) == 4
 
 
@@ -166,7 +166,7 @@ def test_planned_on_another_device_verified_and_tuned() -> None:
     model, x = Projection(together=False), normal(5, WIDTH).float().requires_grad_()
     assert model.plan(x, device="h200").notes == model.plan(x, device="h200").notes
     assert te_fuser.verify(model, x.detach()).passed
-    model.explain(x, measure=True)
+    model.explain(x, measure=True, details=True)
     model.key_weight.register_hook(lambda g: g * 2)
     want = torch.autograd.grad(model.meaning(x).sum(), model.key_weight)[0]
     model(x).sum().backward()

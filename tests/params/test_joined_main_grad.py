@@ -191,7 +191,7 @@ def test_runs_that_measure_leave_it_alone(run: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     m, x = Projection(), normal(3, IN).float().requires_grad_()
     in_one_buffer(m.weights, 1.0)
-    m.tune(x, rounds=1, seconds=0.001) if run == "tune" else m.explain(x, measure=True)
+    m.tune(x, rounds=1, seconds=0.001) if run == "tune" else m.explain(x, measure=True, details=True)
     for weight in m.weights:
         assert (weight.main_grad == 1).all() and weight.grad is None
 

@@ -335,7 +335,7 @@ def test_runs_that_measure_leave_it_alone(
     if run == "tune":
         m.tune(x, rounds=1, seconds=0.001)
     else:
-        m.explain(x, measure=True)
+        m.explain(x, measure=True, details=True)
     assert torch.equal(held, torch.ones(OUT, IN)) and weight.__dict__ == attributes
     m(x).sum().backward()
     assert not torch.equal(held, torch.ones(OUT, IN)) and weight.grad_added_to_main_grad

@@ -127,7 +127,7 @@ def test_look_takes_what_a_call_takes_and_shows_what_runs(
     assert made.plan(*args, device="h200", **named).device.name == "h200"
     measured = [] if named else [{"measure": True}]  # each kind of call once
     for how in ({"device": "cpu", "source": True, "passes": True}, *measured):
-        shown = made.explain(*args, **how, **named)
+        shown = made.explain(*args, **how, **named, details=True)
         assert [[step.name for step in plan.steps] for plan in shown.plans] == [steps]
         assert str(shown).startswith("Plan: ")
     if measured:

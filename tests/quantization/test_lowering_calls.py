@@ -82,7 +82,7 @@ def test_explain_says_what_runs_how() -> None:
 
 def plan_of(model: Any, recipe: DelayedScaling) -> str:
     with on(recipe):
-        return " ".join(str(model.explain(data(1))).split())
+        return " ".join(str(model.explain(data(1), details=True)).split())
 
 
 def test_an_x_of_another_dtype_is_refused_as_outside() -> None:
@@ -122,7 +122,7 @@ def test_measuring_records_nothing() -> None:
     model = trained(mlp())
     before = amaxes(model)
     with on():
-        model.explain(data(1, scale=1e4), measure=True)
+        model.explain(data(1, scale=1e4), measure=True, details=True)
     assert amaxes(model) == before
 
 

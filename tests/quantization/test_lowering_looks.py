@@ -27,8 +27,8 @@ def _trained(y: torch.Tensor) -> None:
 
 LOOKS: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "plans": lambda model, x: model.plans(x),
-    "explain": lambda model, x: model.explain(x),
-    "measure": lambda model, x: model.explain(x, measure=True),
+    "explain": lambda model, x: model.explain(x, details=True),
+    "measure": lambda model, x: model.explain(x, measure=True, details=True),
     "h200": lambda model, x: model.plans(x, device="h200"),
     "verify": lambda model, x: te.verify(model, x),
     "reference": lambda model, x: _trained(model.reference(x.requires_grad_())),
@@ -92,7 +92,7 @@ def test_weights_of_calls_have_no_state_of_the_model() -> None:
     model, x, w = te.Linear(F, FFN), data(0), torch.randn(FFN, F)
     with te.autocast(recipe=RECIPE):
         model(x, weight=w).sum().backward()
-        said = " ".join(str(model.explain(x, weight=w)).split())
+        said = " ".join(str(model.explain(x, weight=w, details=True)).split())
     assert "weights come with the call, so their scales are among no states() and in no state_dict" in said
     assert states(model) == {}
 

@@ -274,7 +274,7 @@ def test_other_recipes_for_some_products(recipe: Recipe) -> None:
         call(model, recipe, data(step))
     assert {*states(model)} == {"1.input", "1.weight", "1.output_gradient"}
     with te.autocast(recipe=recipe):
-        said = " ".join(str(model.explain(data())).split())
+        said = " ".join(str(model.explain(data(), details=True)).split())
     assert "in 8 bits (E4M3, gradients in E5M2), emulated on cpu: multiplied in float32: 1.matmul" in said
     assert "2.matmul stays in its own precision: te.precision says so" in said
 
@@ -345,7 +345,7 @@ def test_what_needs_no_gradient_and_what_is_empty(recipe: Recipe) -> None:
 def test_features_that_are_no_whole_blocks_stay_in_their_own_precision(recipe: Recipe) -> None:
     model = te.Sequential(ops.Linear(48, F), ops.GELU(), ops.Linear(F, F))
     with te.autocast(recipe=recipe):
-        said = " ".join(str(model.explain(data(0, 3, 48))).split())
+        said = " ".join(str(model.explain(data(0, 3, 48), details=True)).split())
     if recipe.step > 16:
         assert f"0.matmul stays in its own precision: its in_features, 48, are no multiple of {recipe.step}" in said
     assert {"current": "scales of now", "blocks": "128 x 128 of a weight", "mx": "1 x 32"}[
@@ -361,7 +361,7 @@ def test_calibrating_changes_nothing(recipe: Recipe) -> None:
     wanted = model(x)
     with te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
         assert torch.equal(model(x), wanted)
-        said = " ".join(str(model.explain(x)).split())
+        said = " ".join(str(model.explain(x, details=True)).split())
     assert "calibrating: scales of 0.1.matmul, 0.3.matmul need no earlier calls, and nothing is quantized" in said
     assert states(model) == {}
 

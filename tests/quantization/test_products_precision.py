@@ -73,7 +73,7 @@ def test_plans_say_so() -> None:
     model = te.Sequential(ops.Linear(16, 32), ops.Linear(32, 32), ops.Linear(32, 16))
     te.precision(model, {"1": None, "2": OTHER})
     with te.autocast(recipe=RECIPE):
-        said = str(model.explain(torch.randn(4, 16)))
+        said = str(model.explain(torch.randn(4, 16), details=True))
     for words in ("(E4M3, gradients in E5M2)", "(E4M3), emulated", "1.matmul stays in its own precision"):
         assert words in said
     assert "te.precision says so" in said

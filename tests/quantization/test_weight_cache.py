@@ -326,16 +326,16 @@ def test_plans_keep_nothing() -> None:
     model = made("LayerNormMLP")
     for first in (True, False):
         with on():
-            said = " ".join(str(model.explain(data(0), is_first_microbatch=first)).split())
+            said = " ".join(str(model.explain(data(0), is_first_microbatch=first, details=True)).split())
         assert "weights are quantized in the first micro-batch alone" in said
         assert not any(state_of(w).kept for w in products_of(model).values())
     with on():
-        assert "micro-batch" not in " ".join(str(model.explain(data(0))).split())
+        assert "micro-batch" not in " ".join(str(model.explain(data(0), details=True)).split())
         model(data(0), is_first_microbatch=True)
     before = kept_of(model)
     change(model)
     with on():
-        model.explain(data(0), is_first_microbatch=True)
+        model.explain(data(0), is_first_microbatch=True, details=True)
         model.reference(data(0), is_first_microbatch=False)
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
 

@@ -152,7 +152,7 @@ def test_a_recipe_of_ones_own_says_all_that_regions_ask() -> None:
     linear, x = te.Linear(128, 64, bias=False), torch.randn(6, 128)
     with te.autocast(recipe=_RowsOf64()):
         y = linear(x)
-        assert "E4M3; a scale for each 1 x 64 numbers" in str(linear.explain(x))
+        assert "E4M3; a scale for each 1 x 64 numbers" in str(linear.explain(x, details=True))
     y.sum().backward()
     rows = Scaling((1, 64), power_of_two=True)
     x8, weight = (dequantized(t.detach(), torch.float8_e4m3fn, rows) for t in (x, linear.weight))

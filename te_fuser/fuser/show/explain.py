@@ -181,23 +181,12 @@ def _heading(plan: Plan, number: str) -> Iterable[Text]:
 _STYLES = {"kernel": "green", "fusion": "cyan", "formula": "yellow", "op": "yellow"}
 
 
-class _ShortTable(Table):
-    """Table whose third column has what the others leave."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        of = self.columns[2]
-        room = options.max_width - sum((c.width or 0) + 1 for c in self.columns) + (of.width or 0) + 1
-        of.width = max(of.width or 0, min(room, max(len(str(cell)) for cell in of.cells)))
-        return super().__rich_console__(console, options)
-
-
 def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     """A line a step, and totals."""
     yield from _heading(plan, number)
-    table = _ShortTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("ops", "step"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("first op", no_wrap=True, overflow="ellipsis", style="dim")
     found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
     times = [t for rows in found.values() for r in rows for t in (r.seconds, r.measured) if t is not None]
     unit, tick = ("ms", 1e-3) if max(times, default=0.0) >= 0.1 else ("us", 1e-6)
@@ -213,12 +202,8 @@ def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[
             cells = [f"{block.seconds / tick:.1f}", *([f"{(block.measured or 0.0) / tick:.1f}"] if measured else [])]
             share = "" if block.share is None else f" {block.share:.0%}"
             name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
-            table.add_row(span(block.ops), name, block.covers[0], *cells, f"{block.limit}{share}")
-    of = table.columns[2]
-    of.no_wrap, of.width = False, len("first op")
-    _whole(table)
-    of.no_wrap = True
-    yield table
+            table.add_row(span(block.ops), name, *cells, f"{block.limit}{share}")
+    yield _whole(table)
     yield Text(f"{size_text(plan.kept_bytes())} of activations kept for backward" if plan.backward else "")
     for direction, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
         seconds = plan.seconds(*(() if direction == "both" else (direction,)))

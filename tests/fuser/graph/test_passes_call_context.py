@@ -75,7 +75,7 @@ def test_lists_change_with_what_surrounds_a_call(scaled: Scaled) -> None:
         torch.testing.assert_close(model(x), plain)
     assert len(model.plans_kept()) == 3
     with factor(4.0):
-        assert "times 4.0 on cpu" in str(model.explain(x))
+        assert "times 4.0 on cpu" in str(model.explain(x, details=True))
         double = model.double()(x.double())  # which nothing surrounds
         torch.testing.assert_close(double, model.reference(x.double()))
     torch.testing.assert_close(double.float(), plain)

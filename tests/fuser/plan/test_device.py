@@ -104,13 +104,13 @@ def test_a_plan_says_that_its_device_was_not_measured(monkeypatch: pytest.Monkey
     device = at_hand(monkeypatch, "NVIDIA L20", (8, 9), multi_processor_count=92)
     monkeypatch.setattr(pipeline, "device_of", lambda device_at_hand: device)
     model, x = Sequential(ops.LayerNorm(8)), torch.randn(3, 8)
-    plan, text = model.plan(x), str(model.explain(x))
+    plan, text = model.plan(x), str(model.explain(x, details=True))
     (note,) = plan.notes
     assert note.startswith("NVIDIA L20 was not measured: its roofline") and "the rates of l4;" in note
     assert "on NVIDIA L20 (estimated), " in text and "Note: NVIDIA L20 was not measured" in " ".join(text.split())
-    assert "on l40s (estimated), " in str(model.explain(x, device="l40s"))
+    assert "on l40s (estimated), " in str(model.explain(x, device="l40s", details=True))
     assert model.plan(x, device=device_named("l40s")).notes[0].startswith("l40s was not measured")
-    measured = model.explain(x, device="h200")
+    measured = model.explain(x, device="h200", details=True)
     assert "on h200, " in str(measured) and not measured.plans[0].notes
 
 
@@ -118,7 +118,10 @@ def test_generated_code_is_that_of_the_gpus_capability(monkeypatch: pytest.Monke
     device = at_hand(monkeypatch, "NVIDIA Something", (8, 9))
     model, x = Sequential(ops.LayerNorm(8192)), torch.randn(3, 8192, requires_grad=True)
     with fusions.only("stretch"):
-        texts = [list(model.explain(x, device=d, source=True).sources().values()) for d in (device, "l40s", "h200")]  # type: ignore[arg-type]
+        texts = [
+            list(model.explain(x, device=d, source=True, details=True).sources().values())
+            for d in (device, "l40s", "h200")
+        ]  # type: ignore[arg-type]
     assert texts[0] == texts[1] != texts[2]
 
 

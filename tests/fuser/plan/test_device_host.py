@@ -118,7 +118,7 @@ def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
 
 
 def test_both_sums_are_shown() -> None:
-    text = str(mlp(256).explain(torch.empty(16, 256, device="meta", requires_grad=True), device="h200"))
+    text = str(mlp(256).explain(torch.empty(16, 256, device="meta", requires_grad=True), device="h200", details=True))
     head = next(line for line in text.splitlines() if "predicted ms" in line and "host ms" in line)
     assert head.split()[:6] == ["predicted", "ms", "device", "ms", "host", "ms"]
     both = next(line for line in text.splitlines() if line.split()[:1] == ["both"])

@@ -116,7 +116,7 @@ def test_one_layout_is_kept() -> None:
         model = te.TransformerLayer(4096, 16384, 32, params_dtype=BF16)
     x = torch.empty(2048, 4, 4096, dtype=BF16, device="meta", requires_grad=True)
     with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
-        (p,) = model.explain(x, device="h200").plans
+        (p,) = model.explain(x, device="h200", details=True).plans
     kept = [k.ref for k in p.kept if k.ref.kind is VALUE and k.ref.spec(p.graph).dtype == torch.float8_e4m3fn]
     assert [r.form for r in kept] == [TURNED] * 3
     assert p.kept_bytes() <= 674 * 2**20

@@ -122,7 +122,7 @@ def test_backward_of_gelu_stores_over_both_that_it_reads(ours: None) -> None:
 
 
 def test_explain_says_so(ours: None) -> None:
-    text = str(mlp(ops.LayerNorm(WIDTH)).explain(x_of()))
+    text = str(mlp(ops.LayerNorm(WIDTH)).explain(x_of(), details=True))
     assert "may store d_x over d_gelu.output" in " ".join(text.split())
 
 
@@ -450,7 +450,7 @@ def test_steps_that_are_checked_or_measured_find_their_inputs_as_they_were(
     checked.load_state_dict(model.state_dict())
     assert same(run(checked), plain)  # a step that changed its input would raise
     x = x_of()
-    model.explain(x, measure=True)
+    model.explain(x, measure=True, details=True)
     assert same(run(model), plain)
 
 

@@ -207,7 +207,7 @@ def _as_generated(description: object, rows: int, samples: int, generated: bool)
 
 def test_planning_allocates_nothing() -> None:
     model = seed_layer()
-    model.explain(seed_input(), device="h200")
+    model.explain(seed_input(), device="h200", details=True)
     assert all(p.device.type == "meta" for p in model.parameters())
     with pytest.raises(TypeError, match="has no values"):
         model(seed_input())

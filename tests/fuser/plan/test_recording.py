@@ -240,12 +240,12 @@ def test_frozen_parts_checkpoints_copies_and_autocast() -> None:
 @pytest.mark.usefixtures("dear_nodes")
 def test_it_is_shown() -> None:
     model, x = mlp(), numbers(3, 8)
-    text = str(model.explain(x))
+    text = str(model.explain(x, details=True))
     for words in ("torch F.linear", "autograd F.linear backward", "torch F.layer_norm", "autograd: 0 nodes of its own"):
         assert words in " ".join(text.split()), text
     (taken,) = {r.reason.partition(" us ")[2] for r in model.plan(x).refusals if r.name == "matmul_bias"}
     assert taken == "more than PyTorch's functions for ops 0-5"
-    measured = str(model.explain(x, measure=True))
+    measured = str(model.explain(x, measure=True, details=True))
     assert "torch F.linear" in measured
 
 

@@ -230,7 +230,7 @@ def test_what_only_measures_leaves_nothing() -> None:
     """verify, tune, and a list that verifies each of its calls."""
     model = gpt(delay_wgrad_compute=True)
     te_fuser.verify(model, tensor(6, 2, F, grad=False), dtypes=[torch.float64])
-    model.explain(tensor(6, 2, F), measure=True)
+    model.explain(tensor(6, 2, F), measure=True, details=True)
     model.backward_dw()
     assert all(p.grad is None for p in model.parameters())
     twin = gpt()

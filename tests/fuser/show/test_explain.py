@@ -32,7 +32,7 @@ def section(text: str, title: str) -> str:
 
 def test_text_is_plain_and_fits() -> None:
     model = te_fuser.Sequential(*(mlp() for _ in range(3)))
-    for text in (str(model.explain(sample())), str(model.explain(sample(), device="h200"))):
+    for text in (str(model.explain(sample(), details=True)), str(model.explain(sample(), device="h200", details=True))):
         assert max(map(len, text.splitlines())) <= 110
         assert "\x1b" not in text
         assert all(line == line.rstrip() for line in text.splitlines())
@@ -46,7 +46,7 @@ def test_names_stay_whole_at_any_width(columns: int, monkeypatch: pytest.MonkeyP
         layer = te_fuser.TransformerLayer(64, 256, 4, params_dtype=torch.bfloat16)
         model = te_fuser.Sequential(OrderedDict(decoder_of_the_model=layer))
         x = torch.empty(32, 2, 64, dtype=torch.bfloat16, requires_grad=True)
-    explanation = model.explain(x, device="h200")
+    explanation = model.explain(x, device="h200", details=True)
     (plan,) = explanation.plans
     text = str(explanation)
     for direction in ("forward", "backward"):
@@ -60,8 +60,38 @@ def test_names_stay_whole_at_any_width(columns: int, monkeypatch: pytest.MonkeyP
     assert all(whole in section(text, "Totals") for whole in ("predicted bytes", "host ms", "launches"))
 
 
+@pytest.mark.parametrize("measure", [False, True])
+def test_without_details_a_step_is_a_line(measure: bool) -> None:
+    model = te_fuser.Sequential(*(mlp() for _ in range(3)))
+    explanation = model.explain(sample(), measure=measure)
+    text, (plan,) = str(explanation), explanation.plans
+    lines = text.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80 and "\x1b" not in text
+    for direction in ("forward", "backward"):
+        rows = step_rows(plan, direction)
+        for row in rows:
+            assert any(row.name in line.split() for line in lines), row.name
+        (total,) = [line for line in lines if line.startswith(f"{direction} ")]
+        assert f"{plan.seconds(direction) * 1e3:.3f} ms predicted" in total
+        assert ("ms measured" in total) is measure
+        assert f"{sum(row.launches for row in rows)} launches" in total
+    assert any("times more" in line or "once more" in line for line in lines)
+    assert f"{len({r.name for r in plan.refusals})} fusions considered and not taken" in text
+    assert str(model.explain(sample(), details=True)) != text
+
+
+def test_without_details_a_layer_fits_a_screen() -> None:
+    with torch.device("meta"):
+        layer = te_fuser.TransformerLayer(1024, 4096, 16, params_dtype=torch.bfloat16)
+        x = torch.empty(128, 8, 1024, dtype=torch.bfloat16, requires_grad=True)
+    lines = str(layer.explain(x, device="h200")).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    with torch.no_grad():
+        assert "no backward: no gradient is needed" in str(layer.explain(x.detach(), device="h200"))
+
+
 def test_every_step_has_a_row_in_running_order() -> None:
-    explanation = mlp().explain(sample())
+    explanation = mlp().explain(sample(), details=True)
     plan = explanation.plans[0]
     text = str(explanation)
     for direction, steps in (("Forward", plan.forward), ("Backward", plan.backward)):
@@ -74,11 +104,11 @@ def test_every_step_has_a_row_in_running_order() -> None:
 
 
 def test_ops_are_named_as_they_stand_in_the_model() -> None:
-    text = str(mlp().explain(sample()))
+    text = str(mlp().explain(sample(), details=True))
     for name in ("LayerNorm 0.0", "MatMul 0.1", "GELU 0.2", "Dropout 0.4", "Add 0"):
         assert name in text
     named = te_fuser.Sequential(OrderedDict(norm=ops.LayerNorm(4)), kernels="reference")
-    assert "LayerNorm norm" in str(named.explain(torch.randn(2, 4)))
+    assert "LayerNorm norm" in str(named.explain(torch.randn(2, 4), details=True))
 
 
 def test_a_limit_and_its_share() -> None:
@@ -105,7 +135,7 @@ def test_what_a_fusion_states_is_said_to_be_stated() -> None:
 
 
 def test_kept_tensors_and_their_total() -> None:
-    explanation = mlp(memory="fast").explain(sample())
+    explanation = mlp(memory="fast").explain(sample(), details=True)
     plan = explanation.plans[0]
     kept = section(str(explanation), "Kept for backward")
     for entry in plan.kept:
@@ -121,10 +151,12 @@ def test_choices_say_what_the_other_would_cost() -> None:
         model = mlp(kernels="auto")
     x = torch.empty(512, 16, device="meta", requires_grad=True)
     model.memory = "lean"
-    assert "gelu.output: computed again in backward, +" in str(model.explain(x, device="h200"))
-    assert "computes again gelu.output" in str(model.explain(x, device="h200"))
+    assert "gelu.output: computed again in backward, +" in str(model.explain(x, device="h200", details=True))
+    assert "computes again gelu.output" in str(model.explain(x, device="h200", details=True))
     model.memory = "fast"
-    assert "gelu.output: kept, 64.00 KiB; computing it again would cost" in str(model.explain(x, device="h200"))
+    assert "gelu.output: kept, 64.00 KiB; computing it again would cost" in str(
+        model.explain(x, device="h200", details=True)
+    )
 
 
 def test_refusals_come_with_their_reason() -> None:
@@ -138,7 +170,7 @@ def test_refusals_come_with_their_reason() -> None:
 
     model = te_fuser.Sequential(ops.GELU(), kernels="reference")
     with te_fuser.fusions.only(sunday, dear, te_fuser.fusions.STRETCH):
-        text = section(str(model.explain(torch.randn(2, 4))), "Considered and not taken")
+        text = section(str(model.explain(torch.randn(2, 4), details=True)), "Considered and not taken")
     assert "sunday (forward; op 0): only on Sundays" in text
     assert "dear (forward; op 0): predicted" in text and "us more than gelu_fwd" in text
 
@@ -155,21 +187,21 @@ def test_many_refusals_are_cut_short() -> None:
 
         made.append(never)
     with te_fuser.fusions.only(*made, te_fuser.fusions.STRETCH):
-        explanation = te_fuser.Sequential(ops.GELU(), kernels="reference").explain(torch.randn(2, 4))
+        explanation = te_fuser.Sequential(ops.GELU(), kernels="reference").explain(torch.randn(2, 4), details=True)
     assert "... and 8 more" in str(explanation)
     assert len(explanation.plans[0].refusals) == 20
 
 
 def test_repeated_layers_are_shown_once() -> None:
     few, many = (te_fuser.Sequential(*(mlp() for _ in range(n)), kernels="reference") for n in (4, 24))
-    short, long = (str(m.explain(sample())) for m in (few, many))
+    short, long = (str(m.explain(sample(), details=True)) for m in (few, many))
     assert len(long.splitlines()) <= len(short.splitlines()) + 4
     assert "... the same 4 steps 22 times more" in long
     assert len(step_rows(many.plan(sample()), "forward")) > 24
 
 
 def test_totals() -> None:
-    explanation = mlp().explain(sample())
+    explanation = mlp().explain(sample(), details=True)
     plan = explanation.plans[0]
     totals = str(explanation).split("\nTotals\n")[1]
     both = next(line for line in totals.splitlines() if line.split()[:1] == ["both"]).split()
@@ -180,7 +212,7 @@ def test_totals() -> None:
 
 def test_without_gradients_there_is_no_backward() -> None:
     with torch.no_grad():
-        text = str(mlp().explain(sample()))
+        text = str(mlp().explain(sample(), details=True))
     assert "\nBackward\n" not in text and "No backward" in text and "Kept for backward" not in text
 
 
@@ -189,7 +221,7 @@ def test_without_gradients_there_is_no_backward() -> None:
 )
 def test_source_of_each_distinct_kernel(device: str, kernels: str, word: str) -> None:
     model = te_fuser.Sequential(mlp(kernels=kernels), mlp(kernels=kernels), kernels=kernels)
-    explanation = model.explain(sample(), device=device, source=True)
+    explanation = model.explain(sample(), device=device, source=True, details=True)
     sources = explanation.sources()
     plan = explanation.plans[0]
     keys = plan.generated
@@ -201,30 +233,30 @@ def test_source_of_each_distinct_kernel(device: str, kernels: str, word: str) ->
 
 def test_each_group_between_plain_modules_has_its_plan() -> None:
     model = te_fuser.Sequential(ops.GELU(), torch.nn.Softplus(), ops.ReLU(), kernels="reference")
-    text = str(model.explain(torch.randn(2, 4)))
+    text = str(model.explain(torch.randn(2, 4), details=True))
     assert "Plan 1 of 2" in text and "Plan 2 of 2" in text
 
 
 def test_notes_are_shown() -> None:
-    assert "Note: no plan keeps within 1 bytes" in str(mlp(memory=1).explain(sample()))
+    assert "Note: no plan keeps within 1 bytes" in str(mlp(memory=1).explain(sample(), details=True))
 
 
 def test_measured_beside_predicted() -> None:
     model, x = mlp(), sample()
-    explanation = model.explain(x, measure=True)
+    explanation = model.explain(x, measure=True, details=True)
     for direction in ("forward", "backward"):
         rows = step_rows(explanation.plans[0], direction, explanation.measured[0])
         assert rows and all(r.measured is not None and r.measured >= 0 for r in rows)
         assert sum(r.measured or 0 for r in rows) > 0
     text = str(explanation)
     assert "measured" in text and "measured ms" in text
-    assert "measured" not in str(model.explain(x))
+    assert "measured" not in str(model.explain(x, details=True))
 
 
 def test_measuring_leaves_no_trace() -> None:
     model, x = mlp(), sample()
     torch.manual_seed(1)
-    model.explain(x, measure=True)
+    model.explain(x, measure=True, details=True)
     assert x.grad is None and all(p.grad is None for p in model.parameters())
     first = model(x)
     torch.manual_seed(1)
@@ -233,23 +265,23 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_measuring_runs_plain_modules_in_between() -> None:
     model = te_fuser.Sequential(mlp(), torch.nn.Dropout(0.5), ops.Output("middle"), mlp(), kernels="reference")
-    explanation = model.explain(sample(), measure=True, outputs=("middle",))
+    explanation = model.explain(sample(), measure=True, outputs=("middle",), details=True)
     assert len(explanation.plans) == len(explanation.measured) == 2
 
 
 def test_measuring_needs_the_device_at_hand() -> None:
     with pytest.raises(ValueError, match="leave out device='h200'"):
-        mlp().explain(sample(), device="h200", measure=True)
+        mlp().explain(sample(), device="h200", measure=True, details=True)
 
 
 def test_without_an_input_it_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"torch.empty of its shape will do"):
-        mlp().explain()
+        mlp().explain(details=True)
 
 
 def test_fusions_refused_for_one_reason_share_a_line() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 12), ops.Linear(12, 5))
-    text = section(str(model.explain(torch.randn(2, 8, requires_grad=True))), "Considered and not taken")
+    text = section(str(model.explain(torch.randn(2, 8, requires_grad=True), details=True)), "Considered and not taken")
     assert text.count("cuBLASLt runs on cuda, the input is on cpu") == 1
     assert "matmul, matmul_backward, matmul_bias_backward: cuBLASLt" in text
 
@@ -263,11 +295,11 @@ def test_the_launches_that_add_up_column_sums_are_told() -> None:
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     plan = model.plan(x, device="h200")
     assert len(plan.segments) == 2
-    text = str(model.explain(x, device="h200"))
+    text = str(model.explain(x, device="h200", details=True))
     assert "column sums are added up by at most 2 launches more" in " ".join(text.split())
-    assert "column sums" not in str(model.explain(x, device="cpu"))
+    assert "column sums" not in str(model.explain(x, device="cpu", details=True))
     model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200"))
+    assert "column sums" not in str(model.explain(x, device="h200", details=True))
 
 
 def test_the_sums_of_packed_heads_are_told_too() -> None:
@@ -278,9 +310,11 @@ def test_the_sums_of_packed_heads_are_told_too() -> None:
     (step,) = model.plan(x, device="h200").backward
     # Attention's kernel and the packing.
     assert (step.name, step.cost.launches) == ("attention_cuda_cudnn", 2)
-    assert "column sums are added up by at most 1 launch more" in " ".join(str(model.explain(x, device="h200")).split())
+    assert "column sums are added up by at most 1 launch more" in " ".join(
+        str(model.explain(x, device="h200", details=True)).split()
+    )
     model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200"))
+    assert "column sums" not in str(model.explain(x, device="h200", details=True))
 
 
 def test_which_dimension_is_which_is_told_with_its_size() -> None:
@@ -293,7 +327,7 @@ def test_which_dimension_is_which_is_told_with_its_size() -> None:
         )  # fmt: skip
 
     x = torch.randn(2, 7, 16)
-    text = " ".join(str(te_fuser.Sequential(block(), block(), kernels="reference").explain(x)).split())
+    text = " ".join(str(te_fuser.Sequential(block(), block(), kernels="reference").explain(x, details=True)).split())
     assert (
         "Layout: RotaryEmbedding 0.1 and 3 others like it read [sequence 2, batch 7, features 32] "
         "(layout='sequence_first'), features as 2 x [2 queries, a key, a value] of 4 (packing='interleaved')"
@@ -302,8 +336,8 @@ def test_which_dimension_is_which_is_told_with_its_size() -> None:
     assert (
         "[batch 2, sequence 7, features 32] (layout='batch_first'), features as [4 queries | 2 keys | 2 values] of 4 "
         "(packing='blocked')"
-    ) in " ".join(str(other.explain(x)).split())
-    assert "Layout" not in str(mlp().explain(sample()))
+    ) in " ".join(str(other.explain(x, details=True)).split())
+    assert "Layout" not in str(mlp().explain(sample(), details=True))
 
 
 class Own(te_fuser.Sequential):
@@ -326,7 +360,7 @@ def test_what_runs_by_itself_is_named_in_its_place_with_the_reason(measure: bool
         hooked,
         kernels="reference",
     )
-    text = str(model.explain(sample(), measure=measure))
+    text = str(model.explain(sample(), measure=measure, details=True))
     assert max(map(len, text.splitlines())) <= 110
     said, first = " ".join(text.split()), "By itself, fused with nothing:"
     convert = "no op; te_fuser.from_torch(module) makes"
@@ -340,5 +374,5 @@ def test_what_runs_by_itself_is_named_in_its_place_with_the_reason(measure: bool
 
 def test_a_list_of_plain_modules_alone_is_explained() -> None:
     model = te_fuser.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
-    explanation = model.explain(sample())
+    explanation = model.explain(sample(), details=True)
     assert not explanation.plans and "0 (LayerNorm), 1 (Linear): no op; te_fuser.from_torch(module)" in str(explanation)

@@ -91,7 +91,9 @@ def test_bars_are_the_steps_as_wide_as_their_time(options: dict[str, Any]) -> No
 
 def test_bars_of_small_calls_have_a_colour_too() -> None:
     with recorded():
-        explanation = te_fuser.Sequential(ops.Linear(64, 64)).explain(torch.randn(16, 64, requires_grad=True))
+        explanation = te_fuser.Sequential(ops.Linear(64, 64)).explain(
+            torch.randn(16, 64, requires_grad=True), details=True
+        )
     assert [kind for _, kind, _ in bars(Reader(explanation._repr_html_()))] == ["torch", "torch"]
 
 
@@ -140,13 +142,13 @@ def test_names_are_text_and_not_tags() -> None:
 
     Odd.__name__ = "<b>&"
     model = te_fuser.Sequential(ops.LayerNorm(16), Odd(), ops.GELU())
-    explanation = model.explain(torch.randn(2, 16))
+    explanation = model.explain(torch.randn(2, 16), details=True)
     page = Reader(explanation._repr_html_())
     assert not page.of("b") and len(page.of("h2")) == 2 and any("<b>&" in word for word in page.words)
 
 
 def test_without_gradients_there_is_no_backward() -> None:
     with torch.no_grad():
-        explanation = layer().eval().explain(torch.randn(3, 5, 16))
+        explanation = layer().eval().explain(torch.randn(3, 5, 16), details=True)
     page = Reader(explanation._repr_html_())
     assert len(page.of("ol")) == 1 and "No backward: nothing in this call needs a gradient." in page.words

@@ -90,5 +90,5 @@ def test_the_model_itself_runs_without_clocks() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     model = te_fuser.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64)).cuda()
-    explanation = model.explain(torch.randn(128, 64, device="cuda"), measure=True)
+    explanation = model.explain(torch.randn(128, 64, device="cuda"), measure=True, details=True)
     assert all(t > 0 for t in (*explanation.measured[0].forward, *explanation.measured[0].backward))

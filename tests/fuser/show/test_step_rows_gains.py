@@ -19,7 +19,7 @@ def explained(recipe: Recipe | None, device: str, odd: bool = False) -> tuple[st
         model = te.Sequential(te.LayerNormMLP(F, FFN), *([te.Linear(F, 100)] if odd else [])).bfloat16()
         x = torch.empty(ROWS, F, dtype=torch.bfloat16, requires_grad=True)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        found = model.explain(x, device=device)
+        found = model.explain(x, device=device, details=True)
     return str(found), found.plans[0]
 
 

@@ -30,7 +30,7 @@ def test_pass_record_added_removed_changed_moved() -> None:
 
 def test_explain_passes_are_all_there_in_their_order() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = mlp().explain(torch.randn(6, 16, requires_grad=True), passes=True)
+        found = mlp().explain(torch.randn(6, 16, requires_grad=True), passes=True, details=True)
     (records,) = found.passes
     assert [r.name for r in records] == ["list", *pipeline.LIST_PASSES, "cover", *pipeline.PLAN_PASSES]
     (cast,) = (r for r in records if r.name == "autocast")
@@ -45,7 +45,7 @@ def test_explain_passes_are_all_there_in_their_order() -> None:
 def test_explain_passes_names_what_surrounds_a_call_and_who_made_a_step() -> None:
     recipe = te_fuser.recipe.Float8CurrentScaling()
     with te_fuser.autocast(recipe=recipe):
-        found = mlp().explain(torch.randn(64, 16, requires_grad=True), passes=True)
+        found = mlp().explain(torch.randn(64, 16, requires_grad=True), passes=True, details=True)
     (records,), (makers,) = found.passes, found.makers
     around = records[len(pipeline.LIST_PASSES) + 1]
     assert around.over == "ops" and any("Quantize" in text for text in around.added)
@@ -58,7 +58,7 @@ def test_explain_passes_names_what_surrounds_a_call_and_who_made_a_step() -> Non
 def test_explain_passes_of_several_plans(measure: bool) -> None:
     model = Sequential(ops.LayerNorm(16), torch.nn.Identity(), *mlp())
     x = torch.randn(6, 16, requires_grad=True)
-    found = model.explain(x, passes=True, measure=measure)
+    found = model.explain(x, passes=True, measure=measure, details=True)
     assert len(found.passes) == len(found.plans) == 2
     assert str(found).count("\nPasses\n") == 2
-    assert "Passes" not in str(model.explain(x, measure=measure))
+    assert "Passes" not in str(model.explain(x, measure=measure, details=True))

@@ -116,7 +116,7 @@ def test_whoever_loads_a_plans_kernels_says_their_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(loading, "load_kernels", load)
     model, x = reshaped(verify=True), source()
     model(x)
-    model.explain(x, measure=True)
+    model.explain(x, measure=True, details=True)
     # as many as there would be if the call had 16 rows, the next power of two; what is verified has a plan of its own
     assert given == [{"rms_norm_fwd": 64, "rms_norm_bwd": 64, "bias_bwd": 16}] * 4
 

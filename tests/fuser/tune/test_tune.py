@@ -65,7 +65,7 @@ def test_a_faster_choice_is_taken_and_kept_for_other_models(monkeypatch: pytest.
     assert report.ratios == (0.8,) and "slow_gelu 6>6" in str(report)
     other = model()
     for m in (tuned, other):
-        assert "slow_gelu" in names(m, x) and "slow_gelu 6>6 on" in str(m.explain(x))
+        assert "slow_gelu" in names(m, x) and "slow_gelu 6>6 on" in str(m.explain(x, details=True))
         torch.testing.assert_close(m(x), y)
     assert "slow_gelu" not in names(model(), torch.randn(500, 6)), "another class of rows"
     assert "slow_gelu" not in names(model().requires_grad_(False), x.detach()), "without gradients it is another list"
@@ -238,7 +238,7 @@ def test_a_taken_fusion_may_be_left_out_and_is_tried_again(monkeypatch: pytest.M
         report = model.tune(x)
         assert ("matmul_bias 64>32", OFF, True) in [(t.place, t.choice, t.taken) for t in report.trials]
         assert "matmul_bias" not in names(model, x)
-        assert "measured slower in its place" in str(model.explain(x))
+        assert "measured slower in its place" in str(model.explain(x, details=True))
 
 
 def test_choices_that_are_not_faster_together_are_dropped(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:

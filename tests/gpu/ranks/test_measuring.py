@@ -46,4 +46,4 @@ def test_tune_verify_and_explain(tmp_path: Path) -> None:
         for g, w in zip([*backward(model, x, dy), *(g for _, g in gradients(model))], want, strict=True):
             assert_near(g, w)
         assert te_fuser.verify(model, x).passed
-        assert "gather" in str(model.explain(x, measure=True))
+        assert "gather" in str(model.explain(x, measure=True, details=True))

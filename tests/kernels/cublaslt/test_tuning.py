@@ -347,11 +347,11 @@ def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
 
     linear, x = Sequential(ops.MatMul(8, 6), ops.MatMul(6, 8)), torch.randn(5, 8)
     with fusions.only(chosen), torch.no_grad():
-        assert "algorithm" not in str(linear.explain(x)), "no problem is known yet"
+        assert "algorithm" not in str(linear.explain(x, details=True)), "no problem is known yet"
         linear(x)
-        assert str(linear.explain(x)).count("algorithm: first heuristic") == 2
+        assert str(linear.explain(x, details=True)).count("algorithm: first heuristic") == 2
         for met in products.in_use[FORWARD].problems():
             if met[1:4] == (5, 6, 8):
                 store_on(0).put(ProductProblem(*met).key(FORWARD), bytes(64), 3, 0.9)  # type: ignore[union-attr]
-        text = str(linear.explain(x))
+        text = str(linear.explain(x, details=True))
         assert text.index("algorithm: tuned: candidate 3") < text.index("algorithm: first heuristic")

@@ -158,7 +158,7 @@ def test_a_model_is_tuned_in_a_region(name: str, monkeypatch: pytest.MonkeyPatch
     before, held = results(first), _state(model)
     with te_fuser.autocast(recipe=recipe), microbatch(first):
         report = model.tune(x)
-        said = str(model.explain(x))
+        said = str(model.explain(x, details=True))
     tried = [t for t in report.trials if t.choice == "#2"]
     assert [t.place[:9] for t in tried] == ["quantized"] * 3 and all(t.taken for t in tried), report
     said = re.sub("\\s+", " ", said)
