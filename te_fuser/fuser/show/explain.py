@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import measure_renderables
+from rich.measure import Measurement, measure_renderables
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -181,36 +181,33 @@ def _heading(plan: Plan, number: str) -> Iterable[Text]:
 _STYLES = {"kernel": "green", "fusion": "cyan", "formula": "yellow", "op": "yellow"}
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """The first of several tables that fits, each with every column as wide as its longest line."""
+
+    tables: tuple[Table, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [sum((c.width or 0) + 1 for c in table.columns) for table in self.tables]
+        fits = (table for table, width in zip(self.tables, widths, strict=True) if width <= options.max_width + 1)
+        yield next(fits, self.tables[-1])
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return measure_renderables(console, options, self.tables[-1:])
+
+
 def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     """A line a step, and totals."""
     yield from _heading(plan, number)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("ops", "step"):
-        table.add_column(heading, no_wrap=True)
     found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
-    times = [t for rows in found.values() for r in rows for t in (r.seconds, r.measured) if t is not None]
-    unit, tick = ("ms", 1e-3) if max(times, default=0.0) >= 0.1 else ("us", 1e-6)
-    for heading in ("predicted", *(["measured"] if measured else [])):
-        table.add_column(f"{heading}\n{unit}", justify="right", no_wrap=True)
-    table.add_column("limit, share", no_wrap=True)
-    for direction, rows in found.items():
-        table.add_row("", Text(direction if rows else "no backward: no gradient is needed", style="bold"))
-        for block in _folded(rows):
-            if isinstance(block, _Again):
-                table.add_row(span(block.ops), block.text)
-                continue
-            cells = [f"{block.seconds / tick:.1f}", *([f"{(block.measured or 0.0) / tick:.1f}"] if measured else [])]
-            share = "" if block.share is None else f" {block.share:.0%}"
-            name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
-            table.add_row(span(block.ops), name, *cells, f"{block.limit}{share}")
-    yield _whole(table)
-    yield Text(f"{size_text(plan.kept_bytes())} of activations kept for backward" if plan.backward else "")
+    yield _Fitting((_short_table(found, True), _short_table(found, False)))
+    yield Text(f"Kept for backward: {size_text(plan.kept_bytes())} of activations" if plan.backward else "")
     for direction, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
         seconds = plan.seconds(*(() if direction == "both" else (direction,)))
-        times_of = f"{seconds * 1e3:.3f} ms predicted"
-        times_of += f", {sum(r.measured or 0.0 for r in rows) * 1e3:.3f} ms measured" if measured else ""
+        times = f"{seconds * 1e3:.3f} ms predicted"
+        times += f", {sum(r.measured or 0.0 for r in rows) * 1e3:.3f} ms measured" if measured else ""
         moved = size_text(sum(r.read + r.written for r in rows))
-        yield Text(f"{direction:8} {times_of}, {moved}, {count(sum(r.launches for r in rows), 'launch', 'es')}")
+        yield Text(f"{direction:8} {times}, {moved}, {count(sum(r.launches for r in rows), 'launch', 'es')}")
     saved = gains(plan)
     if saved:
         yield Text(f"8 bits save {_gained(saved)[2]} ms of products, predicted")
@@ -218,6 +215,32 @@ def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[
     yield Text(f"{count(refused, 'fusion')} considered and not taken: explain(x, details=True) says why", style="dim")
     for note in plan.notes:
         yield Text(f"Note: {note}")
+
+
+def _short_table(found: Mapping[str, list[StepRow]], with_ops: bool) -> Table:
+    """One table of both directions, with or without the ops that steps cover by name."""
+    with_measured = any(r.measured is not None for rows in found.values() for r in rows)
+    times = [t for rows in found.values() for r in rows for t in (r.seconds, r.measured) if t is not None]
+    unit, tick = ("ms", 1e-3) if max(times, default=0.0) >= 0.1 else ("us", 1e-6)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("ops", *(["what they are"] if with_ops else []), "step"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("predicted", *(["measured"] if with_measured else [])):
+        table.add_column(f"{heading}\n{unit}", justify="right", no_wrap=True)
+    table.add_column("limit, share", no_wrap=True)
+    for direction, rows in found.items():
+        table.add_row("", Text(direction.capitalize() if rows else _NO_BACKWARD.strip(), style="bold"))
+        for block in _folded(rows):
+            if isinstance(block, _Again):
+                table.add_row(span(block.ops), block.text)
+                continue
+            cells = [f"{block.seconds / tick:.1f}"]
+            cells += [f"{(block.measured or 0.0) / tick:.1f}"] if with_measured else []
+            share = "" if block.share is None else f" {block.share:.0%}"
+            name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
+            covers = [", ".join(block.covers)] if with_ops else []
+            table.add_row(span(block.ops), *covers, name, *cells, f"{block.limit}{share}")
+    return _whole(table)
 
 
 def _table(direction: str, rows: list[StepRow]) -> Group:

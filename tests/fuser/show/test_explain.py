@@ -62,7 +62,7 @@ def test_names_stay_whole_at_any_width(columns: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("measure", [False, True])
 def test_without_details_a_step_is_a_line(measure: bool) -> None:
-    model = te_fuser.Sequential(*(mlp() for _ in range(3)))
+    model = te_fuser.Sequential(*(mlp()[0] for _ in range(3)), kernels="reference")
     explanation = model.explain(sample(), measure=measure)
     text, (plan,) = str(explanation), explanation.plans
     lines = text.splitlines()
@@ -71,7 +71,7 @@ def test_without_details_a_step_is_a_line(measure: bool) -> None:
         rows = step_rows(plan, direction)
         for row in rows:
             assert any(row.name in line.split() for line in lines), row.name
-        (total,) = [line for line in lines if line.startswith(f"{direction} ")]
+        (total,) = [line for line in lines if line.startswith(f"{direction:8} ")]
         assert f"{plan.seconds(direction) * 1e3:.3f} ms predicted" in total
         assert ("ms measured" in total) is measure
         assert f"{sum(row.launches for row in rows)} launches" in total
@@ -80,14 +80,18 @@ def test_without_details_a_step_is_a_line(measure: bool) -> None:
     assert str(model.explain(sample(), details=True)) != text
 
 
-def test_without_details_a_layer_fits_a_screen() -> None:
+def test_without_details_a_layer_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with torch.device("meta"):
         layer = te_fuser.TransformerLayer(1024, 4096, 16, params_dtype=torch.bfloat16)
         x = torch.empty(128, 8, 1024, dtype=torch.bfloat16, requires_grad=True)
     lines = str(layer.explain(x, device="h200")).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = str(layer.explain(x, device="h200"))  # which has room for the ops, whole
+    assert "MatMul layernorm_mlp.1, Bias layernorm_mlp.2, GELU layernorm_mlp.3" in wide
     with torch.no_grad():
-        assert "no backward: no gradient is needed" in str(layer.explain(x.detach(), device="h200"))
+        assert "No backward: nothing in this call needs a gradient." in str(layer.explain(x.detach(), device="h200"))
 
 
 def test_every_step_has_a_row_in_running_order() -> None:
