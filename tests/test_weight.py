@@ -10,7 +10,7 @@ CEILINGS = {
     "lines of te_fuser and csrc": 69_114,
     "files in te_fuser": 298,
     "files flat in te_fuser/ops": 40,
-    "lines of tests": 74_266,
+    "lines of tests": 73_825,
     "lines of docs/design.md": 449,
     "mean length of a line of code": 54.0,
     "helpers of at most 8 lines that are used once": 108,
