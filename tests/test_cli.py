@@ -146,6 +146,16 @@ FITTING = {
 }  # fmt: skip
 
 
+def a_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int] | None, cublaslt: int) -> None:
+    """One of this capability, if any, and a version of cuBLASLt."""
+    patch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    patch.setattr(torch.cuda, "get_device_name", lambda k: "one")
+    patch.setattr(torch.cuda, "device_count", lambda: 1)
+    patch.setattr(products, "obstacle", lambda: None)
+    patch.setattr(products, "version", lambda: cublaslt)
+
+
 @pytest.mark.parametrize("case", FITTING)
 def test_version_says_which_packages_fit(
     case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -153,12 +163,7 @@ def test_version_says_which_packages_fit(
     installed, cuda, capability, words = FITTING[case]
     monkeypatch.setattr(optional, "version_of", installed.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "one")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(products, "obstacle", lambda: None)
-    monkeypatch.setattr(products, "version", lambda: 1)
+    a_gpu(monkeypatch, capability, 1)
     (line,) = [line for line in lines(capsys, "version") if line.startswith("flash-attn-4:")]
     assert words in line
 
@@ -185,12 +190,7 @@ OTHER_RECIPES = {
 def test_version_says_which_recipes_run(
     capability: tuple[int, int] | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "one")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(products, "obstacle", lambda: None)
-    monkeypatch.setattr(products, "version", lambda: 120804)
+    a_gpu(monkeypatch, capability, 120804)
     text = lines(capsys, "version")
     assert RECIPES[capability] in text
     for row in OTHER_RECIPES[capability]:

@@ -13,6 +13,7 @@ from tests.float8 import E4M3, codes
 from tests.kernels.emulated import emulating
 from tests.needs import needs_compiler
 
+pytestmark = needs_compiler
 POWERS = Scaling(power_of_two=True, epsilon=0.25)
 B16, F32 = torch.bfloat16, torch.float32
 
@@ -20,7 +21,6 @@ B16, F32 = torch.bfloat16, torch.float32
 emulated = emulating(lambda: [QuantizeWeights(), *map(measuring_weights, (Scaling(), POWERS))])
 
 
-@needs_compiler
 @pytest.mark.parametrize("mixed", [False, True])
 def test_bytes(emulated: FakeDriver, mixed: bool) -> None:
     """Those of the definition, in the layouts that are wanted; by one launch each where all have one rule."""
@@ -47,7 +47,6 @@ def test_bytes(emulated: FakeDriver, mixed: bool) -> None:
             assert torch.equal(codes(next(there)), codes(quantizers.transpose_by_torch(data)))
 
 
-@needs_compiler
 def test_one_tensor(emulated: FakeDriver) -> None:
     w = torch.randn(32, 16)
     (data,), _, (inverse,) = OwnWeights(torch.device("cpu"), [Weight8(F32, turned=False)], [Scaling()])(w)
@@ -55,7 +54,6 @@ def test_one_tensor(emulated: FakeDriver) -> None:
     assert torch.equal(codes(data), codes(right)) and inverse == wanted
 
 
-@needs_compiler
 def test_weights_of_no_numbers(emulated: FakeDriver) -> None:
     _, scales, inverses = OwnWeights(torch.device("cpu"), [Weight8(F32)], [Scaling()])(torch.zeros(0, 16))
     assert [*map(float, (*scales, *inverses))] == [1.0, 1.0]

@@ -10,13 +10,13 @@ from tests.kernels.emulated import emulating
 from tests.kernels.fold_cases import folded_wrongly
 from tests.needs import needs_compiler
 
+pytestmark = needs_compiler
 CPU = torch.device("cpu")
 
 
 emulated = emulating(lambda: [FoldAmaxes()])
 
 
-@needs_compiler
 def test_values(emulated: FakeDriver) -> None:
     """One launch a fold."""
     emulated.launches = 0
@@ -24,7 +24,6 @@ def test_values(emulated: FakeDriver) -> None:
     assert emulated.launches == 3
 
 
-@needs_compiler
 def test_snapshots_stay_as_they_were(emulated: FakeDriver) -> None:
     product = Folded(torch.zeros(4, 3), torch.ones(3), False, 0, 448.0, 57344.0)
     folder = AmaxFolder({0: product}, 1, CPU)
@@ -38,7 +37,6 @@ def test_snapshots_stay_as_they_were(emulated: FakeDriver) -> None:
     assert torch.equal(product.scale, second[0, :3])
 
 
-@needs_compiler
 def test_nothing_to_fold(emulated: FakeDriver) -> None:
     """Rows of nobody are counted and cleared; without rows nothing is launched."""
     counts, slots = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[torch.inf, 1.0, torch.nan]] * 2)

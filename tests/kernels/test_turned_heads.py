@@ -10,6 +10,7 @@ from tests.kernels.emulated import emulating
 from tests.kernels.turned_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler
 
+pytestmark = needs_compiler
 BY_NAME = {case.name: case for case in CASES}
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -17,7 +18,6 @@ EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 emulated = emulating(lambda: (p for case in CASES for p in case.passes()))
 
 
-@needs_compiler
 @EACH
 def test_values_and_gradients(case: Case, emulated: FakeDriver) -> None:
     for seed, (samples, positions) in enumerate(SIZES):
@@ -25,7 +25,6 @@ def test_values_and_gradients(case: Case, emulated: FakeDriver) -> None:
         assert not complaints(case, call, case.run(call)), (samples, positions)
 
 
-@needs_compiler
 @EACH
 def test_nothing(case: Case, emulated: FakeDriver) -> None:
     for samples, positions in EMPTY:
@@ -35,7 +34,6 @@ def test_nothing(case: Case, emulated: FakeDriver) -> None:
         assert all((t == 0).all() for t in made.values())
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", ["some of an odd head", "tokens with starts"])
 def test_rows_without_angles_are_nan(name: str, emulated: FakeDriver) -> None:
     case = BY_NAME[name]
