@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,15 @@ from torch import nn
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
 from te_fuser.from_torch import converts, lines_to_write
+from te_fuser.fuser.show.measure import undisturbed
+from te_fuser.fuser.show.step_rows import and_others
 from te_fuser.ops.checks import described, meant, yes_or_no
 from te_fuser.params.scales import drop_scales
 from te_fuser.sequential import Sequential
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
+    from te_fuser.fuser.show.explain import Explanation
 
 # Where transformers has a family -> where this package does.
 _FAMILIES = {
@@ -56,11 +62,71 @@ class Conversion:
             found |= {f"{path}.{inner}".strip("."): why for inner, why in block.left().items()}
         return found
 
+    def explain(
+        self, *args: Any, device: str | None = None, details: bool = False, source: bool = False, **call: Any
+    ) -> Explanation:
+        """Plans of the layers in a call of the model: `print(conversion.explain(ids))`. Equal layers are shown once.
+
+        The model runs once; its buffers, a cache that is given and random generators stay as they are.
+
+        Args:
+            args, call: what the model is called with.
+            device, details, source: as those of `Sequential.explain`.
+
+        Raises:
+            ValueError: when no layer runs by te_fuser in this call.
+        """
+        from te_fuser.fuser.show.explain import Explanation
+
+        ran: list[tuple[str, Sequential, Any, dict[str, Any]]] = []
+        found: dict[str, tuple[list[str], Explanation]] = {}
+        copied = {k: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in call.items()}
+        with undisturbed(self.model, None), _lists_noted(self.model, self.converted, ran):
+            self.model(*args, **copied)
+            for path, listed, x, given in ran:
+                explained = listed.explain(x, device=device, details=details, source=source, **given)
+                found.setdefault(str(explained), ([], explained))[0].append(path)
+        if not found:
+            raise ValueError("no layer runs by te_fuser in this call: `left` says what runs by itself, and why")
+        plans: list[Plan] = []
+        borders: list[tuple[int, str]] = []
+        for paths, explained in found.values():
+            borders.append((len(plans), f"In {paths[0]}{and_others(len(paths))}:"))
+            borders += [(len(plans) + before, text) for before, text in explained.borders]
+            plans += explained.plans
+        return Explanation(plans, source, (), "", borders, (), details)
+
     def __str__(self) -> str:
         error = "not checked" if self.error is None else f"{self.error:.1e} from the original"
         lines = [f"{type(self.model).__name__}: {len(self.converted)} layers run by te_fuser, {error}"]
         lines += [f"  {path} is left: {why}" for path, why in self.left.items()]
         return "\n".join(lines)
+
+
+@contextmanager
+def _lists_noted(model: nn.Module, paths: Collection[str], ran: list[Any]) -> Iterator[None]:
+    """In here (path, list, x, named tensors) of each call of a list is noted, of the layers at these paths."""
+    blocks = {path: block for path, block in model.named_modules() if path in paths and hasattr(block, "_list")}
+
+    def noting(path: str, block: Any) -> Any:
+        def listed(*asked: Any) -> Any:
+            found = type(block)._list(block, *asked)
+
+            def run(x: torch.Tensor, **given: Any) -> Any:
+                ran.append((path, found, x, given))
+                return found(x, **given)
+
+            return run
+
+        return listed
+
+    for path, block in blocks.items():
+        block.__dict__["_list"] = noting(path, block)
+    try:
+        yield
+    finally:
+        for block in blocks.values():
+            del block.__dict__["_list"]
 
 
 def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversion:
