@@ -61,7 +61,7 @@ KNOWS = {
     "flatten": {"facts", "distributed", "params", "ops", "fuser", "parts"},
     "sequential": {"facts", "distributed", "params", "ops", "fuser", "flatten", "look", "parts"},
     "variants": {"facts", "distributed", "params", "flatten", "sequential"},
-    "convert": {"facts", "distributed", "params", "ops", "sequential", "compare", "from_torch"},
+    "convert": {"facts", "distributed", "params", "ops", "fuser", "sequential", "compare", "from_torch"},
     "from_torch": {"facts", "distributed", "params", "ops", "sequential", "compare"},
     "verify": {
         "facts",
