@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import ROOT
 from benchmarks.gpu.contest import measure
 from benchmarks.gpu.record import docs, plots, records
 from tests.benchmarks.pretended import ABOUT, layer_record
@@ -66,7 +67,12 @@ def ranks_record() -> dict[str, Any]:
     return {**ABOUT, "parts": {"timeline": part}}
 
 
+def light_summary(record: dict[str, Any], path: Path) -> None:
+    plots.plot_summary(record, [], path, dark=False)
+
+
 PLOTS = {
+    light_summary: (">GPT layer<", ">eager PyTorch<", ">te_fuser<", "1.10", "NVIDIA Test 1"),
     plots.plot_floor: (
         "seed layer bf16 dropout 0.1 (commit abc, full run)", "te_fuser", "eager", "1.100", "(earlier)",
     ),
@@ -130,7 +136,9 @@ def test_losses_of_records_without_validation_steps_are_curves_alone(tmp_path: P
 def test_every_plot_is_written_and_stands_in_the_document(tmp_path: Path) -> None:
     plots.write_plots(whole_record(), [ranks_record()], tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["gpu-fp8-loss.svg", "gpu-growth.svg", "gpu-loss.svg", "gpu.svg", "ranks-timeline.svg"]
+    summaries = ["summary-dark.svg", "summary-light.svg"]
+    assert names == ["gpu-fp8-loss.svg", "gpu-growth.svg", "gpu-loss.svg", "gpu.svg", "ranks-timeline.svg", *summaries]
     for name in names:
-        assert f"](images/{name})" in docs.DOCUMENT.read_text()
+        shown = (ROOT / "README.md").read_text() if name in summaries else docs.DOCUMENT.read_text()
+        assert f"images/{name}" in shown
         assert (plots.IMAGES / name).stat().st_size < 2**20

@@ -19,6 +19,8 @@ _OTHER = "#c9ba9b"
 
 def write_plots(record: Data, ranks: Sequence[Data] = (), folder: Path = IMAGES) -> None:
     """Every picture that the record has numbers for, and the one of ranks that share a layer; no quick runs."""
+    for dark in (False, True):
+        plot_summary(record, ranks, folder / f"summary-{'dark' if dark else 'light'}.svg", dark)
     plot_floor(record, folder / "gpu.svg")
     plot_growth(record, folder / "gpu-growth.svg")
     plot_losses(record, folder / "gpu-loss.svg")
@@ -76,6 +78,59 @@ def plot_floor(record: Data, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     what = "time over the floor (products and attention alone)"
     figure.supxlabel(f"{what}, forward + backward, {record['gpu']}", fontsize="medium")  # the labels are wide
+    _save(figure, path)
+
+
+# Case of the summary -> the part and the entry that has it, and the contenders shown, by their names there and here.
+_EAGER_AND_COMPILED = {"eager": "eager PyTorch", "torch.compile": "torch.compile", "te_fuser": "te_fuser"}
+_SUMMARY: dict[str, tuple[str, str, Mapping[str, str]]] = {
+    "GPT layer": ("layer", "dropout 0.1", _EAGER_AND_COMPILED),
+    "Llama layer": ("llama", "Llama layer", _EAGER_AND_COMPILED),
+    "RMSNorm-SwiGLU MLP": ("mlp", "RMSNorm-SwiGLU", _EAGER_AND_COMPILED),
+    "GPT layer on 2 GPUs": (
+        "layer", "on 2 ranks",
+        {"Megatron style": "Megatron style", "DTensor, async TP": "DTensor, async TP", "te_fuser": "te_fuser"},
+    ),
+}  # fmt: skip
+
+
+def plot_summary(record: Data, ranks: Sequence[Data], path: Path, dark: bool) -> None:
+    """A few cases for the README, each beside two ways of PyTorch, for a light or a dark page."""
+    found: list[tuple[str, dict[str, float]]] = []
+    for title, (name, case, shown) in _SUMMARY.items():
+        parts = [part for r in (record, *ranks) if (part := _full_run(r, name))]
+        entries = [entry for part in parts for entry in part["cases"] if case in entry["case"]]
+        contenders = entries[0]["contenders"] if entries else {}
+        bars = {label: contenders[who]["over_floor"] for who, label in shown.items() if who in contenders}
+        if bars:
+            found.append((title, bars))
+    if not found:
+        return
+    text, ours, others = ("#e6edf3", "#f2788a", "#7d8590") if dark else ("#1f2328", "#d1495b", "#9aa5b1")
+    figure = _figure(8, 0.7 + 1.05 * len(found))
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    labels, row = [], 0.0
+    for title, bars in reversed(found):
+        for label, ratio in reversed(bars.items()):
+            axes.barh(row, ratio, color=ours if label == "te_fuser" else others, height=0.85)
+            axes.text(ratio + 0.01, row, f"{ratio:.2f}", va="center", fontsize=11, color=text)
+            labels.append((row, label))
+            row += 1
+        axes.text(0, row - 0.1, title, fontsize=12, fontweight="bold", color=text, va="center")
+        row += 1.1
+    axes.set_ylim(-0.7, row - 0.6)
+    axes.axvline(1, color=text, linewidth=1, linestyle=":")
+    axes.set_yticks(*zip(*labels, strict=True), fontsize=11, color=text)
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.08 * max(ratio for _, bars in found for ratio in bars.values()))
+    axes.spines[:].set_visible(False)
+    figure.supxlabel(
+        f"time over products and attention alone (1, dotted), forward + backward, bfloat16, {record['gpu']}",
+        fontsize=11, color=text,
+    )  # fmt: skip
     _save(figure, path)
 
 
