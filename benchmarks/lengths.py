@@ -18,7 +18,7 @@ from torch import nn
 
 import te_fuser
 from benchmarks import models
-from te_fuser.fuser.plan import derivation
+from te_fuser.fuser.plan import kernel_cache
 
 Call = Callable[[nn.Module, torch.Tensor], object]
 
@@ -101,7 +101,7 @@ def _entry(name: str, measured: dict[str, float], ratio: float, goal: float) -> 
 
 def run(course: Course, sizes: Sizes, options: dict[str, Any]) -> tuple[float, float]:
     """Seconds of all calls of eager and of te_fuser, which take turns."""
-    derivation.forget()
+    kernel_cache.forget()
     rivals, seconds = stacked(sizes, **options), [0.0, 0.0]
     for number, length in enumerate(course.lengths(sizes.steps)):
         x = torch.randn(1, length, sizes.hidden)

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser
 from benchmarks import models
-from te_fuser.fuser.plan import derivation
+from te_fuser.fuser.plan import kernel_cache
 
 DEVICES = ("cpu", "h200")  # planned for by name, whether it is there or not
 _GOAL = 2.0  # of all layers, over one
@@ -48,7 +48,7 @@ def _least(layers: int, device: str, sizes: Sizes, options: dict[str, Any]) -> t
         x = torch.empty(1, sizes.tokens, sizes.hidden, requires_grad=True)
     new, known = [], []
     for _ in range(sizes.rounds):
-        derivation.forget()
+        kernel_cache.forget()
         for times in (new, known):
             start = time.process_time()
             model.plan(x, device=device)

@@ -5,8 +5,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from te_fuser.facts import Facts
 from te_fuser.fuser.run.call import GuardedCall
+from te_fuser.guards import Facts
 
 version: str
 kernel_abi_version: int

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import own_part
-from te_fuser.facts import still_hold
 from te_fuser.fuser.plan.device import capturing
 from te_fuser.fuser.show.measure import asides_undisturbed
+from te_fuser.guards import still_hold
 from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored

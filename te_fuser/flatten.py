@@ -14,17 +14,17 @@ import torch
 
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering
-from te_fuser.facts import Facts
+from te_fuser.fused_regions import Border, FusedRegion, Part, names_read
 from te_fuser.fuser.graph.list_passes import with_placements
-from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.graph.op_instances import ListedOp
 from te_fuser.fuser.pipeline import Fuser
+from te_fuser.guards import Facts
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.checks import TakesArguments, no_module
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.structure import Add, Fork
 from te_fuser.params.binding import Given
-from te_fuser.parts import Border, FusedRegion, Part, names_read
 
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
@@ -351,7 +351,7 @@ def runs_itself(m: torch.nn.Module, hooked: bool = True) -> str:
 def has_own_call(m: OpList) -> bool:
     """True where calls of a list may do something else than what its class promises."""
     if torch.compiler.is_compiling():
-        from te_fuser.fuser.run.outside_tracing import constant
+        from te_fuser.fuser.run.dynamo_break import constant
 
         promised = constant(_promises, type(m))
     else:

@@ -49,7 +49,7 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
     """
     import torch
 
-    from te_fuser.look import NotSeenError
+    from te_fuser.fake_tensors import NotSeenError
 
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
         model, x = _model_and_input(chosen)

@@ -13,9 +13,10 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from te_fuser.distributed.placement import CALL, Entering, entering_now
-from te_fuser.facts import Facts, still_hold
+from te_fuser.fake_tensors import NotSeenError, looking, stands_in
 from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
-from te_fuser.fuser.graph.listed import CallSpecs, bindings_of, results_like
+from te_fuser.fused_regions import Border, FusedRegion, GroupRun, Part, walk_parts
+from te_fuser.fuser.graph.op_instances import CallSpecs, bindings_of, results_like
 from te_fuser.fuser.graph.passes import PassRecord, keys_now, prepared, record_passes
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.pipeline import check_options, lower
@@ -24,11 +25,10 @@ from te_fuser.fuser.run.call import PLAIN, check_input, check_tensor, named_tens
 from te_fuser.fuser.run.delayed import backward_dw
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.show.measure import pythons_draws_undone, undisturbed
-from te_fuser.look import NotSeenError, looking, stands_in
+from te_fuser.guards import Facts, still_hold
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.params.main_grad import spared
-from te_fuser.parts import Border, FusedRegion, GroupRun, Part, walk_parts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.pipeline import Fuser
@@ -140,7 +140,7 @@ class Sequential(OpList):
             TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
         """
         if is_compiling():
-            from te_fuser.fuser.run.outside_tracing import outside_tracing
+            from te_fuser.fuser.run.dynamo_break import outside_tracing
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
         structure, y = self._structure, None

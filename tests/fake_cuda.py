@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen import cuda, cuda_loader, written
+from te_fuser.codegen import cuda, cuda_loader, cuda_source_kernel
 from te_fuser.codegen.cuda_loader import native_kernel
+from te_fuser.codegen.cuda_source_kernel import Loadable, TextKernel
 from te_fuser.codegen.description import KernelDescription
-from te_fuser.codegen.written import Loadable, TextKernel
 from te_fuser.config import config
 from te_fuser.fuser import pipeline
 from te_fuser.fuser.run import loading
@@ -64,7 +64,7 @@ def as_new_process(patch: pytest.MonkeyPatch, cache_dir: Path, gpu: str = "NVIDI
 
 def forget_written() -> None:
     """Kernels written by hand that this process has made."""
-    for made in (written._compiled, written._loaded, packed_heads._ready):
+    for made in (cuda_source_kernel._compiled, cuda_source_kernel._loaded, packed_heads._ready):
         made.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -104,7 +104,10 @@ def in_place_of_written(native: Callable[[TextKernel[Any]], Loadable]) -> Iterat
         return made
 
     packed_heads._ready.cache_clear()
-    with mock.patch.object(written, "_loaded", loaded), mock.patch.object(written, "index_of", lambda device: 0):
+    with (
+        mock.patch.object(cuda_source_kernel, "_loaded", loaded),
+        mock.patch.object(cuda_source_kernel, "index_of", lambda device: 0),
+    ):
         yield
     packed_heads._ready.cache_clear()
 

@@ -18,9 +18,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.presets.arguments import WITHOUT_EFFECT
 from te_fuser.presets.attention_call import ARGUMENTS
 from te_fuser.presets.base import Preset
+from te_fuser.presets.keyword_arguments import WITHOUT_EFFECT
 from tests.documents import BLOCK, FILES, ROOT, blocks
 from tests.parallel.ranks import forking
 from tests.versions.packages import named

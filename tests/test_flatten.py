@@ -14,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.flatten import flatten
-from te_fuser.parts import Border, FusedRegion
+from te_fuser.fused_regions import Border, FusedRegion
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)

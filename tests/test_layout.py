@@ -23,25 +23,36 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"facts", "distributed", "params", "ops", "kernels", "fuser", "quantization", "sharding"},
+    "capture": {"guards", "distributed", "params", "ops", "kernels", "fuser", "quantization", "sharding"},
     "trace": {"fuser", "ops"},
-    "checkpointing": {"facts", "distributed", "params", "ops", "quantization"},
+    "checkpointing": {"guards", "distributed", "params", "ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
     "record": set(),
     "formula": {"dtypes"},
-    "look": set(),
-    "facts": {"_native"},
+    "fake_tensors": set(),
+    "guards": {"_native"},
     "distributed": {"dtypes", "formula", "config"},
-    "params": {"dtypes", "formula", "facts", "distributed", "_native"},
-    "ops": {"dtypes", "formula", "record", "facts", "distributed", "params", "_native"},
+    "params": {"dtypes", "formula", "guards", "distributed", "_native"},
+    "ops": {"dtypes", "formula", "record", "guards", "distributed", "params", "_native"},
     "sharding": {"distributed", "formula", "ops"},
     "codegen": {"dtypes", "formula", "config", "record", "_native"},
-    "kernels": {"facts", "distributed", "params", "dtypes", "formula", "record", "ops", "codegen", "config", "_native"},
-    "fusions": {"facts", "distributed", "params", "dtypes", "formula", "ops", "codegen", "kernels"},
+    "kernels": {
+        "guards",
+        "distributed",
+        "params",
+        "dtypes",
+        "formula",
+        "record",
+        "ops",
+        "codegen",
+        "config",
+        "_native",
+    },
+    "fusions": {"guards", "distributed", "params", "dtypes", "formula", "ops", "codegen", "kernels"},
     "fuser": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "dtypes",
@@ -53,30 +64,30 @@ KNOWS = {
         "fusions",
         "config",
         "compare",
-        "look",
+        "fake_tensors",
         "record",
         "_native",
     },
-    "parts": {"facts", "distributed", "params", "ops", "fuser", "look"},
-    "flatten": {"facts", "distributed", "params", "ops", "fuser", "parts"},
-    "sequential": {"facts", "distributed", "params", "ops", "fuser", "flatten", "look", "parts"},
-    "variants": {"facts", "distributed", "params", "flatten", "sequential"},
-    "convert": {"facts", "distributed", "params", "ops", "fuser", "sequential", "compare", "from_torch"},
-    "from_torch": {"facts", "distributed", "params", "ops", "sequential", "compare"},
+    "fused_regions": {"guards", "distributed", "params", "ops", "fuser", "fake_tensors"},
+    "flatten": {"guards", "distributed", "params", "ops", "fuser", "fused_regions"},
+    "sequential": {"guards", "distributed", "params", "ops", "fuser", "flatten", "fake_tensors", "fused_regions"},
+    "variants": {"guards", "distributed", "params", "flatten", "sequential"},
+    "convert": {"guards", "distributed", "params", "ops", "fuser", "sequential", "compare", "from_torch"},
+    "from_torch": {"guards", "distributed", "params", "ops", "sequential", "compare"},
     "verify": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "dtypes",
         "formula",
-        "look",
+        "fake_tensors",
         "ops",
         "sharding",
         "codegen",
         "fusions",
         "fuser",
         "flatten",
-        "parts",
+        "fused_regions",
         "sequential",
         "compare",
         "_native",
@@ -85,7 +96,7 @@ KNOWS = {
     "common": {"recipe"},
     "pytorch": {"", "*"},  # all that `te_fuser` has
     "quantization": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "dtypes",
@@ -94,11 +105,11 @@ KNOWS = {
         "fuser",
         "kernels",
         "recipe",
-        "look",
+        "fake_tensors",
     },
     "utils": {"recipe"},
     "parallel": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "formula",
@@ -106,24 +117,24 @@ KNOWS = {
         "flatten",
         "from_torch",
         "fuser",
-        "parts",
+        "fused_regions",
         "presets",
         "sequential",
         "sharding",
     },
     "presets": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "ops",
         "checkpointing",
         "fuser",
-        "parts",
+        "fused_regions",
         "recipe",
         "sequential",
         "variants",
     },
-    "model_commands": {"from_torch", "fuser", "look", "sequential", "verify"},
+    "model_commands": {"from_torch", "fuser", "fake_tensors", "sequential", "verify"},
     "cli": {
         "dtypes",
         "codegen",
@@ -162,7 +173,7 @@ ABSTRACT = {
     "te_fuser.ops.autocast",  # a table of policies
     "te_fuser.ops.base",
     "te_fuser.ops.checks",  # of arguments, not an op
-    "te_fuser.ops.own_scales",  # of tensors, not an op
+    "te_fuser.ops.blockwise_scaling",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.sizes",
@@ -188,13 +199,23 @@ OP_HELPERS = {
     "construction",
     "hooks",
     "op_table",
-    "own_scales",
+    "blockwise_scaling",
     "products",
     "sharing",
     "sizes",
     "tensor_function",
 }
-FAMILIES = {"activations", "affine", "casts", "collectives", "dropout", "norms", "operations", "softmax", "structure"}
+FAMILIES = {
+    "activations",
+    "bias_scale",
+    "casts",
+    "collectives",
+    "dropout",
+    "norms",
+    "operations",
+    "softmax",
+    "structure",
+}
 # Tests of an aspect of several modules: folder -> stems.
 ASPECTS = {
     "": {
@@ -216,7 +237,7 @@ ASPECTS = {
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"messages"},
     "parallel": {
-        "facts",
+        "guards",
         "distributed",
         "params",
         "arriving",
@@ -402,7 +423,7 @@ def test_autograd_functions():
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.casts", "_MeasureGradient"),
         ("te_fuser.ops.float8_matmul", "_Products"),
-        ("te_fuser.params.joined", "InOneBuffer"),
+        ("te_fuser.params.concatenated_parameter", "InOneBuffer"),
     ]
 
 
@@ -501,8 +522,8 @@ def test_providers_of_attention_know_neither_each_other_nor_the_list_of_all(prov
 ATTENTION = "te_fuser.kernels.attention"
 ROOMS = {
     "attention": {"te_fuser.kernels.packages", "te_fuser.kernels.heads_pass"},
-    "packages": {f"{ATTENTION}.views"},
-    "cublaslt": {"te_fuser.kernels.trials"},
+    "packages": {f"{ATTENTION}.qkv_views"},
+    "cublaslt": {"te_fuser.kernels.tuning_trials"},
 }
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fake_tensors import NotSeenError
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.look import NotSeenError
 from te_fuser.ops.hooks import silenced
 from tests.looking import Apply, assert_unchanged, plans_that_run, state_of, text_of, x_of
 from tests.twins import sequential

@@ -18,7 +18,7 @@ import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.formula.evaluate import rounds
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fusions import Cost, fusion, only
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
@@ -277,8 +277,8 @@ def _backward(y: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
 def test_values_cross_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, x = model(), torch.randn(7, WIDTH, requires_grad=True)
     want = gradients(ours, x)
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     cut = copy.deepcopy(ours)
     plan = cut.plan(x)
     assert len(plan.segments) > 2 and any(len(s.values_out) > 1 for s in plan.segments)

@@ -24,7 +24,7 @@ from rich.table import Table
 import te_fuser
 from benchmarks.common import command_parser, write_record
 from te_fuser import ops
-from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
+from te_fuser.kernels.qk_norm_rope import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 
 BF16, F32 = torch.bfloat16, torch.float32
 SETS, CALLS, ROUNDS = 4, 20, 15

@@ -21,6 +21,7 @@ import torch
 from te_fuser.codegen import cuda, nvrtc, schedule_model
 from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_source_kernel import Loadable, WrittenKernel, arch_on, index_of
 from te_fuser.codegen.description import (
     PLACES,
     KernelDescription,
@@ -36,7 +37,6 @@ from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
-from te_fuser.codegen.written import Loadable, WrittenKernel, arch_on, index_of
 from te_fuser.formula.expr import Axes
 
 if TYPE_CHECKING:

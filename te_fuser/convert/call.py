@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.hooks import hooks_of
 
 _READ = ("attention_mask", "position_embeddings", "cache", "past_key_values")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from te_fuser.compare import distance, in_eval_mode
-from te_fuser.convert.parts import become, has_own_forward, keeps_forward
+from te_fuser.convert.layer_ops import become, has_own_forward, keeps_forward
 from te_fuser.from_torch import converts, lines_to_write
 from te_fuser.fuser.show.measure import undisturbed
 from te_fuser.fuser.show.step_rows import and_others

@@ -9,7 +9,7 @@ from transformers.models.gemma2 import modeling_gemma2 as theirs
 
 from te_fuser import ops
 from te_fuser.convert.gemma import GemmaLike
-from te_fuser.convert.parts import LayerParts
+from te_fuser.convert.layer_ops import LayerParts
 
 
 class FourNorms(GemmaLike):

@@ -14,7 +14,7 @@ from te_fuser import ops
 from te_fuser.convert.activations import activation_for
 from te_fuser.convert.block import DecoderBlock
 from te_fuser.convert.call import LayerCall
-from te_fuser.convert.parts import LayerParts, Theirs
+from te_fuser.convert.layer_ops import LayerParts, Theirs
 
 
 class GPT2Block(DecoderBlock, theirs.GPT2Block):

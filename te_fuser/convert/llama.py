@@ -12,7 +12,7 @@ from te_fuser import ops
 from te_fuser.convert.activations import gate_for
 from te_fuser.convert.block import DecoderBlock
 from te_fuser.convert.call import LayerCall
-from te_fuser.convert.parts import LayerParts, Theirs
+from te_fuser.convert.layer_ops import LayerParts, Theirs
 from te_fuser.ops.base import FusableOperation
 
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.qwen3 import modeling_qwen3 as theirs
 
 from te_fuser import ops
+from te_fuser.convert.layer_ops import LayerParts, why_left
 from te_fuser.convert.llama import LlamaLike
-from te_fuser.convert.parts import LayerParts, why_left
 
 _NORMS = ("q_norm", "k_norm")
 

@@ -19,15 +19,22 @@ from te_fuser.distributed.consistency import shared_errors
 from te_fuser.distributed.dtensor import waited
 from te_fuser.distributed.group import has_ranks
 from te_fuser.distributed.placement import Entering, entering_now
-from te_fuser.facts import Facts, still_hold
+from te_fuser.fake_tensors import looking, stands_in
 from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fuser.graph.list_passes import add_collectives, add_placements, autocast, check_dtensors, drop_noops
 from te_fuser.fuser.graph.list_passes import entries as op_entries
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, numbered, results_like, with_attributes
+from te_fuser.fuser.graph.op_instances import (
+    CallSpecs,
+    ListedOp,
+    emptied,
+    list_ops,
+    numbered,
+    results_like,
+    with_attributes,
+)
 from te_fuser.fuser.graph.passes import rewrites, run_passes
 from te_fuser.fuser.plan.device import device_of
 from te_fuser.fuser.plan.exchanges import with_copies
-from te_fuser.fuser.plan.finish import borders
 from te_fuser.fuser.plan.layouts import store_by_blocks
 from te_fuser.fuser.plan.overlap import delay_gradients, overlap_exchanges, retimed
 from te_fuser.fuser.plan.overwriting import mark_overwrites
@@ -37,6 +44,7 @@ from te_fuser.fuser.plan.planner import add_notes, cover, warn_of_large_results
 from te_fuser.fuser.plan.planner import entries as step_entries
 from te_fuser.fuser.plan.prices import CostModel
 from te_fuser.fuser.plan.problem import Options
+from te_fuser.fuser.plan.segmenting import borders
 from te_fuser.fuser.plan.tuned import device_name, list_key, store_for
 from te_fuser.fuser.run.call import (
     PLAIN,
@@ -52,7 +60,7 @@ from te_fuser.fuser.run.call import (
 )
 from te_fuser.fuser.run.loading import Executable, execute, load, missing_notes, runs_alike, target_for, target_on_gpu
 from te_fuser.fuser.run.plan_cache import KeptPlan, PlanCache, RankAgreement
-from te_fuser.look import looking, stands_in
+from te_fuser.guards import Facts, still_hold
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.sizes import Questions
 from te_fuser.params.binding import standing_in
@@ -398,7 +406,7 @@ def run_alone(
 ) -> Any:
     """Run a single op by a plan that is kept as long as the op is."""
     if torch.compiler.is_compiling():
-        from te_fuser.fuser.run.outside_tracing import outside_tracing
+        from te_fuser.fuser.run.dynamo_break import outside_tracing
 
         return outside_tracing(_run_alone, op, x, inputs, outputs)
     return _run_alone(op, x, inputs, outputs)

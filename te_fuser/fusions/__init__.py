@@ -29,7 +29,7 @@ from te_fuser.fusions import (  # noqa: F401  isort: skip
     cublaslt_own_scales,
     dot_product_attention,
     float8_weights,
-    partly_float8_mat_mul,
+    mixed_precision_fp8,
     quack,
     rotary,
     torch_functions,

@@ -21,8 +21,8 @@ from te_fuser.fusions.registry import Costs, Fusion, Library, register_library
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuning import tune_products
 from te_fuser.ops.activations import GELU, ReLU
-from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation, Gradient, Spec
+from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear

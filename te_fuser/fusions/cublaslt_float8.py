@@ -25,12 +25,12 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
-from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation, Gradient
+from te_fuser.ops.bias_scale import Bias
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8Form, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
-from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 from te_fuser.params.main_grad import put_gradient

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 from te_fuser.codegen.description import Layout
-from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import name_of
 from te_fuser.fusions.cublaslt_float8 import (
     ProductRow8,
@@ -32,9 +32,9 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
-from te_fuser.ops.affine import Bias
+from te_fuser.ops.bias_scale import Bias
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
-from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked
 
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW

@@ -16,7 +16,7 @@ from te_fuser.fusions.registry import ALL, Choose, Condition, Costs, Fusion, reg
 from te_fuser.ops.base import Gradient
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 
 
 @dataclass(frozen=True)

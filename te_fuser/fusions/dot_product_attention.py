@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
+from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 from te_fuser.distributed.group import Group
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
+from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 from te_fuser.fusions.match import Cost
 from te_fuser.fusions.registry import Maker, Wanted, register_maker
 from te_fuser.kernels.quantizers import OwnWeights, QuantizeWeights, Weight8, measuring_weights, quantizer_on
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.float8_matmul import Float8MatMul
-from te_fuser.ops.own_scales import Scaling
-from te_fuser.params.joined import made_of
+from te_fuser.params.concatenated_parameter import made_of
 
 
 class Weights8(Maker):

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fuser.distributed.share import own_state
+from te_fuser.distributed.shard import own_state
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import FusableOperation, Spec
 
 if TYPE_CHECKING:
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.codegen.description import Layout
-    from te_fuser.codegen.written import WrittenKernel
 
 
 @dataclass(frozen=True)

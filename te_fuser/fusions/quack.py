@@ -31,7 +31,7 @@ from te_fuser.fusions.pattern import Optional
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack
 from te_fuser.ops.activations import GELU
-from te_fuser.ops.affine import Bias
+from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8MatMul

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Union
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
+from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
-from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial
+from te_fuser.kernels.tuning_trials import Contest, Deciding, ModelCall, ReasonNot, Trial
 from te_fuser.ops.base import FusableOperation, Gradient, Place, Spec
 from te_fuser.ops.checks import described
 

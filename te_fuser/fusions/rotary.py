@@ -20,12 +20,12 @@ from te_fuser.fusions.declaration import Details, chosen, fusion
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, PatternPart, Repeat
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels import turned_heads as kernel
+from te_fuser.kernels import qk_norm_rope as kernel
 from te_fuser.kernels.heads_pass import Scaled, reason_not
-from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
-from te_fuser.ops.affine import Bias
+from te_fuser.kernels.qk_norm_rope import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.heads import LAYOUTS
+from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding

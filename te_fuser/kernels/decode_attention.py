@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel, constants_of, over_rows
+from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of, over_rows
 from te_fuser.kernels.heads_pass import as_one, reach, readable
 
 _THREADS, _BLOCKS, _MOST_TILES = 128, 8, 16

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.dtypes import GENERATED, text_of
 
 

@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of
 from te_fuser.codegen.cuda_text import CTYPES, EVERY_ROW, FINISH_THREADS
 from te_fuser.codegen.description import BLOCK, TOKENS, sizes_in_blocks
-from te_fuser.codegen.written import TextKernel, constants_of
 from te_fuser.dtypes import name_of
 from te_fuser.kernels.heads_pass import Scaled, as_one, readable
 from te_fuser.kernels.packed_heads import Parts, Rows, rows_of_parts

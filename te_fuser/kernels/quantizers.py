@@ -4,7 +4,7 @@ Products of 8 bits read what lies along what they sum: a weight by rows in forwa
 input, tokens turned for that of a weight. So a matrix that two of them read is made by rows and turned, from one
 reading: all weights of a list in one launch, beside their largest magnitudes; others by a scale for each block, which
 follows from that. The kernels' texts are `transposed8.cu`, `quantize_weights.cu` and `quantize_blocks.cu`;
-`ops/own_scales.py` says what the last computes.
+`ops/blockwise_scaling.py` says what the last computes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.cuda_source_kernel import TextKernel, constants_of, over_rows
 from te_fuser.codegen.cuda_text import CTYPES, literal
 from te_fuser.codegen.description import NUMBERS, ScaleOf
-from te_fuser.codegen.written import TextKernel, constants_of, over_rows
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
-from te_fuser.ops.own_scales import Scaling, scale_by
+from te_fuser.ops.blockwise_scaling import Scaling, scale_by
 
 STEP = 16  # tokens, and rows and columns of weights, come in multiples of so many
 _SIDE, _THREADS = 128, 256  # of a tile; of a block

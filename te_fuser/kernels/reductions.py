@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.codegen.cuda_source_kernel import TextKernel, over_rows
 
 ROLES = 3
 APART = 4  # floats from one number of a snapshot to the next: cuBLAS reads scales at multiples of 16 bytes

@@ -2,7 +2,6 @@
 
 from te_fuser.distributed.group import Group
 from te_fuser.ops.activations import GELU, QGELU, Identity, ReLU, Sigmoid, SiLU, SReLU, Tanh
-from te_fuser.ops.affine import Bias, Scale
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.head_norm import HeadNorm
 from te_fuser.ops.attention.head_parallel import OfHeads, OfPositions, SharedAttention
@@ -11,6 +10,7 @@ from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.attention.math import AttentionScores
 from te_fuser.ops.attention.queries_apart import QueriesApart
 from te_fuser.ops.base import FusableOperation, NamedInput
+from te_fuser.ops.bias_scale import Bias, Scale
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.casts import Cast, Quantize, QuantizeGradient
 from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, AllToAll, Collective, ReduceScatter
@@ -30,7 +30,7 @@ from te_fuser.ops.sharing import Cut
 from te_fuser.ops.softmax import LogSoftmax, Softmax
 from te_fuser.ops.structure import Add, Flatten, Fork, Output, Reshape, Take, Unflatten
 from te_fuser.params.binding import Given
-from te_fuser.params.joined import Together, Transposed
+from te_fuser.params.concatenated_parameter import Together, Transposed
 
 __all__ = [
     "GEGLU",

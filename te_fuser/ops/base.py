@@ -16,9 +16,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.utils.parametrize
 
-from te_fuser.facts import Facts
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
+from te_fuser.guards import Facts
 from te_fuser.ops.checks import TakesArguments
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.params.binding import Binding, PlannedParametrizations

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.checks import described
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
 from te_fuser.ops.op_table import OpTable
 from te_fuser.params.binding import Binding, Given, GivenBinding, WeakBinding, has_tensor, owned, place_of
-from te_fuser.params.joined import JoinedBinding, Transposed, TransposedBinding
+from te_fuser.params.concatenated_parameter import JoinedBinding, Transposed, TransposedBinding
 
 # The ops that one stands for, each `Bound` to it.
 bound_parts: OpTable[Callable[[Any], tuple[Bound, ...]] | None] = OpTable("bound_parts", None)

@@ -12,8 +12,8 @@ from te_fuser.formula import Axes, quantize, quantize_gradient
 from te_fuser.formula.float8 import check_float8, once, rounded
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
+from te_fuser.ops.blockwise_scaling import Scaling, put_scales
 from te_fuser.ops.checks import check_name
-from te_fuser.ops.own_scales import Scaling, put_scales
 from te_fuser.ops.row_op import RowOp
 
 

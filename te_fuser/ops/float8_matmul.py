@@ -12,10 +12,10 @@ from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.formula.float8 import check_float8, once, rounded
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.blockwise_scaling import Scaling, dequantized
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.operations import UnfusedOperation
-from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
 from te_fuser.params.main_grad import put_gradient
 

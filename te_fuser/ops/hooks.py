@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.base import FusableOperation
 
 _module = torch.nn.modules.module

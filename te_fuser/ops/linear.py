@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from te_fuser.distributed.dtensor import filled
-from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import LoweredOp, OpCall, Spec, output_specs
+from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.bound import Bound, bound_parts
 from te_fuser.ops.checks import function_or_none, yes_or_no
 from te_fuser.ops.construction import empty

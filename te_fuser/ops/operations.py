@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.distributed.exchange import Exchange
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.base import FusableOperation, Gradient, LoweredOp, OpCall, Place, Spec, Whole, output_specs
 from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 

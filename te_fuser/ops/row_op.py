@@ -17,8 +17,8 @@ from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.evaluate import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec, outputs_by_name
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.checks import check_features, check_floating
-from te_fuser.ops.own_scales import Scaling
 from te_fuser.params.binding import has_tensor
 
 _SOME = 64  # features, where a formula tells by none how many there are

@@ -23,7 +23,7 @@ from te_fuser.parallel.context import share_context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, described, distribute, set_cut
-from te_fuser.params.joined import Together
+from te_fuser.params.concatenated_parameter import Together
 from te_fuser.sequential import Sequential
 
 _SHOWN = 5  # modules that a message names

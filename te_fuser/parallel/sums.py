@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from te_fuser.flatten import flatten
+from te_fuser.fused_regions import Border
 from te_fuser.fuser.graph.list_passes import with_placements
-from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.graph.op_instances import ListedOp
 from te_fuser.params.binding import GivenBinding
 from te_fuser.params.gradient_sums import LEFT
-from te_fuser.parts import Border
 from te_fuser.presets.base import Preset
 from te_fuser.sequential import Sequential
 

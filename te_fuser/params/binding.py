@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 
 Key = tuple[int, str]
 

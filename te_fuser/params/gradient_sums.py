@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.distributed.exchange import ByProcessGroup, Exchange, UnderWay, exchanged
 from te_fuser.distributed.group import Group
-from te_fuser.params.joined import parts_of
+from te_fuser.params.concatenated_parameter import parts_of
 
 Sums = list[tuple[list[int], UnderWay]]  # which of some tensors, and what was started of them, flat
 LEFT = "sequence_parallel"  # attribute of a parameter whose gradient the engine that trains adds up over the ranks

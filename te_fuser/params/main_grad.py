@@ -13,8 +13,8 @@ weight, and autograd runs them once in a backward, after all of its uses.
 In the place of a main_grad a weight may have the place of its gradient in a bucket of DistributedDataParallel
 (`BucketPlace`). Autograd then gets the gradient as ever, in memory of the bucket where that is free.
 
-Of a weight that is joined from several parameters (`te_fuser.params.joined`) each has a main_grad of its own: one
-product puts the gradient where these lie one behind the other in one buffer, else one for each.
+Of a weight that is joined from several parameters (`te_fuser.params.concatenated_parameter`) each has a main_grad of
+its own: one product puts the gradient where these lie one behind the other in one buffer, else one for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fuser.dtypes import text_of
-from te_fuser.params.joined import in_one_buffer, lie_together, parts_of
+from te_fuser.params.concatenated_parameter import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
 BUCKET = "_te_fuser_bucket"  # attribute of a weight: its BucketMark

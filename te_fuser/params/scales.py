@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from te_fuser.params.narrow import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
+from te_fuser.params.fp8_only_weights import HISTORY, NARROW, SCALE, fit_checkpoint, note_scaled, staying_narrow
 
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 RECORDED = "fp8_recorded"  # in the metadata that a state_dict has of a module: `States.recorded`

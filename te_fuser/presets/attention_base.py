@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
 from te_fuser.ops.sharing import Context
-from te_fuser.presets.arguments import check_choice, check_epsilon, check_size, checked, stacklevel_of_user
 from te_fuser.presets.attention_call import Asking, AttentionCall
 from te_fuser.presets.base import Preset
+from te_fuser.presets.keyword_arguments import check_choice, check_epsilon, check_size, checked, stacklevel_of_user
 from te_fuser.presets.norm import Normed
 from te_fuser.sequential import Residual
 from te_fuser.variants import Variants

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_choice, check_flag, stacklevel_of_user
+from te_fuser.presets.keyword_arguments import check_choice, check_flag, stacklevel_of_user
 
 Window = tuple[int | None, int | None] | None
 

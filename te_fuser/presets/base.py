@@ -15,10 +15,10 @@ import torch
 from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
 from te_fuser.distributed.dtensor import filled
+from te_fuser.fused_regions import FusedRegion
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.params.gradient_sums import LEFT, with_sum
-from te_fuser.parts import FusedRegion
-from te_fuser.presets.arguments import (
+from te_fuser.presets.keyword_arguments import (
     OPTIONS,
     SETTLED,
     Common,

@@ -12,7 +12,10 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention.heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import (
+from te_fuser.presets.attention_base import ContextParallel, context_of
+from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall
+from te_fuser.presets.base import Asked, cut, understands
+from te_fuser.presets.keyword_arguments import (
     PlacementArguments,
     RandomState,
     check_call,
@@ -21,9 +24,6 @@ from te_fuser.presets.arguments import (
     checked,
     default_device,
 )
-from te_fuser.presets.attention_base import ContextParallel, context_of
-from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, AttentionCall
-from te_fuser.presets.base import Asked, cut, understands
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -102,8 +102,8 @@ class DotProductAttention(ContextParallel):
         attention_type: "self" or "cross".
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: ranks that cut the sequences, see
             `set_context_parallel_group`.
-        **keywords: these, where parameters are, see `te_fuser.presets.arguments.PlacementArguments`, and options of
-            lists.
+        **keywords: these, where parameters are, see `te_fuser.presets.keyword_arguments.PlacementArguments`, and
+            options of lists.
     """
 
     flattens = True

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_fuser.presets.arguments import check_size
+from te_fuser.presets.keyword_arguments import check_size
 
 _PAGES = ("total_num_pages", "page_size", "custom_cache_manager")
 # Keys of a layer whose calls begin at `sequence_len_offset` -> behind which position of each row only zeros lie.

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.attention_base import own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
+from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
 from te_fuser.presets.linear import linear_to_torch
 from te_fuser.presets.norm import Normed
 
@@ -154,7 +154,7 @@ class LayerNormMLP(Preset):
         checkpoint: backward keeps the input alone and computes the rest again; a list runs the preset by itself then.
         seq_length, micro_batch_size: where both are given, calls with [seq_length, micro_batch_size, hidden_size] are
             planned, and what they need is compiled, when the preset is made.
-        **keywords: these, what presets share, see `te_fuser.presets.arguments.Common`, and options of lists.
+        **keywords: these, what presets share, see `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     flattens = True

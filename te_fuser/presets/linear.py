@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import Common, check_call, check_epsilon, check_flag, check_size, checked
 from te_fuser.presets.base import Asked, Preset, cut, understands
+from te_fuser.presets.keyword_arguments import Common, check_call, check_epsilon, check_flag, check_size, checked
 from te_fuser.presets.norm import Normed, PresetNorm, filled
 
 _DIMS = {"column": 0, "row": 1}  # mode -> the dimension of the weight that is cut
@@ -262,7 +262,7 @@ class Linear(Affine):
         return_bias: the bias is not added but returned: (y, bias).
         parameters_split: names of parts that are parameters of their own, name_weight and name_bias, of equal sizes or
             those that a mapping says; they lie in one buffer.
-        **keywords: what presets share, see `te_fuser.presets.arguments.Common`, and options of lists.
+        **keywords: what presets share, see `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     flattens = True
@@ -294,7 +294,7 @@ class LayerNormLinear(Affine):
         return_layernorm_output_gathered: with `sequence_parallel` and by column that is of all ranks' rows, and of its
             gradient each has a term; else of this rank's.
         parallel_mode, skip_weight_param_allocation, return_bias, parameters_split: see `Linear`.
-        **keywords: what presets share, see `te_fuser.presets.arguments.Common`, and options of lists.
+        **keywords: what presets share, see `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     flattens = True

@@ -10,14 +10,6 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention.head_norm import NORMS
-from te_fuser.presets.arguments import (
-    Fill,
-    PlacementArguments,
-    check_call,
-    check_flag,
-    check_size,
-    constructor_keywords,
-)
 from te_fuser.presets.attention_base import (
     ContextParallel,
     MultiheadAttentionArguments,
@@ -30,6 +22,14 @@ from te_fuser.presets.attention_call import ARGUMENTS, LAYOUTS, Asking, Attentio
 from te_fuser.presets.base import Asked, Preset, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.inference_params import CacheRequest, cached
+from te_fuser.presets.keyword_arguments import (
+    Fill,
+    PlacementArguments,
+    check_call,
+    check_flag,
+    check_size,
+    constructor_keywords,
+)
 from te_fuser.presets.linear import LayerNormLinear, Linear
 from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
 
@@ -67,7 +67,7 @@ class MultiheadAttention(ContextParallel):
         seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
             the preset is made.
         **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
-            `te_fuser.presets.arguments.Common`, and options of lists.
+            `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     flattens = True

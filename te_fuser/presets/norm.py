@@ -11,8 +11,15 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norms import as_row
-from te_fuser.presets.arguments import Common, PlacementArguments, check_call, check_epsilon, check_size, checked
 from te_fuser.presets.base import Asked, Preset, understands
+from te_fuser.presets.keyword_arguments import (
+    Common,
+    PlacementArguments,
+    check_call,
+    check_epsilon,
+    check_size,
+    checked,
+)
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -199,7 +206,7 @@ class LayerNorm(NormPreset):
         eps: added to the variance.
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         **keywords: params_dtype, device, sequence_parallel, tp_group, tp_size, see
-            `te_fuser.presets.arguments.Common`, and options of lists.
+            `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     normalization = "LayerNorm"
@@ -214,7 +221,7 @@ class RMSNorm(NormPreset):
         eps: added to the mean square.
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         **keywords: params_dtype, device, sequence_parallel, tp_group, tp_size, see
-            `te_fuser.presets.arguments.Common`, and options of lists.
+            `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     normalization = "RMSNorm"

@@ -9,8 +9,8 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.checks import count
 from te_fuser.ops.sharing import blocks_of, spans
-from te_fuser.presets.arguments import check_choice, check_size, default_device
 from te_fuser.presets.attention_call import LAYOUTS, sequence_dim_of
+from te_fuser.presets.keyword_arguments import check_choice, check_size, default_device
 
 
 class RotaryPositionEmbedding(torch.nn.Module):

@@ -9,16 +9,6 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import (
-    Fill,
-    PlacementArguments,
-    check_call,
-    check_drop,
-    check_flag,
-    check_size,
-    checked,
-    constructor_keywords,
-)
 from te_fuser.presets.attention_base import (
     ContextParallel,
     HeadsArguments,
@@ -28,6 +18,16 @@ from te_fuser.presets.attention_base import (
 )
 from te_fuser.presets.attention_call import ARGUMENTS, CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, sequence_dim_of
 from te_fuser.presets.base import Asked, understands
+from te_fuser.presets.keyword_arguments import (
+    Fill,
+    PlacementArguments,
+    check_call,
+    check_drop,
+    check_flag,
+    check_size,
+    checked,
+    constructor_keywords,
+)
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_encoder_output
 from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
@@ -117,7 +117,7 @@ class TransformerLayer(ContextParallel):
         seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
             the layer is made.
         **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
-            `te_fuser.presets.arguments.Common`, and options of lists.
+            `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
     flattens = True

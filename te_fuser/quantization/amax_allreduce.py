@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group, groups_given, has_ranks
-from te_fuser.fuser.graph.listed import ListedOp, with_attributes
+from te_fuser.fuser.graph.op_instances import ListedOp, with_attributes
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.collectives import AllGather, Carried, ReduceScatter

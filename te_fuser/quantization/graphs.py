@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.facts import Facts, still_hold
+from te_fuser.guards import Facts, still_hold
 from te_fuser.params.binding import Binding
 from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
 from te_fuser.quantization.products import products_of, scalings_of

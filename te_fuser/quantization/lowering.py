@@ -13,19 +13,19 @@ import torch
 
 from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.dtypes import text_of
-from te_fuser.facts import Facts
+from te_fuser.fake_tensors import is_looking
 from te_fuser.formula.evaluate import rounds
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import CallContext, ReadyList, register
 from te_fuser.fuser.run.call import REFERENCE
+from te_fuser.guards import Facts
 from te_fuser.kernels.cublaslt.products import check_machine, emulated_on
-from te_fuser.look import is_looking
 from te_fuser.ops.base import FusableOperation, LoweredOp
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.collectives import Collective
 from te_fuser.ops.float8_matmul import READ, READ_KEPT, READ_OWN, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding, GivenBinding, Key
 from te_fuser.quantization.amax_allreduce import quantized_first

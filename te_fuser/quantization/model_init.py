@@ -12,15 +12,15 @@ import torch
 from te_fuser.ops.base import FusableOperation, revise
 from te_fuser.ops.construction import on_construction
 from te_fuser.params.binding import Binding
-from te_fuser.params.joined import JoinedBinding
-from te_fuser.params.narrow import NARROW, is_narrow, narrow, not_scaled, prefix_of
+from te_fuser.params.concatenated_parameter import JoinedBinding
+from te_fuser.params.fp8_only_weights import NARROW, is_narrow, narrow, not_scaled, prefix_of
 from te_fuser.params.scales import HoldsScales
 from te_fuser.quantization.products import weight_in, weight_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import being
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.listed import ListedOp
+    from te_fuser.fuser.graph.op_instances import ListedOp
 
 Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
-from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.params.binding import Binding
-from te_fuser.params.narrow import prefix_of
+from te_fuser.params.fp8_only_weights import prefix_of
 from te_fuser.params.scales import Aside
 from te_fuser.recipe.recipes import DelayedScaling, OwnScales, QParams, Recipe
 from te_fuser.recipe.region import settings_changed
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.listed import ListedOp
+    from te_fuser.fuser.graph.op_instances import ListedOp
 
 # --------------------------------------------------------------------------------------------------- which there are
 

@@ -20,10 +20,10 @@ from typing import NamedTuple, cast
 import torch
 
 from te_fuser.distributed.group import has_ranks
-from te_fuser.facts import Facts, holders, still_hold, tensor_place
+from te_fuser.fake_tensors import is_looking
+from te_fuser.guards import Facts, holders, still_hold, tensor_place
 from te_fuser.kernels.reductions import AmaxFolder, Folded
-from te_fuser.look import is_looking
-from te_fuser.params.narrow import HISTORY, LARGEST, SCALE
+from te_fuser.params.fp8_only_weights import HISTORY, LARGEST, SCALE
 from te_fuser.params.scales import STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
 from te_fuser.quantization.checkpointing import keep_snapshot
@@ -276,7 +276,7 @@ def _take_brought(recipe: Recipe) -> bool:
 def _at_entry(region: Region) -> None:
     if "torch._dynamo" not in sys.modules:
         return _begin(region)
-    from te_fuser.fuser.run.outside_tracing import outside_tracing
+    from te_fuser.fuser.run.dynamo_break import outside_tracing
 
     outside_tracing(_begin, region)  # else it may look at each function that a compiled one calls
 

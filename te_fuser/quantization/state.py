@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_fuser.fuser.run.loading import obstacle
 from te_fuser.kernels.reductions import APART
 from te_fuser.params.binding import Binding
-from te_fuser.params.narrow import HISTORY, SCALE, not_scaled, prefix_of, version_of
+from te_fuser.params.fp8_only_weights import HISTORY, SCALE, not_scaled, prefix_of, version_of
 from te_fuser.params.scales import STATES, States, states_of
 from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region

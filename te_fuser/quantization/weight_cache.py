@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
-from te_fuser.params.narrow import version_of
+from te_fuser.params.fp8_only_weights import version_of
 from te_fuser.quantization.state import Source, State, has_kernel, not_in_capture, written_by_updates
 from te_fuser.recipe import region
 

@@ -10,8 +10,8 @@ from te_fuser.distributed.group import Group
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
 from te_fuser.formula.evaluate import parameter_axes
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.affine import Bias
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.bias_scale import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import described
 from te_fuser.ops.collectives import AllGather, AllReduce, AllReduceGradient, Collective, ReduceScatter

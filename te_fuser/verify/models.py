@@ -15,19 +15,19 @@ from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.dtensor import is_dtensor, own_part
 from te_fuser.distributed.group import Group as RankGroup
 from te_fuser.dtypes import FLOAT8, FLOATING
+from te_fuser.fake_tensors import NotSeenError
 from te_fuser.flatten import exported
 from te_fuser.formula.evaluate import unrounded
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.float8 import ties_turned
-from te_fuser.fuser.graph.listed import ListedOp, spec_of
+from te_fuser.fused_regions import FusedRegion, walk_parts
+from te_fuser.fuser.graph.op_instances import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
-from te_fuser.look import NotSeenError
 from te_fuser.ops import Bound, DotProductAttention, op_table
 from te_fuser.ops.base import NamedInput, Spec, output_specs
 from te_fuser.ops.operations import marked_parameters
 from te_fuser.ops.row_op import RowOp
-from te_fuser.parts import FusedRegion, walk_parts
 from te_fuser.sequential import Sequential
 from te_fuser.sharding.rules import rule_of
 from te_fuser.verify.examples import LAYOUTS, Case

@@ -19,7 +19,7 @@ from te_fuser.formula import expr, row_sum
 from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
-from te_fuser.ops.own_scales import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import Scaling, quantized
 from tests.codegen.corpus import Kit, inputs, outputs
 from tests.codegen.cuda_on_cpu import Emulated
 from tests.codegen.targets import call, emulated

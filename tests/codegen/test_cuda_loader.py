@@ -16,12 +16,12 @@ import torch
 
 from te_fuser.codegen import cuda, cuda_loader, nvrtc, progress
 from te_fuser.codegen.cuda_loader import compile_kernel
+from te_fuser.codegen.cuda_source_kernel import MadeOnce
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.in_place import pairs
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import store_for
-from te_fuser.codegen.written import MadeOnce
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import sizes_of

@@ -20,7 +20,7 @@ from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.kernels.quantizers import in_kernels
 from te_fuser.ops.activations import GELU_FORMS
-from te_fuser.ops.own_scales import Scaling, scale_by
+from te_fuser.ops.blockwise_scaling import Scaling, scale_by
 from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, reference
 from tests.codegen.cuda_calls import complaints, streams
 from tests.codegen.cuda_on_cpu import build

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import te_fuser
-from te_fuser.params.joined import lie_together
+from te_fuser.params.concatenated_parameter import lie_together
 from tests.convert.models import CACHE, FAMILY, assert_alike, both, model_of, results, tokens, transformers
 
 IDS = tokens()

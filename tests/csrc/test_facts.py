@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from te_fuser import _native
-from te_fuser.facts import Facts, still_hold
+from te_fuser.guards import Facts, still_hold
 
 T = torch.zeros(2, 3)
 D: dict[str, Any] = {"a": T, "b": None}

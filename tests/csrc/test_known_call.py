@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 import te_fuser
 from te_fuser import _native, ops
-from te_fuser.facts import Facts
 from te_fuser.fuser.run.call import GuardedCall
+from te_fuser.guards import Facts
 
 T = torch.zeros(2, 3)
 

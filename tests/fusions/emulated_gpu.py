@@ -18,7 +18,7 @@ def on_an_emulated_gpu(emulation: Emulation, driver: FakeDriver, monkeypatch: py
     """Plans are those of an H200."""
     monkeypatch.setattr(products, "obstacle_on", lambda *_: None)
     monkeypatch.setattr(products, "refusal_of", lambda *_: None)
-    monkeypatch.setattr("te_fuser.fusions.partly_float8_mat_mul.why_no_product", lambda *_: None)
+    monkeypatch.setattr("te_fuser.fusions.mixed_precision_fp8.why_no_product", lambda *_: None)
     monkeypatch.setattr(pipeline, "device_of", lambda device: device_named("h200"))
     for configured in (products.product_of, products.configured):
         configured.cache_clear()

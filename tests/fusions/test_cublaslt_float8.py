@@ -12,21 +12,21 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.facts import Facts
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import Cost, Fusion, FusionCall, cublaslt_float8, cublaslt_own_scales
 from te_fuser.fusions.cublaslt_float8 import ProductRow8
 from te_fuser.fusions.pattern import Optional
+from te_fuser.guards import Facts
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import quack
 from te_fuser.kernels.quantizers import QuantizeWeights
+from te_fuser.ops.blockwise_scaling import dequantized
 from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
-from te_fuser.ops.own_scales import dequantized
-from te_fuser.params.joined import _JOINED, Joined
+from te_fuser.params.concatenated_parameter import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, lowering, quantize
 from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall
@@ -123,8 +123,8 @@ def test_a_backward_that_reads_the_wide_form(cut: bool, monkeypatch: pytest.Monk
     leaves = [x, *model.parameters()]
     want = run(model, x, leaves)
     if cut:
-        monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-        monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+        monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+        monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     with only(wide_backward(), fusions.registry.STRETCH):
         plan = model.plan(x)
         assert len(plan.segments) == 1 + cut

@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details, Fusion, Match, Optional, fusion
 from te_fuser.fusions.match import FusionCall
@@ -165,8 +165,8 @@ def test_windows_are_verified(by_sign: Fusion) -> None:
 
 
 def test_no_cut_between_what_saves_and_what_reads(by_sign: Fusion, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model, x = sequential(ops.MatMul(8, 8), *mlp(), ops.MatMul(3, 3)), tensor(5, 8)
     assert steps(model, x, "forward")["by_sign"] == (1, 4) and steps(model, x, "backward")["by_sign"] == (2, 5)
     assert places(model.plan(x)) == [(0, 1), (1, 6), (6, 7)]
@@ -175,8 +175,8 @@ def test_no_cut_between_what_saves_and_what_reads(by_sign: Fusion, monkeypatch: 
 
 def test_no_cut_where_the_windows_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward saves in the first op what backward reads in the last one."""
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
 
     class body:
         @staticmethod

@@ -13,7 +13,7 @@ from unittest import mock
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.fuser import pipeline
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.plan.device import DEVICES, Device
 from te_fuser.fuser.run import loading
 from te_fuser.fusions import Cost, Fusion, Match
@@ -83,7 +83,7 @@ def random_cover_as_if_generated(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def small_segments(seed: int) -> Iterator[None]:
     """A segment wherever one may end."""
-    with mock.patch.object(finish, "SEGMENT_BYTES", 1):
+    with mock.patch.object(segmenting, "SEGMENT_BYTES", 1):
         yield
 
 

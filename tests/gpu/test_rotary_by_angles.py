@@ -12,9 +12,9 @@ import torch
 import te_fuser
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
-from te_fuser.codegen.written import arch_on
+from te_fuser.codegen.cuda_source_kernel import arch_on
 from te_fuser.config import config
-from te_fuser.kernels.turned_heads import Groups, PassInputs, Turned, TurnedPass, Turning
+from te_fuser.kernels.qk_norm_rope import Groups, PassInputs, Turned, TurnedPass, Turning
 from tests.fake_cuda import forget_written
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from te_fuser.codegen import cuda_loader
-from te_fuser.distributed.share import own_state
+from te_fuser.distributed.shard import own_state
 from te_fuser.formula.random import RandomStream, RankPlacement, Shared
 from tests.codegen.corpus import outputs
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
-from tests.distributed.test_share import CASES, INNER, OUTER, OWN, drawing, places, whole_mask
+from tests.distributed.test_shard import CASES, INNER, OUTER, OWN, drawing, places, whole_mask
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from tests.fake_cuda import FakeDriver, running
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
-from te_fuser.ops.own_scales import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import Scaling, quantized
 from tests.fake_cuda import FakeDriver
 from tests.float8 import codes
 from tests.kernels.emulated import emulating

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.quantizers import QuantizeBlocks
-from te_fuser.ops.own_scales import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import Scaling, quantized
 from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, codes
 from tests.kernels.emulated import emulating

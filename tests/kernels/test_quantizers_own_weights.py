@@ -7,7 +7,7 @@ import torch
 
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.quantizers import OwnWeights, QuantizeWeights, Weight8, measuring_weights
-from te_fuser.ops.own_scales import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import Scaling, quantized
 from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, codes
 from tests.kernels.emulated import emulating

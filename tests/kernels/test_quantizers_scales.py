@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.codegen.description import ScaleOf
 from te_fuser.kernels import quantizers
-from te_fuser.ops.own_scales import Scaling, scale_by
+from te_fuser.ops.blockwise_scaling import Scaling, scale_by
 from tests.float8 import E4M3, E5M2
 
 WAYS = [*itertools.product((E4M3, E5M2), (Scaling(), Scaling(power_of_two=True, epsilon=0.25)))]

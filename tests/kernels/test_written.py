@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
 from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
 from te_fuser.kernels.reductions import ColumnSumsKernel, FoldAmaxes
-from te_fuser.ops.own_scales import Scaling
+from te_fuser.ops.blockwise_scaling import Scaling
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2
 from tests.kernels import one_query_cases, packed_cases, turned_cases

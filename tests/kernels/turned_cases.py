@@ -11,7 +11,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.kernels.heads_pass import Scaled
-from te_fuser.kernels.turned_heads import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
+from te_fuser.kernels.qk_norm_rope import WEIGHTS, Groups, Norming, PassInputs, Turned, TurnedPass, Turning
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MOST_START = 8

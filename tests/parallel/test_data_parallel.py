@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.run import segment
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from tests.parallel.models import (
@@ -113,7 +113,7 @@ def small_segments(events: list[str]) -> Iterator[None]:
             events.append("segment")
 
     ran = segment.run_program
-    small = mock.patch.multiple(finish, SEGMENT_BYTES=1, WORTH_A_NODE=0)
+    small = mock.patch.multiple(segmenting, SEGMENT_BYTES=1, WORTH_A_NODE=0)
     with small, mock.patch.object(segment, "run_program", run):
         yield
 

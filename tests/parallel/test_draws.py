@@ -15,10 +15,10 @@ import torch.distributed as dist
 import te_fuser
 from te_fuser import ops
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.share import Share
+from te_fuser.distributed.shard import Share
 from te_fuser.formula.random import RandomStream, RankPlacement, Shared
 from te_fuser.fuser import pipeline
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 from te_fuser.fusions.dot_product_attention import _Attention
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.attention.math import kept

@@ -17,7 +17,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.distributed import dtensor
 from te_fuser.distributed.consistency import RankMismatchError
-from te_fuser.fuser.plan import finish, overlap
+from te_fuser.fuser.plan import overlap, segmenting
 from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.steps.op_tasks import OpRunner
 from te_fuser.fuser.steps.step import Step
@@ -46,7 +46,7 @@ def shared(twin: te_fuser.Sequential, sequence_parallel: bool = True) -> te_fuse
 
 def in_segments() -> Any:
     """Plans have a segment wherever one can be."""
-    return mock.patch.multiple(finish, SEGMENT_BYTES=1, _SHORT_END=0, WORTH_A_NODE=0)
+    return mock.patch.multiple(segmenting, SEGMENT_BYTES=1, _SHORT_END=0, WORTH_A_NODE=0)
 
 
 def gaps(steps: Sequence[Step]) -> list[list[Step]]:
@@ -66,7 +66,7 @@ def gaps(steps: Sequence[Step]) -> list[list[Step]]:
 def test_training(memory: str, sequence_parallel: bool, cut: bool) -> None:
     """Against the whole model, in one segment and in several; gradients of weights run beside what is sent."""
     twin = layers(memory)
-    with in_segments() if cut else mock.patch.object(finish, "SEGMENT_BYTES", finish.SEGMENT_BYTES):
+    with in_segments() if cut else mock.patch.object(segmenting, "SEGMENT_BYTES", segmenting.SEGMENT_BYTES):
         model = shared(twin, sequence_parallel)
         for step in range(2):
             assert_as_whole(model, twin, step, 0 if sequence_parallel else None)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph.graph import Node
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fusions import cublaslt
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
@@ -169,8 +169,8 @@ def to_be_written_over(weight: torch.nn.Parameter) -> torch.nn.Parameter:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_tied_weight_is_written_over_once(apart: bool, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1 if apart else 2**30)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1 if apart else 2**30)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     (m, weight), x = tied(verify=verify), normal(7, IN).float()
     cuts = [s.start for s in m.plan(x).segments]
     assert len({bisect.bisect(cuts, n.index) for n in uses(m, x)}) == (2 if apart else 1)

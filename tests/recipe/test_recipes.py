@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import te_fuser as te
-from te_fuser.ops.own_scales import Scaling, dequantized
+from te_fuser.ops.blockwise_scaling import Scaling, dequantized
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,

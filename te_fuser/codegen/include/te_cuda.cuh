@@ -370,7 +370,7 @@ TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
   if (largest > raised_so_far(number) && threadIdx.x == 0) atomicMax(reinterpret_cast<unsigned*>(number), largest);
 }
 
-// The scale of what has this largest magnitude, as ops/own_scales.py has it. A power of two is found without dividing:
+// The scale of what has this largest magnitude, as ops/blockwise_scaling.py has it. A power of two is found without dividing:
 // a quotient that is below one by its numbers is so when it is rounded.
 template <bool kPowerOfTwo>
 TE_DEVICE float own_scale(float amax, float most, float epsilon) {

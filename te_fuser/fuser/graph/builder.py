@@ -38,7 +38,7 @@ from te_fuser.params.scales import Aside
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs
+    from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp, ParameterSpecs
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.params.binding import Binding, Key
 

@@ -17,7 +17,7 @@ from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.listed import ListedOp, ParameterSpecs
+    from te_fuser.fuser.graph.op_instances import ListedOp, ParameterSpecs
     from te_fuser.params.binding import Binding
 
 # What an op lists -> what each of it is.

@@ -20,7 +20,7 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     from te_fuser.distributed.dtensor import Lies
     from te_fuser.distributed.group import Group
-    from te_fuser.distributed.share import Share
+    from te_fuser.distributed.shard import Share
     from te_fuser.formula.expr import Axes
     from te_fuser.fuser.graph.builder import Traits
     from te_fuser.ops.base import FusableOperation, Gradient, Place

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from te_fuser.distributed.placement import Entering, Entry, Placement, Replicated, Shard
-from te_fuser.distributed.share import Share
+from te_fuser.distributed.shard import Share
 from te_fuser.dtypes import text_of
 from te_fuser.formula.evaluate import rounds
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 from te_fuser.ops import op_table
 from te_fuser.ops.autocast import AUTOCAST, cast_to
 from te_fuser.ops.base import LoweredOp, Spec, output_specs

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from te_fuser.facts import Facts
 from te_fuser.formula.evaluate import rounds
+from te_fuser.guards import Facts
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+    from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 
 
 Found = TypeVar("Found")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.distributed.dtensor import recorded_part
-from te_fuser.distributed.share import Share, stream_of
+from te_fuser.distributed.shard import Share, stream_of
 from te_fuser.ops.base import FusableOperation, OpCall, outputs_by_name
 from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.params.gradient_sums import with_sum
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fuser.graph.listed import ListedOp
+    from te_fuser.fuser.graph.op_instances import ListedOp
     from te_fuser.params.binding import Binding
 
 

@@ -31,7 +31,7 @@ from te_fuser.fusions import registry
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.plan.kernel_cache import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section

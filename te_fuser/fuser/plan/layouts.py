@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.schedule import Limits
     from te_fuser.fuser.plan.covers import Covers
-    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.plan.kernel_cache import DerivedStretch
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.ops.own_scales import Scaling
+    from te_fuser.ops.blockwise_scaling import Scaling
 
 
 def prepare_parameters(plan: Plan, prices: Prices) -> Plan:

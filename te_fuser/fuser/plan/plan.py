@@ -13,8 +13,8 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.codegen.description import KernelDescription
-    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.device import Device, Host

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.finish import finish, segments
+from te_fuser.fuser.plan.eager_fallback import is_recordable, with_recorded
 from te_fuser.fuser.plan.plan import LAMBDA, Plan, size_text
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
-from te_fuser.fuser.plan.recording import is_recordable, with_recorded
+from te_fuser.fuser.plan.segmenting import finish, segments
 from te_fuser.ops.operations import UnfusedOperation
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from te_fuser.fuser.graph.refs import (
     parameter_ref,
     saved_ref,
 )
-from te_fuser.fuser.plan.derivation import DerivedStretch
+from te_fuser.fuser.plan.kernel_cache import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of

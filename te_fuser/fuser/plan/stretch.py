@@ -31,7 +31,7 @@ from te_fuser.ops.base import outputs_by_name
 from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
-    from te_fuser.distributed.share import Share
+    from te_fuser.distributed.shard import Share
     from te_fuser.formula.random import Shared
     from te_fuser.fuser.graph.graph import Graph, Node
 

@@ -13,13 +13,13 @@ from torch.fx import _symbolic_trace
 
 from te_fuser import _native
 from te_fuser.distributed.dtensor import Lies, is_dtensor, waited
-from te_fuser.facts import Facts, still_hold
-from te_fuser.fuser.graph.listed import ListedOp, Parameters, autocast_of, bindings_of, list_ops, numbered
+from te_fuser.fake_tensors import stands_in
+from te_fuser.fuser.graph.op_instances import ListedOp, Parameters, autocast_of, bindings_of, list_ops, numbered
 from te_fuser.fuser.graph.passes import Keys, ReadyList, keys_now, prepared
 from te_fuser.fuser.plan.device import capturing
 from te_fuser.fuser.run.plan_cache import groups_of, seed_facts
 from te_fuser.fusions import registry
-from te_fuser.look import stands_in
+from te_fuser.guards import Facts, still_hold
 from te_fuser.ops import op_table
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.checks import no_tensor

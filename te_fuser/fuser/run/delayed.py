@@ -18,7 +18,7 @@ import torch
 
 from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.ops.checks import described
-from te_fuser.params.joined import parts_of
+from te_fuser.params.concatenated_parameter import parts_of
 from te_fuser.params.main_grad import of_backward
 
 _WAITING, _FOR = "_te_fuser_waiting", "_te_fuser_for"  # attributes of parameters, and of what stands for them

@@ -25,8 +25,8 @@ from te_fuser.params.main_grad import has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser import _native
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.codegen.description import KernelDescription
-    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction

@@ -21,7 +21,7 @@ import torch
 from te_fuser.config import config
 from te_fuser.distributed import consistency
 from te_fuser.dtypes import text_of
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.sizes import Questions, on_grid
 from te_fuser.params.gradient_sums import is_left
 from te_fuser.sharding.rules import joint_ops
@@ -29,7 +29,7 @@ from te_fuser.sharding.rules import joint_ops
 if TYPE_CHECKING:
     from te_fuser.distributed.consistency import Line
     from te_fuser.distributed.group import Group
-    from te_fuser.fuser.graph.listed import ListedOp
+    from te_fuser.fuser.graph.op_instances import ListedOp
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.run.call import Call, CallModes
     from te_fuser.fuser.run.loading import Executable

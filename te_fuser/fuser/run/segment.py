@@ -18,8 +18,8 @@ from te_fuser.fuser.graph.refs import LEFT, PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import delayed
 from te_fuser.fuser.run.program import Loaded, Program, build_program, refuse_check, run_program
 from te_fuser.kernels import quantizers
+from te_fuser.params.concatenated_parameter import kept_in_parts, whole_again
 from te_fuser.params.gradient_sums import is_left
-from te_fuser.params.joined import kept_in_parts, whole_again
 from te_fuser.params.main_grad import is_absent
 from te_fuser.sharding.rules import joint_ops
 

@@ -19,11 +19,11 @@ from te_fuser.params.main_grad import is_absent
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Slots
     from te_fuser.fusions.registry import Maker, Wanted
-    from te_fuser.ops.own_scales import Scaling
+    from te_fuser.ops.blockwise_scaling import Scaling
 
 
 @record()

@@ -25,7 +25,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Layout, Store
-    from te_fuser.distributed.share import Share
+    from te_fuser.distributed.shard import Share
     from te_fuser.formula.expr import Expr
     from te_fuser.ops.base import Spec
 

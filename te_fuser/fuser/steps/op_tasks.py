@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fuser import _native
-from te_fuser.distributed.share import stream_of
+from te_fuser.distributed.shard import stream_of
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, ByBlocks, Cost, FusionCall, Match
@@ -19,7 +19,7 @@ from te_fuser.ops.operations import UnfusedOperation, by_name
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fusions.registry import Fusion
     from te_fuser.kernels.peers import PeersOf

@@ -12,7 +12,7 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     import torch
 
-    from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Bench, Runner, Step
 

@@ -11,8 +11,8 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     import torch
 
+    from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.codegen.description import KernelDescription
-    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.steps.kernel_task import KernelTask

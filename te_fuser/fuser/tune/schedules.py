@@ -16,7 +16,7 @@ from te_fuser.codegen.description import NUMBERS, KernelDescription, Load, Store
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.steps.step import KernelFunction
-from te_fuser.kernels.trials import Deciding, Trial, concluded, seconds_alone
+from te_fuser.kernels.tuning_trials import Deciding, Trial, concluded, seconds_alone
 
 if TYPE_CHECKING:
     from te_fuser.codegen.cuda_loader import GpuKernel

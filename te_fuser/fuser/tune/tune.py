@@ -32,7 +32,7 @@ from te_fuser.fuser.run.loading import Executable, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check, reason_of_any
 from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fusions.registry import libraries
-from te_fuser.kernels.trials import Deciding, Trial, dropped
+from te_fuser.kernels.tuning_trials import Deciding, Trial, dropped
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group

@@ -25,7 +25,14 @@ from te_fuser.kernels.attention.problem import (
     needs,
 )
 from te_fuser.kernels.attention.provider import CudaProvider, Saved, Speed
-from te_fuser.kernels.attention.views import AttentionInputs, Gradients, HeadsCall, Tensors, output_form, packed_forms
+from te_fuser.kernels.attention.qkv_views import (
+    AttentionInputs,
+    Gradients,
+    HeadsCall,
+    Tensors,
+    output_form,
+    packed_forms,
+)
 from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, Banded, CudnnGraph
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings

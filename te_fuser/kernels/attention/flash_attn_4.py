@@ -23,7 +23,7 @@ from te_fuser.kernels.attention.problem import (
     takes,
 )
 from te_fuser.kernels.attention.provider import CudaProvider, Saved
-from te_fuser.kernels.attention.views import HeadsCall, PackedCall, Tensors
+from te_fuser.kernels.attention.qkv_views import HeadsCall, PackedCall, Tensors
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.kernels.packages.flash_attn_4 import Choices
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.codegen.cuda_source_kernel import TextKernel, over_rows
 from te_fuser.kernels.attention.problem import AttentionProblem
-from te_fuser.kernels.attention.views import HeadsCall, Tensors
+from te_fuser.kernels.attention.qkv_views import HeadsCall, Tensors
 from te_fuser.ops.attention.heads import ApartHeads
 from te_fuser.ops.attention.mask import COUNTS, AttentionMask
 

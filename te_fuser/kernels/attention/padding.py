@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.codegen.cuda_source_kernel import TextKernel, over_rows
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.lengths import Blank
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Provider, Saved
-from te_fuser.kernels.attention.views import Gradients, HeadsCall, Tensors
+from te_fuser.kernels.attention.qkv_views import Gradients, HeadsCall, Tensors
 from te_fuser.kernels.heads_pass import as_one, reach, readable
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 from te_fuser.ops.attention.heads import ApartHeads, split_inputs

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.dtypes import text_of
-from te_fuser.kernels.attention.views import has_one_stride, lead
+from te_fuser.kernels.attention.qkv_views import has_one_stride, lead
 from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES, AttentionSettings
 from te_fuser.ops.base import Spec
 

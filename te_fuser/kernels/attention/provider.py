@@ -11,7 +11,7 @@ import torch
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.lengths import Blank, Sides, blank_by_torch
 from te_fuser.kernels.attention.problem import AttentionProblem, Condition
-from te_fuser.kernels.attention.views import AttentionInputs, Gradients, HeadsCall, PackedCall, Tensors, call_of
+from te_fuser.kernels.attention.qkv_views import AttentionInputs, Gradients, HeadsCall, PackedCall, Tensors, call_of
 from te_fuser.ops.attention.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]

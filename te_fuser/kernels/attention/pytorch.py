@@ -21,7 +21,7 @@ from te_fuser.kernels.attention.problem import (
     takes,
 )
 from te_fuser.kernels.attention.provider import CudaProvider, Provider, Saved, Speed, function_of, why_no_operator
-from te_fuser.kernels.attention.views import AttentionInputs, Gradients, HeadsCall, Tensors
+from te_fuser.kernels.attention.qkv_views import AttentionInputs, Gradients, HeadsCall, Tensors
 from te_fuser.ops.attention.dot_product_attention import STRUCTURES, AttentionSettings
 from te_fuser.ops.attention.mask import PADDED
 from te_fuser.ops.products import half_gains

@@ -14,7 +14,7 @@ import torch
 from te_fuser import _native
 from te_fuser.kernels.cublaslt.products import in_use
 from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, store_on
-from te_fuser.kernels.trials import Contest, Deciding, ModelCall, ReasonNot, Trial, concluded, seconds_alone
+from te_fuser.kernels.tuning_trials import Contest, Deciding, ModelCall, ReasonNot, Trial, concluded, seconds_alone
 
 MOST_LISTED = 8  # candidates that the library is asked for
 MOST_IN_PLACE = 3  # of a problem, beside its first guess, that are tried in the model

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from te_fuser.codegen.progress import Progress
-from te_fuser.kernels.attention.views import HeadsForm, lying
+from te_fuser.kernels.attention.qkv_views import HeadsForm, lying
 from te_fuser.kernels.packages.optional import PACKAGES, current_stream, give_context, refuse_capture
 
 PACKAGE = PACKAGES["nvidia-cudnn-frontend"]

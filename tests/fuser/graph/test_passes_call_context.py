@@ -11,10 +11,10 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.facts import Facts
 from te_fuser.fuser.graph import passes
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 from te_fuser.fuser.graph.passes import CallContext, ReadyList
+from te_fuser.guards import Facts
 from te_fuser.ops.base import LoweredOp
 
 FACTOR: ContextVar[float | None] = ContextVar("factor", default=None)

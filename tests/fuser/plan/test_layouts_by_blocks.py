@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Match
@@ -123,8 +123,8 @@ def test_a_gradient_is_handed_over_where_both_products_read_it(weight: str) -> N
 
 
 def test_no_segment_ends_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     p = planned()
     assert (len(forms(p.forward)), len(forms(p.backward))) == (2, 4)
     with fusions.disabled(fusions.BY_BLOCKS):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from te_fuser import Residual, Sequential, ops
 from te_fuser.fuser import pipeline
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan import finish, overwriting
+from te_fuser.fuser.plan import overwriting, segmenting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -400,8 +400,8 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [gated, ops.SwiGLU(), ops.Linear(HIDDEN, WIDTH, bias=False), ops.LayerNorm(WIDTH)]
     model = mlp(*parts)
     whole = run(model)
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     cut = mlp(*parts)
     cut.load_state_dict(model.state_dict())
     plan, x = cut.plan(x_of()), x_of()
@@ -422,8 +422,8 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends of a product read the value between them."""
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     parts = [
         ops.Fork("a"),
         ops.GELU("tanh"),
@@ -434,7 +434,7 @@ def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pyte
     ]
     model = mlp(*parts)
     assert len(model.plan(x_of()).segments) > 1
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 2**30)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 2**30)
     whole = mlp(*parts)
     whole.load_state_dict(model.state_dict())
     assert len(whole.plan(x_of()).segments) == 1

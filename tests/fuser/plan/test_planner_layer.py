@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph.refs import RECOMPUTED
-from te_fuser.fuser.plan import derivation, finish, prices
+from te_fuser.fuser.plan import kernel_cache, prices, segmenting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.kernel_task import KernelTask
 
@@ -184,8 +184,8 @@ def gradients(model: te_fuser.Sequential, x: torch.Tensor, reference: bool) -> l
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 10])
 @pytest.mark.parametrize("segment_bytes", [25 * MIB, 40_000, 1])
 def test_every_plan_computes_the_same(memory: str | int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     torch.manual_seed(0)
     model = te_fuser.Sequential(*layer(64, 4), *layer(64, 4), memory=memory, kernels="reference").double()
     x = torch.randn(16, 3, 64, dtype=torch.float64, requires_grad=True)
@@ -233,7 +233,7 @@ def _calls(model: te_fuser.Sequential) -> int:
 def test_planning_is_fast() -> None:
     # 62,000 calls for a layer that is new, 46,000 for a known one, 12,500 for any other.
     seed_plan()
-    derivation.forget()
+    kernel_cache.forget()
     assert _calls(seed_layer()) < 68_000
     one, six = _calls(seed_layer()), _calls(seed_layer(layers=6))
     assert one < 50_000

@@ -15,7 +15,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph import builder
-from te_fuser.fuser.plan import covers, derivation
+from te_fuser.fuser.plan import covers, kernel_cache
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
@@ -174,7 +174,7 @@ def _calls(layers: int, device: str) -> int:
         count += event in ("call", "c_call")
 
     model.plan(X, device=device)
-    derivation.forget()
+    kernel_cache.forget()
     sys.setprofile(counted)
     try:
         model.plan(X, device=device)

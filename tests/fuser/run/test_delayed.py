@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.run import delayed
 from te_fuser.parallel import backward_dw
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
@@ -83,8 +83,8 @@ def products(model: torch.nn.Module) -> set[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_micro_batches(name: str, cut: bool) -> None:
     """Two backwards, then what each left, the first one's first; the sums are those of whole backwards, bit for bit."""
-    small = mock.patch.multiple(finish, SEGMENT_BYTES=1, _SHORT_END=0, WORTH_A_NODE=0)
-    with small if cut else mock.patch.object(finish, "SEGMENT_BYTES", finish.SEGMENT_BYTES):
+    small = mock.patch.multiple(segmenting, SEGMENT_BYTES=1, _SHORT_END=0, WORTH_A_NODE=0)
+    with small if cut else mock.patch.object(segmenting, "SEGMENT_BYTES", segmenting.SEGMENT_BYTES):
         model, twin = MODELS[name](delay_wgrad_compute=True), MODELS[name]()
         want = []
         for seed in range(2):

@@ -12,7 +12,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from tests.twins import assert_as_meant, assert_same_gradients, results_and_gradients, sequential, tensor
 
 X = tensor(6, 8)
@@ -129,10 +129,10 @@ def test_no_gradient_at_all_arrives():
     assert all(g is None for g in grads)
 
 
-@pytest.mark.parametrize("segment_bytes", [1, finish.SEGMENT_BYTES])
+@pytest.mark.parametrize("segment_bytes", [1, segmenting.SEGMENT_BYTES])
 def test_an_output_whose_gradient_is_missing(segment_bytes, monkeypatch):
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = block()
     every = leaves(model)
     for chosen in (0, 1):

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from tests.fuser.run.test_segment import EXTRA, X, gradients, wanted
 from tests.twins import assert_as_meant, assert_same_gradients, sequential, tensor
 
@@ -38,8 +38,8 @@ def test_several_segments(segment_bytes, memory, monkeypatch):
     whole = many_layers(memory=memory)
     assert len(whole.plan(X, **EXTRA).segments) == 1
     want = assert_as_meant(whole, X, ("middle",), **EXTRA)
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = many_layers(memory=memory)
     plan = model.plan(X, **EXTRA)
     assert len(plan.segments) >= (4 if segment_bytes == 1 else 2)
@@ -60,8 +60,8 @@ def nodes_of(y):
 
 
 def test_each_segment_is_one_autograd_node(monkeypatch):
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = many_layers()
     y = model(X, **EXTRA)
     assert len(nodes_of(y)) == len(model.plan(X, **EXTRA).segments) > 3
@@ -75,8 +75,8 @@ def test_each_segment_is_one_autograd_node(monkeypatch):
 def test_a_short_end_is_part_of_the_segment_before(monkeypatch):
     """A norm behind the last product: a node of its own would add up its gradients in a launch of its own."""
     parts = [ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8, bias=False), ops.RMSNorm(8)]
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 8 * 8 * 32)  # a weight in float64
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 8 * 8 * 32)  # a weight in float64
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = sequential(*parts)
     plan = model.plan(X)
     assert [len(plan.graph.nodes), *(s.start for s in plan.segments)] == [5, 0, 3]
@@ -95,8 +95,8 @@ def test_what_takes_little_time_is_no_segment_of_its_own(tokens: int, segments: 
 
 def test_segments_give_their_gradients_one_by_one(monkeypatch):
     """So that DDP can send the last layers' gradients while the first layers still compute theirs."""
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = sequential(*(op for _ in range(4) for op in (ops.Linear(8, 8), ops.GELU())))
     order = []
     for name, p in model.named_parameters():
@@ -108,8 +108,8 @@ def test_segments_give_their_gradients_one_by_one(monkeypatch):
 
 def test_segments_with_shared_weights_under_autocast(monkeypatch):
     """Each segment casts the parameters that it reads."""
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     shared = ops.Linear(8, 8)
     model = sequential(shared, ops.GELU(), ops.Linear(8, 8), ops.GELU(), shared, dtype=torch.float32)
     x = tensor(6, 8, dtype=torch.float32)
@@ -125,8 +125,8 @@ def test_segments_with_shared_weights_under_autocast(monkeypatch):
 
 
 def test_checkpointing_of_several_segments(monkeypatch):
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = many_layers()
     _, want = wanted(model)
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune import schedules
 from te_fuser.fuser.tune import tune as tuning
-from te_fuser.kernels.trials import Deciding
+from te_fuser.kernels.tuning_trials import Deciding
 from tests.codegen import tile_cases
 from tests.codegen.corpus import Kit
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place

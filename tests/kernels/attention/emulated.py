@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens, MoveRows
 

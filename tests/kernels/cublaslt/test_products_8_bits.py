@@ -12,7 +12,7 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.kernels.cublaslt import products
-from te_fuser.ops.own_scales import Scaling, quantized, spread
+from te_fuser.ops.blockwise_scaling import Scaling, quantized, spread
 from te_fuser.ops.quantized_matmul import product as emulated
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests import fake_cublaslt

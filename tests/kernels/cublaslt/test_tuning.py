@@ -17,7 +17,7 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
 from te_fuser.kernels.cublaslt.tuned import ProductProblem, found_for, store_on
 from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
-from te_fuser.kernels.trials import Deciding, Trial
+from te_fuser.kernels.tuning_trials import Deciding, Trial
 from tests.fake_cublaslt import FakeCublasLt
 from tests.kernels.cublaslt.process import a_new_process
 

@@ -11,7 +11,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.graph.refs import PARAMETER
-from te_fuser.fuser.plan import derivation
+from te_fuser.fuser.plan import kernel_cache
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.stretch import Stretch
 from te_fuser.fuser.steps.kernel_task import KernelTask
@@ -20,7 +20,7 @@ from te_fuser.fuser.steps.kernel_task import KernelTask
 @pytest.fixture(autouse=True)
 def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The derivations that a test makes, by direction; nothing is shared with other tests."""
-    derivation.forget()
+    kernel_cache.forget()
     made: list[str] = []
     for name in ("forward", "backward"):
         plain = getattr(Stretch, name)
@@ -89,17 +89,17 @@ def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
 def test_results_and_refusals_are_those_of_the_stretch() -> None:
     graph = plan(branch(), branch()).graph
     for start, stop in ((0, 2), (7, 11)):
-        shared, exact = derivation.DerivedStretch(graph, start, stop), Stretch(graph, start, stop)
+        shared, exact = kernel_cache.DerivedStretch(graph, start, stop), Stretch(graph, start, stop)
         for _ in range(2):
             assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(start, stop, frozenset())
 
 
 def test_what_a_range_does_not_make_is_no_part_of_what_its_kernels_depend_on(derived: list[str]) -> None:
     graph = plan(branch()).graph
-    shared, none = derivation.DerivedStretch(graph, 0, 2), frozenset[int]()
+    shared, none = kernel_cache.DerivedStretch(graph, 0, 2), frozenset[int]()
     made = {graph.roots[v] for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
     others = frozenset(range(len(graph.values))) - made
-    derivation.forget()
+    kernel_cache.forget()
     derived.clear()
     kernel = shared.backward(0, 2, none, none)
     assert kernel is shared.backward(0, 2, others, none) is shared.backward(0, 2, none, none, (), frozenset([5]))
@@ -109,6 +109,6 @@ def test_what_a_range_does_not_make_is_no_part_of_what_its_kernels_depend_on(der
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derivation, "_KEPT", 5)
+    monkeypatch.setattr(kernel_cache, "_KEPT", 5)
     plan(branch(), branch())
-    assert len(derivation._derived) <= 5
+    assert len(kernel_cache._derived) <= 5

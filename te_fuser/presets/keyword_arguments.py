@@ -15,8 +15,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from te_fuser.fused_regions import names_read
 from te_fuser.ops.checks import check_parameters_dtype, check_probability, described, meant, whole_number
-from te_fuser.parts import names_read
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="PlacementArguments")

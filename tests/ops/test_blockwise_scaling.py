@@ -12,7 +12,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.ops.base import Spec
-from te_fuser.ops.own_scales import Scaling, dequantized, quantized, scales_of
+from te_fuser.ops.blockwise_scaling import Scaling, dequantized, quantized, scales_of
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, QParams, Recipe
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from te_fuser.kernels.attention.views import Views, has_one_stride
+from te_fuser.kernels.attention.qkv_views import Views, has_one_stride
 from tests.kernels.attention.cases import CPU, LAYOUTS, PACKINGS, assert_matches, boolean_mask, by_provider, make
 
 

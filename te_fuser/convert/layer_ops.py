@@ -14,7 +14,7 @@ from torch import nn
 from te_fuser import ops
 from te_fuser.convert.call import answers
 from te_fuser.distributed.dtensor import is_dtensor
-from te_fuser.facts import Facts
+from te_fuser.guards import Facts
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.params import joined
+from te_fuser.params import concatenated_parameter
 from tests.ops.check import normal
-from tests.params.test_joined import OUT, WIDTH, Projection
+from tests.params.test_concatenated_parameter import OUT, WIDTH, Projection
 from tests.recorded import recorded
 
 OWN = {"kernels": "reference"}
@@ -162,10 +162,10 @@ def test_a_dropped_model_is_freed(options: dict[str, Any]) -> None:
 def test_on_another_stream_it_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes run on the stream that they were made on, which a capture on another one does not stand."""
     stream = [1]
-    monkeypatch.setattr(joined, "_on_this_stream", lambda device: ((lambda: stream[0], stream[0]),))
+    monkeypatch.setattr(concatenated_parameter, "_on_this_stream", lambda device: ((lambda: stream[0], stream[0]),))
     model, x = Short(), source()
     run(model, x)
-    binding = joined.JoinedBinding(model, ("query_weight", "key_weight", "value_weight"))
+    binding = concatenated_parameter.JoinedBinding(model, ("query_weight", "key_weight", "value_weight"))
     whole, node = weakref.ref(binding.taken()), weakref.ref(model.query_weight)
     assert whole() is binding.taken() and node() is not None
     stream[0] = 2

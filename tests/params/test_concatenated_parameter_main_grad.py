@@ -15,7 +15,7 @@ from te_fuser import ops
 from te_fuser.fusions.cublaslt import put_weight_gradient
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops import matmul
-from te_fuser.params import joined
+from te_fuser.params import concatenated_parameter
 from tests.ops.check import normal
 
 IN, ROWS = 6, {"query": 4, "key": 3, "value": 5}
@@ -215,7 +215,7 @@ def test_parts_without_main_grad() -> None:
 def test_products_of_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fusion's body cuts what arrives into what each part's product takes."""
     m, seen = Projection(), list[tuple[Any, ...]]()
-    whole = joined.JoinedBinding(m, tuple(NAMES)).taken()
+    whole = concatenated_parameter.JoinedBinding(m, tuple(NAMES)).taken()
     monkeypatch.setattr(products, "put_weight_gradient", lambda dy, x, onto, add: seen.append((dy, onto, add)))
     dy, x = normal(2, 3, OUT).float(), normal(2, 3, IN).float()
     body = put_weight_gradient

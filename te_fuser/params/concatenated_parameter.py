@@ -16,7 +16,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.distributed.dtensor import as_gradient, is_dtensor, own_part, recorded_part
-from te_fuser.facts import Facts, still_hold
+from te_fuser.guards import Facts, still_hold
 from te_fuser.params.binding import WeakBinding, owned, place_of
 from te_fuser.params.scales import HoldsScales
 

@@ -38,7 +38,7 @@ def test_params_dtype_and_device(name: str) -> None:
 
 
 def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_fuser.presets.arguments import default_device
+    from te_fuser.presets.keyword_arguments import default_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert default_device(None).type == "cuda"

@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.params.joined import TransposedBinding
+from te_fuser.params.concatenated_parameter import TransposedBinding
 from tests.ops.check import normal
 
 WIDTH, OUT = 8, 12

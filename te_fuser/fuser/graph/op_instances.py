@@ -11,15 +11,15 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fuser.distributed.dtensor import Lies, is_dtensor
-from te_fuser.look import LastCall, NotSeenError, looking, maker_of, stands_in
+from te_fuser.fake_tensors import LastCall, NotSeenError, looking, maker_of, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
-from te_fuser.params.joined import parts_of
+from te_fuser.params.concatenated_parameter import parts_of
 from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.distributed.placement import Entering
-    from te_fuser.distributed.share import Share
+    from te_fuser.distributed.shard import Share
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.ops.sizes import Questions
     from te_fuser.params.binding import Binding, Key, StandIns

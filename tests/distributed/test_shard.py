@@ -15,7 +15,7 @@ from te_fuser.codegen.compiler import find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.distributed.group import Group
-from te_fuser.distributed.share import Share
+from te_fuser.distributed.shard import Share
 from te_fuser.formula import expr, random
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes

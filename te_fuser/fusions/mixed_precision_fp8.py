@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from te_fuser.codegen.written import WrittenKernel
+from te_fuser.codegen.cuda_source_kernel import WrittenKernel
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.fusions.cublaslt import why_no_product
 from te_fuser.fusions.cublaslt_float8 import form_of, why_no_float8

@@ -10,7 +10,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.fuser import pipeline
-from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan import segmenting
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.recipe import DelayedScaling
 
@@ -30,8 +30,8 @@ LISTS: dict[str, Callable[[], te.Sequential]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
 
 
 def planned(name: str, ranks: bool, region: bool, monkeypatch: pytest.MonkeyPatch) -> Plan:

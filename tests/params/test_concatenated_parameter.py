@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
-from te_fuser.params import joined
+from te_fuser.fuser.plan import segmenting
+from te_fuser.params import concatenated_parameter
 from tests.ops.check import normal
 
 WIDTH, ROWS = 8, {"query": 8, "key": 3, "value": 5}
@@ -51,7 +51,9 @@ class Projection(ops.Together, te_fuser.Sequential):
 
     @property
     def is_together(self) -> bool:
-        return joined.lie_together(self.parts()) and joined.lie_together(self.parts("bias"))
+        return concatenated_parameter.lie_together(self.parts()) and concatenated_parameter.lie_together(
+            self.parts("bias")
+        )
 
 
 def assert_as_meant(model: Projection, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
@@ -229,7 +231,7 @@ class Attention(ops.Together):
 def test_parameters_of_several_parts() -> None:
     first, x = Attention(), normal(3, WIDTH).requires_grad_()
     for owner in (first, copy.deepcopy(first).float().double()):
-        assert joined.lie_together(list(owner.parameters()))
+        assert concatenated_parameter.lie_together(list(owner.parameters()))
         model = owner.ops()
         y, want = model(x), owner.meaning(x)
         torch.testing.assert_close(y, want)
@@ -250,7 +252,7 @@ def test_a_part_may_be_another_or_go() -> None:
     torch.testing.assert_close(model(x), owner.meaning(x))
     assert "lie apart" in " ".join(model.plan(x).notes)
     owner.double()
-    assert joined.lie_together(list(owner.parameters()))
+    assert concatenated_parameter.lie_together(list(owner.parameters()))
     del owner.key
     owner.float()
     with pytest.raises(AttributeError):
@@ -299,8 +301,8 @@ def test_what_is_joined_is_known_again() -> None:
 def test_backward_keeps_no_copy_of_what_lies_apart(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fully_shard takes apart behind forward is not held by a copy; it is joined again."""
     if segments > 1:
-        monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
-        monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+        monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
+        monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
     model = te_fuser.Sequential(Projection(together=False), Projection(together=False).append(ops.Linear(OUT, WIDTH)))
     model[0].append(ops.Linear(OUT, WIDTH))
     x, held = normal(5, WIDTH).float().requires_grad_(), []

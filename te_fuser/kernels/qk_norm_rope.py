@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen.cuda_source_kernel import constants_of
 from te_fuser.codegen.cuda_text import CTYPES, FINISH_THREADS
-from te_fuser.codegen.written import constants_of
 from te_fuser.dtypes import name_of, text_of
 from te_fuser.kernels import heads_pass
 from te_fuser.kernels.heads_pass import MOST_ROWS, WARP, HeadsPass, Scaled, as_one, reach, readable

@@ -10,9 +10,9 @@ from typing import Any, Union
 import torch
 
 from te_fuser.distributed.placement import Entering, entering
-from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fake_tensors import LastCall, NotSeenError, looking
+from te_fuser.fuser.graph.op_instances import ListedOp
 from te_fuser.fuser.pipeline import Fuser
-from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.hooks import has_users_hooks
 from te_fuser.params.binding import Given, has_tensor
 
