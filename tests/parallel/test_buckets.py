@@ -128,7 +128,8 @@ def test_copies_and_what_is_left() -> None:
         backward(m, own(whole_batch(5)))
     for name in names:
         for m in (module, copied, loaded):
-            assert torch.equal(m.get_parameter(name).grad, twin.get_parameter(name).grad)
+            gradient = m.get_parameter(name).grad
+            assert gradient is not None and torch.equal(gradient, twin.get_parameter(name).grad)
     for m in (module, copied, loaded):  # each may have buckets again
         parallel, again = _in_buckets(m)
         assert again == names
