@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import shutil
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,9 @@ from torch.utils import _pytree
 
 from te_fuser.fuser.show.measure import undisturbed
 from te_fuser.ops.checks import yes_or_no
+from te_fuser.params.main_grad import spared
+
+_profiler = threading.RLock()  # PyTorch's, of which a process has one
 
 
 def profile(
@@ -27,7 +34,8 @@ def profile(
 
     The file opens in https://ui.perfetto.dev and in chrome://tracing. On a GPU the kernels of a step lie below its
     name. Plans are made and kernels compiled in a call before, which the trace does not have. Parameters, their
-    `grad`, buffers, and random generators stay as they are.
+    `grad` and `main_grad`, buffers, and random generators stay as they are. Threads take turns, since a process has one
+    profiler.
 
     Args:
         model: any module; modules that are not te_fuser's show PyTorch's operations.
@@ -42,7 +50,8 @@ def profile(
     Raises:
         TypeError: when `model` is no module, or no input is a tensor.
         ValueError: for fewer than one step.
-        FileNotFoundError: when there is no folder for the file.
+        OSError: when the file cannot be written: `FileNotFoundError` without its folder, `IsADirectoryError` for one.
+        RuntimeError: within another profiler, whose events would be lost.
 
     Example:
         >>> import torch, te_fuser
@@ -59,6 +68,8 @@ def profile(
         raise ValueError(f"profile runs a model at least once, got steps={steps}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"profile writes a file, and {path} is a folder")
     takes_gradients = yes_or_no("profile", "backward", backward)
     wanted = [t for t in (*given, *model.parameters()) if t.requires_grad and takes_gradients]
     on_gpu = any(t.is_cuda for t in itertools.chain(given, model.parameters()))
@@ -70,7 +81,9 @@ def profile(
             with record_function("backward"):
                 torch.autograd.grad(found, wanted, [torch.ones_like(t) for t in found], allow_unused=True)
 
-    with undisturbed(model, given[0]):
+    with _profiler, undisturbed(model, given[0]), spared(model.parameters()):
+        if torch.autograd.profiler._is_profiler_enabled or torch.autograd._profiler_enabled():
+            raise RuntimeError("profile runs PyTorch's profiler, and one runs already: call it outside of that")
         step()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with torch.profiler.profile(activities=activities) as trace:
@@ -78,9 +91,20 @@ def profile(
                 step()
             if on_gpu:
                 torch.cuda.synchronize()
-    trace.export_chrome_trace(str(path))
+    with tempfile.TemporaryDirectory() as folder:  # for PyTorch only logs that it cannot write a file
+        made = Path(folder, "trace.json").with_suffix(path.suffix if path.suffix == ".gz" else ".json")
+        trace.export_chrome_trace(str(made))
+        shutil.copyfile(made, path)
     return path
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [t for t in _pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+    leaves = [leaf for value in _pytree.tree_leaves(values) for leaf in _fields_of(value)]
+    return [t for t in leaves if isinstance(t, torch.Tensor)]
+
+
+def _fields_of(value: Any) -> list[Any]:
+    """The tensors in a dataclass, at any depth; of anything else the value itself."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return [value]
+    return _tensors_in([getattr(value, field.name, None) for field in dataclasses.fields(value)])

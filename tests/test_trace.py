@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,57 @@ def test_inputs_and_outputs_of_any_structure(tmp_path: Path) -> None:
     assert "backward" not in _names(path)
 
 
+@dataclass
+class _Both:
+    y: torch.Tensor
+    inner: Any = None
+
+
+class _OfBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = te_fuser.LayerNormMLP(8, 16, device="cpu")
+
+    def forward(self, given: _Both) -> _Both:
+        return _Both(given.y, {"z": [_Both(self.inner(given.y))]})
+
+
+def test_dataclasses(tmp_path: Path) -> None:
+    path = te_fuser.profile(_OfBoth(), _Both(torch.randn(3, 8)), path=tmp_path / "t.json", steps=2)
+    assert _names(path).count("backward") == 2
+
+
+def test_main_grad_stays(tmp_path: Path) -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8, bias=False, accumulate_into_main_grad=True))
+    (weight,) = model.parameters()
+    weight.main_grad = kept = torch.ones(8, 8)  # type: ignore[attr-defined]
+    te_fuser.profile(model, torch.randn(3, 8), path=tmp_path / "t.json")
+    assert weight.main_grad is kept and torch.equal(kept, torch.ones(8, 8))  # type: ignore[attr-defined]
+
+
+def test_within_another_profiler(tmp_path: Path) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(3, 8)
+    with torch.profiler.profile() as outer:
+        model(x)
+        with pytest.raises(RuntimeError, match="one runs already"):
+            te_fuser.profile(model, x, path=tmp_path / "t.json")
+    assert "aten::linear" in {e.name for e in outer.events()}
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    def run(path: Path) -> None:
+        te_fuser.profile(te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 8)), torch.randn(3, 8), path=path)
+
+    paths = [tmp_path / f"{k}.json" for k in range(3)]
+    threads = [threading.Thread(target=run, args=(path,)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [_names(path).count("forward") for path in paths] == [3, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
@@ -74,6 +127,8 @@ def test_inputs_and_outputs_of_any_structure(tmp_path: Path) -> None:
         ({"x": 3}, TypeError, r"got no tensor: profile\(model, x\)"),
         ({"steps": 0}, ValueError, "at least once, got steps=0"),
         ({"path": "nowhere/t.json"}, FileNotFoundError, "there is no folder nowhere"),
+        ({"path": ""}, IsADirectoryError, r"writes a file, and \. is a folder"),
+        ({"path": "t" * 300}, OSError, "name too long"),
         ({"backward": 1}, TypeError, "backward"),
     ],
 )

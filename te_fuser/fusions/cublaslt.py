@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -28,7 +28,7 @@ from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
 from te_fuser.ops.sizes import asked
 from te_fuser.ops.structure import Add
-from te_fuser.params.main_grad import put_gradient
+from te_fuser.params.main_grad import IN_BUCKET, put_gradient
 
 register_library(
     Library(
@@ -166,7 +166,9 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
 # ------------------------------------------------------------------------- gradients that go to main_grad
 
 
-def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+def put_weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool | Literal["in bucket"] = False
+) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
@@ -175,7 +177,7 @@ def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
     return put_gradient(dy, x, weight, over, put)
 
 
-_put_over = functools.partial(put_weight_gradient, over=True)
+_PUT = {over: functools.partial(put_weight_gradient, over=over) for over in (False, True, IN_BUCKET)}
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -258,7 +260,7 @@ class ProductRow:
     def choose(self, m: Match, method: str) -> Body:
         """Body that runs in a match."""
         if method == "wgrad_onto":
-            return Body(_put_over if m[0].overwrite_main_grad else put_weight_gradient)
+            return Body(_PUT[m[0].overwrite_main_grad])
         if self.instead is not None and any(self.reasons(m)):
             return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -131,7 +131,7 @@ def put_weight_gradient(
     x: torch.Tensor,
     scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     weight: torch.Tensor,
-    over: bool,
+    over: bool | Literal["in bucket"],
 ) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it.
 
@@ -319,7 +319,7 @@ def _choose_gradient(m: Match, method: str) -> Body:
     if method == "input_gradient" or not m[0].accumulate_into_main_grad:
         return body_of(m, "dx" if method == "input_gradient" else "dW")
     forms, over = onto_main_grad(m), m[0].overwrite_main_grad
-    algorithms = functools.partial(algorithms_of, forms[over], problem_of(m, "dW", m.x.exact().rows)[1])
+    algorithms = functools.partial(algorithms_of, forms[bool(over)], problem_of(m, "dW", m.x.exact().rows)[1])
 
     def main_gradient(
         dy: torch.Tensor, x: torch.Tensor, dy_inverse: torch.Tensor, x_inverse: torch.Tensor, weight: torch.Tensor

@@ -7,20 +7,23 @@ from torch.nn.parallel import DistributedDataParallel
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.ops import MatMul
 from te_fuser.parallel.sums import lists_of
-from te_fuser.params.main_grad import BUCKET, BucketMark, BucketPlace
+from te_fuser.params.main_grad import BUCKET, IN_BUCKET, BucketMark, BucketPlace
 
 
 class _Buckets:
     """State of a communication hook.
 
     Attributes:
-        group: the ranks that average.
+        group: the ranks that average; copies have none, since no one calls a hook of copies.
         places: those of gradients, which weights refer to weakly.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.places: list[BucketPlace] = []
+
+    def __reduce__(self) -> tuple[type["_Buckets"], tuple[()]]:
+        return _Buckets, ()
 
 
 def write_into_buckets(model: DistributedDataParallel) -> list[str]:
@@ -29,7 +32,9 @@ def write_into_buckets(model: DistributedDataParallel) -> list[str]:
     Without it PyTorch multiplies each gradient by 1 / ranks into its bucket: a pass over memory that this saves. A
     weight whose `grad` is not None, as that of a second micro-batch in `no_sync`, gets its gradient added as ever.
 
-    It registers a communication hook: call it once, before the first forward, and register no other.
+    It registers a communication hook: call it once, before the first forward, and register no other. As with any such
+    hook, gradients are averaged over all ranks in `join(divide_by_initial_world_size=False)`, too. Copies of the model,
+    weights that are replaced, and weights with tensor hooks (`register_hook`) get gradients in memory of their own.
 
     Args:
         model: one with `gradient_as_bucket_view=True`.
@@ -53,7 +58,9 @@ def write_into_buckets(model: DistributedDataParallel) -> list[str]:
     found: dict[torch.Tensor, list[MatMul]] = {}
     for item in [item for listed in lists_of(model.module) for item in listed]:
         op = item.lowered.op
-        if isinstance(op, MatMul) and not op.accumulate_into_main_grad and not op.delay_wgrad_compute:
+        if not isinstance(op, MatMul) or op.delay_wgrad_compute:
+            continue
+        if not op.accumulate_into_main_grad or op.overwrite_main_grad == IN_BUCKET:
             weight, *others = item.lowered.bindings["weight"].parts()
             if not others and weight in names and weight.requires_grad and not is_dtensor(weight):
                 found.setdefault(weight, []).append(op)
@@ -65,7 +72,7 @@ def write_into_buckets(model: DistributedDataParallel) -> list[str]:
         buckets.places.append(BucketPlace(weight))
         setattr(weight, BUCKET, BucketMark(buckets.places[-1]))
         for op in products:
-            op.accumulate_into_main_grad = True
+            op.accumulate_into_main_grad, op.overwrite_main_grad = True, IN_BUCKET
     return [names[weight] for weight in found]
 
 
@@ -76,6 +83,7 @@ def _average(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future
         if place is not None:
             place.view = view
     flat, group = bucket.buffer(), buckets.group
+    assert group is not None
     averages = group._get_backend(flat.device).name() == "nccl"
     if not averages:
         flat.div_(group.size())

@@ -10,8 +10,8 @@ gradient when a backward begins. So the first product of a backward with that we
 one adds, also those of other segments and models that use the weight: whoever reads main_grad does so in hooks of the
 weight, and autograd runs them once in a backward, after all of its uses.
 
-In the place of a main_grad a weight may have the place of its gradient in a bucket of DistributedDataParallel
-(`BucketPlace`). Autograd then gets the gradient as ever, in memory of the bucket where that is free.
+An op that says `IN_BUCKET` gives its gradient to autograd as ever, in the bucket of DistributedDataParallel where the
+weight has a place in one (`BucketPlace`) that is free, else in memory of its own.
 
 Of a weight that is joined from several parameters (`te_fuser.params.concatenated_parameter`) each has a main_grad of
 its own: one product puts the gradient where these lie one behind the other in one buffer, else one for each.
@@ -25,15 +25,17 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from te_fuser.dtypes import text_of
 from te_fuser.params.concatenated_parameter import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
 BUCKET = "_te_fuser_bucket"  # attribute of a weight: its BucketMark
+IN_BUCKET: Literal["in bucket"] = "in bucket"  # what an op says in the place of whether it writes over main_grad
 _ALIGNMENT = 16  # bytes, below which products are slow
 _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
 
@@ -61,6 +63,7 @@ class BucketPlace:
         assert accumulates is not None
         self._accumulates = accumulates
         self._written = -1  # the last backward that wrote there, by autograd's number for it
+        self._given: TensorWeakRef | None = None  # what it gave; autograd has it until `grad` is that memory
         self.view: torch.Tensor | None = None
 
     def to_write(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -70,10 +73,15 @@ class BucketPlace:
             return None
         if weight.grad is not None or backward in (-1, self._written) or not self._is_kept():
             return None
+        if self._given is not None and self._given() is not None:  # it waits in a backward that this one is within
+            return None
+        if weight._backward_hooks:  # which may keep what they get, and ranks average in place
+            return None
         if view.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would keep it for good
             return None
-        self._written = backward
-        return view.detach()
+        given = view.detach()
+        self._written, self._given = backward, TensorWeakRef(given)
+        return given
 
     def _is_kept(self) -> bool:
         """True where the backward that runs gives the weight's gradient to `grad`, and not to who asks for it."""
@@ -92,11 +100,12 @@ class BucketMark:
     def __reduce__(self) -> tuple[type[BucketMark], tuple[()]]:
         return BucketMark, ()
 
-    def to_write(self, weight: torch.Tensor) -> torch.Tensor:
-        """Memory for a gradient: the place where it is free, else some of its own."""
-        place = self.place()
-        found = None if place is None else place.to_write(weight)
-        return torch.empty_like(weight) if found is None else found
+
+def _own_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient: the weight's place in a bucket where that is free, else some of its own."""
+    place = getattr(weight, BUCKET, BucketMark()).place()
+    found = None if place is None else place.to_write(weight)
+    return torch.empty_like(weight) if found is None else found
 
 
 @contextlib.contextmanager
@@ -113,23 +122,20 @@ def put_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    over: bool,
+    over: bool | Literal["in bucket"],
     put: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None],
 ) -> torch.Tensor:
     """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
 
-    Of a weight with a place in a bucket give the gradient itself.
-
     Args:
-        over: whether the op says that this backward is to write over it.
+        over: whether the op says that this backward is to write over it; `IN_BUCKET` gives the gradient itself.
         put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
 
     Raises:
         RuntimeError: as `main_grad_to_write` does.
     """
-    bucket: BucketMark | None = getattr(weight, BUCKET, None)
-    if bucket is not None:
-        gradient = bucket.to_write(weight)
+    if over == IN_BUCKET:
+        gradient = _own_gradient(weight)
         put(dy, x, gradient, True)
         return gradient
     parts = parts_of(weight)
@@ -167,7 +173,7 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
     if held is None:
         raise RuntimeError(
             f"accumulate_into_main_grad: the weight {want} has no main_grad; set weight.main_grad to a tensor of that "
-            "shape before backward; of a copy of a model that had write_into_buckets, call that for the copy"
+            "shape before backward"
         )
     if held.shape != weight.shape or held.device != weight.device:
         raise RuntimeError(

@@ -117,7 +117,7 @@ class Affine(Preset):
         if isinstance(op, ops.Bound) and op.owner is self:
             own = op.op
             if isinstance(own, ops.MatMul) and "weight" in given:
-                product = self.product_as(own, own.overwrite_main_grad)
+                product = self.product_as(own, own.overwrite_main_grad is True)
                 return ops.Bound(product, self._call[0], weight="weight")
             if isinstance(own, ops.Bias) and "bias" in given:
                 return ops.Bound(self.bias_op(own.features).shared_as(own), self._call[0], bias="bias")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
@@ -113,8 +114,7 @@ def test_copies_and_what_is_left() -> None:
     for step in range(2):
         backward(parallel, own(whole_batch(step)))
     module, kept = parallel.module, weakref.ref(parallel)
-    with pytest.raises(RuntimeError, match="of a copy of a model that had write_into_buckets, call that for the copy"):
-        backward(copy.deepcopy(module), own(whole_batch(0)))
+    copied = copy.deepcopy(module)
     saved = io.BytesIO()
     torch.save(module, saved)
     saved.seek(0)
@@ -123,11 +123,92 @@ def test_copies_and_what_is_left() -> None:
     gc.collect()
     assert kept() is None
     twin = plain_list()
-    for m in (module, loaded, twin):
+    for m in (module, copied, loaded, twin):
         m.zero_grad()
         backward(m, own(whole_batch(5)))
     for name in names:
-        assert all(torch.equal(m.get_parameter(name).grad, twin.get_parameter(name).grad) for m in (module, loaded))
+        for m in (module, copied, loaded):
+            torch.testing.assert_close(m.get_parameter(name).grad, twin.get_parameter(name).grad, rtol=0, atol=0)
+    for m in (module, copied, loaded):  # each may have buckets again
+        parallel, again = _in_buckets(m)
+        assert again == names
+        found = _written_in_place(parallel, names)
+        for step in range(3):
+            found.clear()
+            for part, x in ((parallel, own(whole_batch(step))), (twin, whole_batch(step))):
+                part.zero_grad()
+                backward(part, x)
+            assert_as_one_process(parallel, twin)
+        assert sorted(found) == sorted(names)
+
+
+@on_ranks
+def test_copies_of_the_wrapper() -> None:
+    parallel, _ = _in_buckets(plain_list())
+    twin = plain_list()
+    copied = copy.deepcopy(parallel)
+    for m, x in ((copied, own(whole_batch(0))), (twin, whole_batch(0))):
+        backward(m, x)
+    assert_as_one_process(copied, twin)
+
+
+@on_ranks
+def test_weights_in_the_place_of_others() -> None:
+    """They have no place in a bucket: gradients are theirs, and nobody averages them, as of any model."""
+    parallel, names = _in_buckets(plain_list())
+    module, twin = parallel.module, plain_list()
+    for step in range(2):
+        parallel.zero_grad()
+        backward(parallel, own(whole_batch(step)))
+    given = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+    torch.func.functional_call(module, given, (own(whole_batch(3)),)).square().sum().backward()
+    module.load_state_dict({n: t.clone() for n, t in module.state_dict().items()}, assign=True)
+    for m in (module, twin):
+        m.zero_grad()
+        m(own(whole_batch(3))).square().sum().backward()
+    for name in names:
+        for p in (given[name], module.get_parameter(name)):
+            torch.testing.assert_close(p.grad, twin.get_parameter(name).grad)
+
+
+@on_ranks
+def test_hooks_keep_what_they_get() -> None:
+    parallel, names = _in_buckets(plain_list())
+    kept: list[torch.Tensor] = []
+    weight = parallel.module.get_parameter(names[0])
+    for step in range(3):
+        if step == 1:
+            weight.register_hook(kept.append)
+        parallel.zero_grad()
+        backward(parallel, own(whole_batch(step)))
+    twin = plain_list()
+    for step, gradient in enumerate(kept, 1):
+        twin.zero_grad()
+        backward(twin, own(whole_batch(step)))
+        torch.testing.assert_close(gradient, twin.get_parameter(names[0]).grad)
+
+
+class _Thrice(nn.Module):
+    """Weights whose gradient waits in a backward while another one runs within that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = plain_list()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(checkpoint(self.layer, self.layer(x), use_reentrant=True))  # type: ignore[no-any-return]
+
+
+@on_ranks
+def test_a_backward_within_another() -> None:
+    made = DistributedDataParallel(_Thrice(), gradient_as_bucket_view=True, static_graph=True)
+    write_into_buckets(made)
+    twin = _Thrice()
+    for step in range(4):
+        for m, x in ((made, own(whole_batch(step))), (twin, whole_batch(step))):
+            m.zero_grad()
+            backward(m, x)
+        assert_as_one_process(made, twin)
 
 
 @on_ranks

@@ -150,7 +150,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         if rows:
             yield _table(direction, rows)
     if not plan.backward:
-        yield Text(_NO_BACKWARD)
+        yield Text(f"\n{_NO_BACKWARD}")
     yield from _kept_page(plan)
     yield from _refused_page(plan)
     yield from _gains_page(plan)
@@ -159,7 +159,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         yield Text(f"Note: {note}")
 
 
-_NO_BACKWARD = "\nNo backward: nothing in this call needs a gradient."
+_NO_BACKWARD = "No backward: nothing in this call needs a gradient."
 
 
 def _heading(plan: Plan, number: str) -> Iterable[Text]:
@@ -200,8 +200,10 @@ def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[
     """A line a step, and totals."""
     yield from _heading(plan, number)
     found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
-    yield _Fitting((_short_table(found, True), _short_table(found, False)))
-    yield Text(f"Kept for backward: {size_text(plan.kept_bytes())} of activations" if plan.backward else "")
+    if any(found.values()):
+        yield _Fitting((_short_table(found, True), _short_table(found, False)))
+    kept = f"Kept for backward: {size_text(plan.kept_bytes())} of activations"
+    yield Text(kept if plan.backward else _NO_BACKWARD)
     for direction, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
         seconds = plan.seconds(*(() if direction == "both" else (direction,)))
         times = f"{seconds * 1e3:.3f} ms predicted"
@@ -229,7 +231,8 @@ def _short_table(found: Mapping[str, list[StepRow]], with_ops: bool) -> Table:
         table.add_column(f"{heading}\n{unit}", justify="right", no_wrap=True)
     table.add_column("limit, share", no_wrap=True)
     for direction, rows in found.items():
-        table.add_row("", Text(direction.capitalize() if rows else _NO_BACKWARD.strip(), style="bold"))
+        if rows:
+            table.add_row("", Text(direction.capitalize(), style="bold"))
         for block in _folded(rows):
             if isinstance(block, _Again):
                 table.add_row(span(block.ops), block.text)

@@ -94,6 +94,18 @@ def test_without_details_a_layer_fits_a_screen(monkeypatch: pytest.MonkeyPatch) 
         assert "No backward: nothing in this call needs a gradient." in str(layer.explain(x.detach(), device="h200"))
 
 
+def test_a_direction_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no room from the ops' names, and a forward that runs nothing is not a backward that is missing."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with torch.no_grad():
+        lines = str(mlp().explain(sample(), measure=True)).splitlines()
+    assert max(map(len, lines)) <= 100 and any("LayerNorm 0.0" in line for line in lines)
+    assert "" not in lines
+    text = str(te_fuser.Sequential(ops.Dropout(0.0)).explain(sample()))
+    assert "Backward" in text and "Forward" not in text and "No backward" not in text
+    assert "No backward" in str(te_fuser.Sequential().explain(sample()))
+
+
 def test_every_step_has_a_row_in_running_order() -> None:
     explanation = mlp().explain(sample(), details=True)
     plan = explanation.plans[0]
