@@ -177,7 +177,8 @@ def put_weight_gradient(
     return put_gradient(dy, x, weight, over, put)
 
 
-_PUT = {over: functools.partial(put_weight_gradient, over=over) for over in (False, True, IN_BUCKET)}
+_put_over = functools.partial(put_weight_gradient, over=True)
+_put_in_bucket = functools.partial(put_weight_gradient, over=IN_BUCKET)
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -260,7 +261,9 @@ class ProductRow:
     def choose(self, m: Match, method: str) -> Body:
         """Body that runs in a match."""
         if method == "wgrad_onto":
-            return Body(_PUT[m[0].overwrite_main_grad])
+            if m[0].overwrite_main_grad == IN_BUCKET:
+                return Body(_put_in_bucket)
+            return Body(_put_over if m[0].overwrite_main_grad else put_weight_gradient)
         if self.instead is not None and any(self.reasons(m)):
             return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)

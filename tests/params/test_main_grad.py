@@ -16,6 +16,7 @@ from te_fuser.fuser.plan import segmenting
 from te_fuser.fusions import cublaslt
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
+from te_fuser.params.main_grad import IN_BUCKET
 from tests.fusions.products import covered, plan, reasons
 from tests.ops.check import normal
 
@@ -312,6 +313,9 @@ def test_on_a_gpu_the_product_adds() -> None:
     for over, put in ((True, cublaslt._put_over), (False, cublaslt.put_weight_gradient)):
         steps = plan(ops.MatMul(4096, 64, accumulate_into_main_grad=True, overwrite_main_grad=over)).backward
         assert put in {s.task.body.function for s in steps}
+    in_bucket = ops.MatMul(4096, 64, accumulate_into_main_grad=True)
+    in_bucket.overwrite_main_grad = IN_BUCKET
+    assert cublaslt._put_in_bucket in {s.task.body.function for s in plan(in_bucket).backward}
     for name in ("matmul_backward", "matmul_bias_backward"):
         assert reasons(p, name) == {"the weight's gradient goes to its main_grad"}
     assert reasons(plan(ops.MatMul(4096, 64)), "matmul_main_grad") == {"accumulate_into_main_grad is off"}
