@@ -3,7 +3,7 @@
     y = turn(norm(x))                                  or norm(turn(x)), or one of them alone
     dx, dweight, dbias, column sums of dx              of dy, and of x where there is a norm
 
-The kernel's text is `turned_heads.cu`; NVRTC compiles it for the heads at hand.
+The kernel's text is `qk_norm_rope.cu`; NVRTC compiles it for the heads at hand.
 """
 
 from __future__ import annotations

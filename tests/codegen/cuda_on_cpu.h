@@ -29,7 +29,7 @@ thread_local uint4 shelves[1 << 14];  // dynamic shared memory, 256 KiB
 
 namespace emulation {
 
-constexpr int kMostThreads = 1024, kStack = 1 << 16;
+constexpr int kMostThreads = 1024, kStack = 1 << 16, kMark = 64;
 
 struct Barrier {
   int arrived = 0;
@@ -81,6 +81,17 @@ inline void start() {
   next();
 }
 
+// The lowest bytes of each stack, which a kernel whose variables need more writes over.
+inline void mark_end(char* stack) { memset(stack, 0xa5, kMark); }
+inline void check_end(const char* stack) {
+  for (int k = 0; k < kMark; ++k) {
+    if (static_cast<unsigned char>(stack[k]) != 0xa5) {
+      fprintf(stderr, "a kernel needs more than the %d bytes of a thread's stack\n", kStack);
+      abort();
+    }
+  }
+}
+
 inline void run_block(int count) {
   threads = count;
   if (!stacks) stacks = static_cast<char*>(malloc(static_cast<size_t>(kMostThreads) * kStack));
@@ -89,12 +100,14 @@ inline void run_block(int count) {
     getcontext(&coroutines[i]);
     coroutines[i].uc_stack.ss_sp = stacks + static_cast<size_t>(i) * kStack;
     coroutines[i].uc_stack.ss_size = kStack;
+    mark_end(stacks + static_cast<size_t>(i) * kStack);
     coroutines[i].uc_link = nullptr;
     makecontext(&coroutines[i], start, 0);
   }
   threadIdx.x = 0;
   started[0] = true;
   swapcontext(&outside, &coroutines[0]);
+  for (int i = 0; i < count; ++i) check_end(stacks + static_cast<size_t>(i) * kStack);
 }
 
 template <size_t... kAt>
