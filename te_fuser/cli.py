@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it has enough, as `head` has; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except model_commands.UsageError as error:
         print(f"te-fuser {chosen.command}: {error}", file=sys.stderr)
         return 2

@@ -241,3 +241,13 @@ def test_the_module_runs() -> None:
         [sys.executable, "-m", "te_fuser.cli", "devices"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "h200" in done.stdout, done.stderr
+
+
+def test_who_reads_may_stop() -> None:
+    """As `te-fuser devices | head -1` does."""
+    command = [sys.executable, "-c", "import sys; from te_fuser import cli; sys.exit(cli.main(['devices']))"]
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as nobody:
+        ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0 and not ended.stderr

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _DIRECTIONS = ("forward", "backward")
 _KINDS = {
-    "fusion": "library kernel",
+    "fusion": "fusion",
     "kernel": "generated kernel",
     "op": "the op's own code",
     "torch": "PyTorch",
