@@ -99,12 +99,11 @@ def profile(
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    leaves = [leaf for value in _pytree.tree_leaves(values) for leaf in _fields_of(value)]
-    return [t for t in leaves if isinstance(t, torch.Tensor)]
-
-
-def _fields_of(value: Any) -> list[Any]:
-    """The tensors in a dataclass, at any depth; of anything else the value itself."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return [value]
-    return _tensors_in([getattr(value, field.name, None) for field in dataclasses.fields(value)])
+    """Tensors in containers and dataclasses, at any depth."""
+    found = []
+    for leaf in _pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors_in([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return found

@@ -7,7 +7,7 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 69_000,
+    "lines of te_fuser and csrc": 68_994,
     "files in te_fuser": 270,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 74_166,

@@ -101,13 +101,6 @@ class BucketMark:
         return BucketMark, ()
 
 
-def _own_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Memory for a gradient: the weight's place in a bucket where that is free, else some of its own."""
-    place = getattr(weight, BUCKET, BucketMark()).place()
-    found = None if place is None else place.to_write(weight)
-    return torch.empty_like(weight) if found is None else found
-
-
 @contextlib.contextmanager
 def of_backward(number: int) -> Iterator[None]:
     """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
@@ -135,7 +128,9 @@ def put_gradient(
         RuntimeError: as `main_grad_to_write` does.
     """
     if over == IN_BUCKET:
-        gradient = _own_gradient(weight)
+        place = getattr(weight, BUCKET, BucketMark()).place()
+        free = None if place is None else place.to_write(weight)
+        gradient = torch.empty_like(weight) if free is None else free
         put(dy, x, gradient, True)
         return gradient
     parts = parts_of(weight)
