@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"guards", "distributed", "params", "ops", "kernels", "fuser", "quantization", "sharding"},
-    "trace": {"fuser", "ops"},
+    "trace": {"fuser", "ops", "params"},
     "checkpointing": {"guards", "distributed", "params", "ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),

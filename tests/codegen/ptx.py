@@ -56,7 +56,9 @@ def compiled(source: str, arch: str) -> tuple[str, tuple[nvrtc.Resources, ...]]:
     program = done(*bindings.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     done(*bindings.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
     text = b" " * done(*bindings.nvrtcGetPTXSize(program))
-    log = b" " * done(*bindings.nvrtcGetProgramLogSize(program))
+    log = b" " * (
+        done(*bindings.nvrtcGetProgramLogSize(program)) + 1
+    )  # bytes of one are Python's own, and not to be written
     done(*bindings.nvrtcGetPTX(program, text))
     done(*bindings.nvrtcGetProgramLog(program, log))
     done(*bindings.nvrtcDestroyProgram(program))

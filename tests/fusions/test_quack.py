@@ -176,8 +176,8 @@ def test_product_of_the_weight_that_cublaslt_has_not_is_the_reason(name: str, mo
 def test_package_that_does_not_load_is_the_reason_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for asked, make, names in (("unusable", mlp, (AUX, BACKWARD)), ("unusable_by_gates", gated_mlp, (GATED,))):
-        with installed(*QUACK):
-            monkeypatch.setattr(quack, asked, lambda: "it does not load")
+        with installed(*QUACK), pytest.MonkeyPatch.context() as patch:  # which ends before what is installed does
+            patch.setattr(quack, asked, lambda: "it does not load")
             p = plan(*make())
         assert all(reasons(p, name) == {"it does not load"} for name in names)
 
