@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import shutil
 import tempfile
@@ -30,7 +29,7 @@ def profile(
     backward: bool = True,
     **keywords: Any,
 ) -> Path:
-    """Run a model a few times and write a trace, in which each step of a plan has its name and its ops.
+    """Run a model a few times, write a trace in which each step of a plan has its name and its ops; return its path.
 
     The file opens in https://ui.perfetto.dev and in chrome://tracing. On a GPU the kernels of a step lie below its
     name. Plans are made and kernels compiled in a call before, which the trace does not have. Parameters, their
@@ -44,12 +43,8 @@ def profile(
         steps: how often the model runs.
         backward: whether gradients are computed, too: those of the sum of all outputs that require one.
 
-    Returns:
-        The path.
-
     Raises:
-        TypeError: when `model` is no module, or no input is a tensor.
-        ValueError: for fewer than one step.
+        TypeError, ValueError: when `model` is no module, or no input is a tensor; for fewer than one step.
         OSError: when the file cannot be written: `FileNotFoundError` without its folder, `IsADirectoryError` for one.
         RuntimeError: within another profiler, whose events would be lost.
 
@@ -60,19 +55,10 @@ def profile(
         'trace.json'
     """
     path, given = Path(path), _tensors_in((inputs, keywords))
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"profile takes a torch.nn.Module, got {type(model).__name__}")
-    if not given:
-        raise TypeError("profile takes what the model is called with, and got no tensor: profile(model, x)")
-    if steps < 1:
-        raise ValueError(f"profile runs a model at least once, got steps={steps}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
-    if path.is_dir():
-        raise IsADirectoryError(f"profile writes a file, and {path} is a folder")
+    _check(model, given, steps, path)
     takes_gradients = yes_or_no("profile", "backward", backward)
     wanted = [t for t in (*given, *model.parameters()) if t.requires_grad and takes_gradients]
-    on_gpu = any(t.is_cuda for t in itertools.chain(given, model.parameters()))
+    on_gpu = any(t.is_cuda for t in (*given, *model.parameters()))
 
     def step() -> None:
         with record_function("forward"):
@@ -96,6 +82,20 @@ def profile(
         trace.export_chrome_trace(str(made))
         shutil.copyfile(made, path)
     return path
+
+
+def _check(model: Any, given: list[torch.Tensor], steps: int, path: Path) -> None:
+    """Refuse what `profile` cannot run or write, before anything runs."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"profile takes a torch.nn.Module, got {type(model).__name__}")
+    if not given:
+        raise TypeError("profile takes what the model is called with, and got no tensor: profile(model, x)")
+    if steps < 1:
+        raise ValueError(f"profile runs a model at least once, got steps={steps}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"profile writes a file, and {path} is a folder")
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

@@ -80,11 +80,12 @@ class Conversion:
 
         ran: list[tuple[str, Sequential, Any, dict[str, Any]]] = []
         found: dict[str, tuple[list[str], Explanation]] = {}
-        copied = {k: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in call.items()}
+
+        own = [v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for v in (*args, *call.values())]
         with undisturbed(self.model, None), _lists_noted(self.model, self.converted, ran):
-            self.model(*args, **copied)
-            for path, listed, x, given in ran:
-                explained = listed.explain(x, device=device, details=details, source=source, **given)
+            self.model(*own[: len(args)], **dict(zip(call, own[len(args) :], strict=True)))
+            for path, listed, x, tensors in ran:
+                explained = listed.explain(x, device=device, details=details, source=source, **tensors)
                 found.setdefault(str(explained), ([], explained))[0].append(path)
         if not found:
             raise ValueError("no layer runs by te_fuser in this call: `left` says what runs by itself, and why")

@@ -28,7 +28,7 @@ from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
 from te_fuser.ops.sizes import asked
 from te_fuser.ops.structure import Add
-from te_fuser.params.main_grad import IN_BUCKET, put_gradient
+from te_fuser.params.main_grad import put_gradient
 
 register_library(
     Library(
@@ -177,10 +177,6 @@ def put_weight_gradient(
     return put_gradient(dy, x, weight, over, put)
 
 
-_put_over = functools.partial(put_weight_gradient, over=True)
-_put_in_bucket = functools.partial(put_weight_gradient, over=IN_BUCKET)
-
-
 # ------------------------------------------------------------------------------------------------------- rows
 
 
@@ -261,9 +257,7 @@ class ProductRow:
     def choose(self, m: Match, method: str) -> Body:
         """Body that runs in a match."""
         if method == "wgrad_onto":
-            if m[0].overwrite_main_grad == IN_BUCKET:
-                return Body(_put_in_bucket)
-            return Body(_put_over if m[0].overwrite_main_grad else put_weight_gradient)
+            return Body(functools.partial(put_weight_gradient, over=m[0].overwrite_main_grad))
         if self.instead is not None and any(self.reasons(m)):
             return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)

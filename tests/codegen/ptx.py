@@ -10,12 +10,12 @@ ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async|prefetch)[\w.]*\.(global|L1|L2
 
 
 def too_early(source: str, arch: str) -> list[str]:
-    """What `too_early_in` says of a text."""
+    """Faults of a text, as `too_early_in` finds them."""
     return too_early_in(_virtual(source, arch))
 
 
 def too_early_in(text: str) -> list[str]:
-    """What is wrong with the kernels of a PTX: those that never wait, and what is read or written before.
+    """Faults of the kernels of a PTX: those that never wait, and what is read or written before.
 
     Jumps cannot hide anything: whatever stands above the wait is looked at, and no label may.
     """

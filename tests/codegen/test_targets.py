@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -124,16 +124,10 @@ def test_float64_is_refused_by_its_name(read: str, stored: str, name: str, make:
 
 BF16 = ("bfloat16", "bfloat16")
 LARGE = [
-    (corpus.layer_norm, (4096, 16384, 65536)), (corpus.rms_norm, (4096,)), (corpus.bias_gelu, (16384,)),
-    (corpus.swiglu, (14336,)), (corpus.dropout_add_layer_norm, (4096, 8192, 10240, 16384)),
+    (corpus.layer_norm, (4096, 8192, 16384, 65536)), (corpus.rms_norm, (4096,)), (corpus.bias_gelu, (16384,)),
+    (corpus.swiglu, (14336,)), (corpus.dropout_add_layer_norm, (4096, 8192, 10240, 12288, 16384)),
     (corpus.geglu_chain, (10240, 16384)), (corpus.softmax, (2048,)),
 ]  # fmt: skip
-
-
-def small() -> Iterator[KernelDescription]:
-    """Each kernel of the corpus that is not compiled in real widths, once."""
-    families = {d.name for d in large()}
-    yield from {d.name: d for d in CORPUS.values() if d.name not in families}.values()
 
 
 def large() -> Iterator[KernelDescription]:
@@ -148,9 +142,9 @@ def narrow() -> Iterator[KernelDescription]:
         yield from (test_float8.TO[dtype, "bfloat16", width] for width in (1, 2))
 
 
-def tiles(reads: Sequence[str] = ("bfloat16",), odd: int = 0) -> Iterator[KernelDescription]:
-    yield from (family(Kit(*BF16), 4096, "float8_e4m3fn") for family in tile_cases.FAMILIES)
-    yield from (family(Kit(*BF16), 33, "float8_e4m3fn") for family in tile_cases.FAMILIES[:odd:2])
+def tiles(reads: Sequence[str] = ("bfloat16",), widths: Sequence[int] = (4096,)) -> Iterator[KernelDescription]:
+    for family in tile_cases.FAMILIES:
+        yield from (family(Kit(*BF16), width, "float8_e4m3fn") for width in widths)
     for read in reads:
         for make in (test_cuda_blocks.copied, test_cuda_blocks.gelu, test_cuda_blocks.slope):
             d = make(Kit(read, read), 4096, "float8_e4m3fn")
@@ -162,34 +156,27 @@ def overwriting() -> Iterator[KernelDescription]:
     yield from map(test_in_place.over, plain)
 
 
-def raising() -> Iterator[KernelDescription]:
-    yield from (test_maxima.RAISING[name] for name in test_maxima.NAMES)
+def raising(every: int = 1) -> Iterator[KernelDescription]:
+    yield from (test_maxima.RAISING[name] for name in test_maxima.NAMES[::every])
 
 
-# Of each architecture what is compiled: the newest and the oldest share what is not large, for their text is that of
-# the one between; but 8 bits have instructions of their own.
-Compiled = dict[str, Callable[[], Iterable[KernelDescription]]]
-HOPPER: Compiled = {
-    "corpus": small,
+# Of each architecture what is compiled: of the newest and the oldest less, whose text is that of the one between.
+HOPPER: dict[str, Callable[[], Iterator[KernelDescription]]] = {
+    "corpus": lambda: iter(CORPUS.values()),
     "large": large,
     "8 bits": narrow,
-    "tiles": lambda: tiles(("bfloat16", "float32"), 7),
+    "tiles": lambda: tiles(("bfloat16", "float32"), (4096, 33)),
     "overwriting": overwriting,
     "raising": raising,
 }
-
-
-def shared_out(half: int) -> Compiled:
-    return {
-        "corpus": lambda: [*CORPUS.values()][4 * half :: 8],
-        "8 bits": narrow,
-        "tiles": lambda: [*tiles()][half::2],
-        "overwriting": lambda: [*overwriting()][half::2],
-        "raising": lambda: [*raising()][2 * half :: 4],
-    }
-
-
-COMPILED = {"sm_90a": HOPPER, "sm_80": shared_out(0), "sm_100a": shared_out(1)}
+OTHERS: dict[str, Callable[[], Iterator[KernelDescription]]] = {
+    "corpus": lambda: iter([*CORPUS.values()][::4]),
+    "8 bits": narrow,
+    "tiles": tiles,
+    "overwriting": overwriting,
+    "raising": lambda: raising(4),
+}
+COMPILED = {"sm_90a": HOPPER, "sm_80": OTHERS, "sm_100a": OTHERS}
 
 
 @needs_nvrtc

@@ -52,10 +52,12 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_others_left_stays() -> None:
+def _what_others_left_stays() -> Iterator[None]:
     """Collections in here look at nothing else, which takes a second where there is much."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

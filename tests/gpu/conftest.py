@@ -27,7 +27,7 @@ def narrow_products() -> None:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """What torch.empty gives is full of NaN."""
+    """Memory from torch.empty is full of NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3, device="cuda").isnan().all()
     yield

@@ -26,7 +26,7 @@ def emulating(kernels: Callable[[], Iterable[TextKernel[Any]]]) -> Any:
 def launched(
     driver: FakeDriver, run: Callable[..., list[torch.Tensor]], *given: Any
 ) -> tuple[list[torch.Tensor], int, bytes]:
-    """What a run gives, how many kernels that took, and the last one's name; plans are made before."""
+    """Results of a run, how many kernels that took, and the last one's name; plans are made before."""
     run(*given)
     driver.launches = 0
     return run(*given), driver.launches, driver.last_symbol

@@ -60,11 +60,9 @@ COMPILED = [(name, arch) for name in KERNELS for arch in ARCHS if "blocks" not i
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_text_compiled_spills_nothing_and_waits_before_it_touches_memory(name: str, arch: str) -> None:
-    """All texts for Hopper's GPUs; for others two of four, so that forward and backward passes take turns."""
     kernels, symbols = KERNELS[name]
     most = SPILLED.get((name, arch), 0)
-    turn = {"sm_80": (0, 3), "sm_100a": (1, 2)}.get(arch, range(4)) if len(kernels) > 1 else (0,)
-    for kernel in (k for number, k in enumerate(kernels) if number % 4 in turn):
+    for kernel in kernels:
         text, resources = ptx.compiled(kernel.text(), arch)
         assert {r.symbol for r in resources} - {f"{kernel.name}_finish"} == (symbols or {kernel.name})
         assert all(max(r.spilled_bytes, r.stack_bytes) <= most for r in resources), resources

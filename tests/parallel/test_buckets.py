@@ -89,7 +89,7 @@ def test_micro_batches(to_none: bool) -> None:
 
 @on_ranks
 def test_a_gradient_that_autograd_does_not_keep() -> None:
-    """What torch.autograd.grad gives stays as it is when the next backward writes into buckets."""
+    """Gradients from torch.autograd.grad stay as they are when the next backward writes into buckets."""
     parallel, names = _in_buckets(plain_list())
     weights = [parallel.module.get_parameter(name) for name in names]
     for step in range(3):

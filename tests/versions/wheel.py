@@ -60,7 +60,7 @@ def faults_of_files(sdist: Set[str], wheel: Set[str], sources: Set[str]) -> list
 
 
 def faults(sdist: Path, wheel: Path) -> list[str]:
-    """What an index or an installer would refuse, and what is missing in either archive or too much."""
+    """Faults that an index or an installer would refuse, and files that either archive lacks or has too much."""
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     sources = {name for name in listed if (ROOT / name).exists()}
     with tarfile.open(sdist) as archive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,14 +221,12 @@ def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[
 
 def _short_table(found: Mapping[str, list[StepRow]], with_ops: bool) -> Table:
     """One table of both directions, with or without the ops that steps cover by name."""
-    with_measured = any(r.measured is not None for rows in found.values() for r in rows)
-    times = [t for rows in found.values() for r in rows for t in (r.seconds, r.measured) if t is not None]
-    unit, tick = ("ms", 1e-3) if max(times, default=0.0) >= 0.1 else ("us", 1e-6)
+    headings, times = _times([row for rows in found.values() for row in rows])
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("ops", *(["what they are"] if with_ops else []), "step"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("predicted", *(["measured"] if with_measured else [])):
-        table.add_column(f"{heading}\n{unit}", justify="right", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("limit, share", no_wrap=True)
     for direction, rows in found.items():
         if rows:
@@ -237,37 +235,44 @@ def _short_table(found: Mapping[str, list[StepRow]], with_ops: bool) -> Table:
             if isinstance(block, _Again):
                 table.add_row(span(block.ops), block.text)
                 continue
-            cells = [f"{block.seconds / tick:.1f}"]
-            cells += [f"{(block.measured or 0.0) / tick:.1f}"] if with_measured else []
-            share = "" if block.share is None else f" {block.share:.0%}"
             name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
             covers = [", ".join(block.covers)] if with_ops else []
-            table.add_row(span(block.ops), *covers, name, *cells, f"{block.limit}{share}")
+            table.add_row(span(block.ops), *covers, name, *times(block), _limit(block))
     return _whole(table)
+
+
+def _times(rows: Sequence[StepRow]) -> tuple[list[str], Callable[[StepRow], list[str]]]:
+    """Headings of the columns of times, in a unit for all of these rows, and the cells of one of them."""
+    measured = any(row.measured is not None for row in rows)
+    longest = max((max(row.seconds, row.measured or 0.0) for row in rows), default=0.0)
+    unit, tick = ("ms", 1e-3) if longest >= 0.1 else ("us", 1e-6)
+
+    def cells(row: StepRow) -> list[str]:
+        return [f"{seconds / tick:.1f}" for seconds in (row.seconds, *([row.measured or 0.0] if measured else []))]
+
+    return [f"{heading}\n{unit}" for heading in ("predicted", *(["measured"] if measured else []))], cells
+
+
+def _limit(row: StepRow) -> str:
+    return row.limit if row.share is None else f"{row.limit} {row.share:.0%}"
 
 
 def _table(direction: str, rows: list[StepRow]) -> Group:
     size_unit, size = ("MiB", 2.0**20) if max(r.read + r.written for r in rows) >= 2**20 else ("KiB", 2.0**10)
-    times = [t for r in rows for t in (r.seconds, r.measured) if t is not None]
-    time_unit, tick = ("ms", 1e-3) if max(times) >= 0.1 else ("us", 1e-6)
-    with_measured = rows[0].measured is not None
+    headings, times = _times(rows)
     table = _StepTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("ops", no_wrap=True)
     table.add_column("what they are", overflow="fold")
     table.add_column("step", overflow="fold")
-    numbers = [f"read\n{size_unit}", f"written\n{size_unit}", f"predicted\n{time_unit}"]
-    numbers += [f"measured\n{time_unit}"] if with_measured else []
-    for heading in numbers:
+    for heading in (f"read\n{size_unit}", f"written\n{size_unit}", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("limit, share", no_wrap=True)
     for block in _folded(rows):
         if isinstance(block, _Again):
             table.add_row(span(block.ops), "", block.text)
             continue
-        cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", f"{block.seconds / tick:.1f}"]
-        cells += [f"{(block.measured or 0.0) / tick:.1f}"] if with_measured else []
-        share = "" if block.share is None else f" {block.share:.0%}"
-        table.add_row(span(block.ops), ", ".join(block.covers), _step_text(block), *cells, f"{block.limit}{share}")
+        cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", *times(block), _limit(block)]
+        table.add_row(span(block.ops), ", ".join(block.covers), _step_text(block), *cells)
     return Group(Text(f"\n{direction.capitalize()}", style="bold"), _whole(table))
 
 
