@@ -47,3 +47,8 @@ class Facts(NamedTuple):
     def of(cls, several: Iterable[Facts]) -> Facts:
         """Join several facts into one."""
         return cls(*(tuple(itertools.chain(*same)) for same in zip(*several, strict=True)))
+
+    @classmethod
+    def of_answers(cls, *asked: Callable[[], Any]) -> Facts:
+        """Facts that functions still give the answers that they give now."""
+        return cls(calls=tuple([(ask, ask()) for ask in asked]))

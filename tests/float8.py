@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from te_fuser import fusions
+import te_fuser
+from te_fuser import fusions, ops
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
 from te_fuser.ops.operations import UnfusedOperation
@@ -19,6 +20,19 @@ FORMATS = (E4M3, E5M2)
 _EXPONENT_BITS = {E4M3: 4, E5M2: 5}
 # The fusions whose products run in 8 bits: without them these are emulated.
 OURS = tuple(name for name in fusions.names() if name.startswith(("float8_", "partly_float8_", "own_scales_")))
+
+
+def models(f: int, ffn: int) -> dict[str, Callable[[], te_fuser.Sequential]]:
+    """Lists with one product, with two and a residual sum, and with a gate, of f and ffn features."""
+    return {
+        "linear": lambda: te_fuser.Sequential(ops.Linear(f, ffn)),
+        "mlp": lambda: te_fuser.Sequential(
+            te_fuser.Residual(ops.LayerNorm(f), ops.Linear(f, ffn), ops.GELU(), ops.Linear(ffn, f), ops.Dropout(0.0))
+        ),
+        "gated": lambda: te_fuser.Sequential(
+            ops.RMSNorm(f), ops.MatMul(f, 2 * ffn), ops.SwiGLU(), ops.MatMul(ffn, f), ops.Bias(f)
+        ),
+    }
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:

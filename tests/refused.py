@@ -29,3 +29,15 @@ def refused(error, words, call):
     text = str(raised.value)
     for word in words:
         assert re.search(word, text), f"{word!r} is not in {text!r}"
+
+
+def refusals(table):
+    """A test for a module: each call of {name: (call, kind of error, words)} raises with the words."""
+
+    @pytest.mark.parametrize("name", table)
+    def test(name):
+        call, kind, words = table[name]
+        with pytest.raises(kind, match=words):
+            call()
+
+    return test

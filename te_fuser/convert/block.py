@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
-from te_fuser.convert.call import LayerCall, answers, argument_names, cache_name, modules_as_they_are, scalars_of
+from te_fuser.convert.call import LayerCall, argument_names, cache_name, modules_as_they_are, scalars_of
 from te_fuser.convert.layer_ops import LayerParts, become, has_own_forward, keeps_forward, why_left, why_shared
 from te_fuser.guards import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
@@ -294,7 +294,7 @@ class DecoderBlock(ops.Together):
         items = ((vars(self._attention()), "config", config), (vars(sys.modules[self.was.__module__]), _EAGER, eager))
         found = functools.partial(ALL_ATTENTION_FUNCTIONS.get_interface, name, eager)
         asked = (functools.partial(getattr, config, option, None) for option in self.of_config)
-        return Facts.of([Facts(items=items), answers(found, *asked)])
+        return Facts.of([Facts(items=items), Facts.of_answers(found, *asked)])
 
     def _list(self, now: _Now, part: str, hides: str = "") -> Sequential:
         found = now.lists.get((part, hides))

@@ -132,8 +132,3 @@ def scalars_of(modules: Iterable[nn.Module]) -> Facts:
         items=tuple([(d, name, value) for d in own for name, value in d.items() if isinstance(value, _SCALARS)]),
         calls=tuple([(d.__len__, len(d)) for d in own]),
     )
-
-
-def answers(*asked: Callable[[], Any]) -> Facts:
-    """Facts that functions still give the answers that they give now."""
-    return Facts(calls=tuple([(ask, ask()) for ask in asked]))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from te_fuser import ops
-from te_fuser.convert.call import answers
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.guards import Facts
 from te_fuser.ops.base import FusableOperation
@@ -110,7 +109,7 @@ class LayerParts:
     def facts(self) -> Facts:
         """Facts about the numbers and linear layers that ops were made with, as they are now."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
-        return Facts.of([items, answers(*(functools.partial(_form, p) for p in self.linears))])
+        return Facts.of([items, Facts.of_answers(*(functools.partial(_form, p) for p in self.linears))])
 
 
 def _form(parameters: Mapping[str, Any]) -> tuple[bool, Any]:

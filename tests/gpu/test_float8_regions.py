@@ -13,7 +13,7 @@ import te_fuser as te
 from te_fuser import fusions, ops
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Format
-from tests.float8 import OURS
+from tests.float8 import OURS, models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
 
@@ -29,13 +29,7 @@ RECIPES = {
     "kept_dx": DelayedScaling(override_linear_precision=(False, True, False), fp8_format=Format.E4M3),
 }
 MODELS: dict[str, Callable[[], Any]] = {
-    "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
-    "mlp": lambda: te.Sequential(
-        te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F), ops.Dropout(0.0))
-    ),
-    "gated": lambda: te.Sequential(
-        ops.RMSNorm(F), ops.MatMul(F, 2 * FFN), ops.SwiGLU(), ops.MatMul(FFN, F), ops.Bias(F)
-    ),
+    **models(F, FFN),
     "partly": lambda: te.Sequential(ops.Linear(F, 24), ops.GELU(), ops.Linear(24, F), ops.GELU(), ops.Linear(F, F)),
     "te.LayerNormLinear": lambda: te.LayerNormLinear(F, FFN),
     "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),

@@ -13,6 +13,7 @@ from te_fuser.formula.float8 import rounded
 from tests.float8 import E4M3, E5M2, FORMATS, Dequantized, codes, nearest_codes, telling_numbers
 from tests.needs import needs_compiler
 from tests.ops.check import normal
+from tests.refused import refusals
 
 WIDTH = 64
 SCALE = torch.tensor(37.3)
@@ -156,8 +157,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_words(name: str) -> None:
-    make, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        make()
+test_refused_in_words = refusals(REFUSED)

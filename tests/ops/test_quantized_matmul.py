@@ -11,6 +11,7 @@ from te_fuser.quantization import quantize
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
 from tests.ops.check import normal
+from tests.refused import refusals
 
 IN, OUT = 48, 32
 KERNELS = ("reference", pytest.param("generated", marks=needs_compiler))
@@ -117,8 +118,4 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_words(name: str) -> None:
-    make, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        make()
+test_refused_in_words = refusals(REFUSED)

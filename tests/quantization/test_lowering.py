@@ -13,6 +13,7 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import lowering
 from te_fuser.recipe import DelayedScaling, Format
+from tests.float8 import models
 from tests.quantization.emulation import Emulated
 
 F, FFN, HEADS = 32, 64, 2
@@ -27,13 +28,7 @@ RECIPES = {
     },
 }
 MODELS: dict[str, Callable[[], Any]] = {
-    "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
-    "mlp": lambda: te.Sequential(
-        te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F), ops.Dropout(0.0))
-    ),
-    "gated": lambda: te.Sequential(
-        ops.RMSNorm(F), ops.MatMul(F, 2 * FFN), ops.SwiGLU(), ops.MatMul(FFN, F), ops.Bias(F)
-    ),
+    **models(F, FFN),
     "odd": lambda: te.Sequential(ops.Linear(F, 24), ops.GELU(), ops.Linear(24, F), ops.GELU(), ops.Linear(F, F)),
     "te.Linear": lambda: te.Linear(F, FFN),
     "te.LayerNormLinear": lambda: te.LayerNormLinear(F, FFN),

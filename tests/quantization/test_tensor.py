@@ -11,6 +11,7 @@ from te_fuser import ops
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, E5M2, FORMATS, codes, nearest_codes, telling_numbers
 from tests.needs import needs_compiler
+from tests.refused import refusals
 
 formats = pytest.mark.parametrize("dtype", FORMATS)
 SCALE = torch.tensor(0.7)
@@ -90,8 +91,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_words(name: str) -> None:
-    make, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        make()
+test_refused_in_words = refusals(REFUSED)

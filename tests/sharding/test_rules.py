@@ -14,6 +14,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.parallel import Partial, Placement, Replicated, Shard, ShardingContext, ShardingRule, sharding_rule
 from tests.fuser.graph.test_list_passes_sharding import TP, F, column, planned, row, sums
+from tests.refused import refusals
 
 
 class RowByRow(ShardingRule[Any]):
@@ -161,11 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    run, error, words = REFUSED[name]
-    with pytest.raises(error, match=re.escape(words)):
-        run()
+test_refusals = refusals({name: (*call, re.escape(words)) for name, (*call, words) in REFUSED.items()})
 
 
 def test_a_model_without_ranks_asks_no_rule() -> None:

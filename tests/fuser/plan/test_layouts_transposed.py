@@ -29,7 +29,7 @@ from te_fuser.recipe import DelayedScaling
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import Emulation, FakeDriver
-from tests.float8 import FORMATS
+from tests.float8 import FORMATS, models
 from tests.needs import needs_compiler
 from tests.twins import randomize
 
@@ -37,13 +37,7 @@ F, FFN, ROWS = 64, 128, 37
 BF16 = torch.bfloat16
 TURNED = Form(layout="transposed")
 MODELS: dict[str, Callable[[], Any]] = {
-    "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
-    "mlp": lambda: te.Sequential(
-        te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F), ops.Dropout(0.0))
-    ),
-    "gated": lambda: te.Sequential(
-        ops.RMSNorm(F), ops.MatMul(F, 2 * FFN), ops.SwiGLU(), ops.MatMul(FFN, F), ops.Bias(F)
-    ),
+    **models(F, FFN),
     "main_grad": lambda: te.Sequential(
         ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F, accumulate_into_main_grad=True)
     ),

@@ -21,6 +21,7 @@ from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2
 from tests.kernels.cublaslt.process import a_new_process
 from tests.needs import needs_compiler
+from tests.refused import refusals
 
 M, N, K = 7, 12, 48
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
@@ -286,11 +287,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_words(library: FakeCublasLt, name: str) -> None:
-    make, kind, words = REFUSED[name]
-    with pytest.raises(kind, match=words):
-        make()
+test_refused_in_words = pytest.mark.usefixtures("library")(refusals(REFUSED))
 
 
 pytestmark = needs_compiler
