@@ -60,7 +60,7 @@ STYLES = {
 }
 
 
-class _Kept:
+class _TableCache:
     """Function that makes tensors and keeps those that were used last; its last argument is their device.
 
     A tensor made while a CUDA graph is captured lies in its memory and gets values in replays alone: it is not kept.
@@ -92,11 +92,11 @@ class _Kept:
         self._known.clear()
 
 
-def _kept(most: int) -> Callable[[Callable[..., tuple[torch.Tensor, torch.Tensor]]], _Kept]:
-    return functools.partial(_Kept, most=most)
+def _cached_tables(most: int) -> Callable[[Callable[..., tuple[torch.Tensor, torch.Tensor]]], _TableCache]:
+    return functools.partial(_TableCache, most=most)
 
 
-@_kept(64)
+@_cached_tables(64)
 def _table(
     length: int, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +107,7 @@ def _table(
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@_kept(256)
+@_cached_tables(256)
 def rotation_table(
     spans: Spans, rotary_dim: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,7 +95,7 @@ class _Forward:
             region.hold(self.entries)
             scales = Snapshot() if self.scales is None else self.scales  # without any: they are as they were
             kept = [k for k in scales.scales or () if scales.is_captured or not self.entries.isdisjoint(k.entries)]
-            before = [Kept.of(state) for k in kept if (state := k.state()) is not None]
+            before = [SavedScales.of(state) for k in kept if (state := k.state()) is not None]
             for k in kept:
                 k.put_back(records=False)
         try:
@@ -113,7 +113,7 @@ _running_again: ContextVar[_Forward | None] = ContextVar("te_fuser_running_again
 # ------------------------------------------------------------------------------------------- scales between updates
 
 
-class Kept(NamedTuple):
+class SavedScales(NamedTuple):
     """The scales and slots of a product between two updates, and the numbers of the regions that it was called in."""
 
     state: weakref.ref[State]
@@ -121,7 +121,7 @@ class Kept(NamedTuple):
     entries: frozenset[int]
 
     @classmethod
-    def of(cls, state: State) -> Kept:
+    def of(cls, state: State) -> SavedScales:
         """Scales and slots of a product now."""
         return cls(weakref.ref(state), {**state.numbers}, frozenset((state.entry, state.ran_in)))
 
@@ -144,7 +144,7 @@ class Snapshot:
         is_captured: whether they are copies that a CUDA graph makes.
     """
 
-    scales: list[Kept] | None = None
+    scales: list[SavedScales] | None = None
     is_captured: bool = False
 
 
@@ -172,7 +172,7 @@ def keep_snapshot() -> None:
     """Leave the scales, which are about to change, to who asked for those of now."""
     kept: Snapshot | None = _snapshot[0]()
     if kept is not None:
-        kept.scales = [Kept.of(state) for state in all_states()]
+        kept.scales = [SavedScales.of(state) for state in all_states()]
     _snapshot[0] = lambda: None
 
 

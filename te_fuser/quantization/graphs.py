@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.guards import Facts, still_hold
 from te_fuser.params.binding import Binding
-from te_fuser.quantization.checkpointing import Kept, Snapshot, of_capture, read_in_capture, refuse_another
+from te_fuser.quantization.checkpointing import SavedScales, Snapshot, of_capture, read_in_capture, refuse_another
 from te_fuser.quantization.products import products_of, scalings_of
 from te_fuser.quantization.state import ReadyCheck, State, all_states, blocks, history_length, lock, show
 from te_fuser.quantization.weight_cache import keep
@@ -141,7 +141,7 @@ class GraphedRegion:
 @contextlib.contextmanager
 def _copied(device: torch.device) -> Iterator[None]:
     """Context in which calls read copies of the scales of a device, made here."""
-    before: list[Kept] = []
+    before: list[SavedScales] = []
     snapshot = Snapshot([], is_captured=True)
     with lock, torch.no_grad():
         for block in [block for block in blocks() if block.device == device]:
@@ -150,10 +150,10 @@ def _copied(device: torch.device) -> Iterator[None]:
                 if state.has_buffers and state.scale.device == device:  # somebody may have put others in place
                     state.make(None, device)
             found = block.made_live().clone()[:, :, 0]
-            before += map(Kept.of, states)
+            before += map(SavedScales.of, states)
             for state in states:
                 show([state.numbers], found[state.row].unbind())
-            snapshot.scales += map(Kept.of, states)  # type: ignore[operator]
+            snapshot.scales += map(SavedScales.of, states)  # type: ignore[operator]
     try:
         with of_capture(snapshot):
             yield

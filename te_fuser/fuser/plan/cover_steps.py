@@ -25,7 +25,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.layouts import turning_step
-from te_fuser.fuser.plan.plan import Kept
+from te_fuser.fuser.plan.plan import SavedTensor
 from te_fuser.fuser.steps.function_tasks import SumTask, add_task, cast_task
 from te_fuser.fuser.steps.step import Price
 
@@ -83,16 +83,16 @@ def without_idle(backward: list[Step]) -> list[Step]:
     return found[::-1]
 
 
-def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[SavedTensor, ...]:
     """Tensors that backward steps read and none of them makes."""
     graph = problem.graph
-    found: dict[Ref, Kept] = {}
+    found: dict[Ref, SavedTensor] = {}
     made = {r for s in backward for _, r in s.outputs}
     for step in backward:
         for name, ref in step.inputs:
             if ref.kind.owner and ref not in found and ref not in made:
                 text = f"{step.name}: {name}" if ref.name else ref.label(graph)
-                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
+                found[ref] = SavedTensor(ref, text, prices.size(ref), graph.owner(ref))
     return tuple(found.values())
 
 

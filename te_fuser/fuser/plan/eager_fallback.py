@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import AS_MADE, Ref, gradient_ref, saved_ref
 from te_fuser.fuser.plan.cover_steps import kept_by, with_forms
-from te_fuser.fuser.plan.plan import DIRECTIONS, Kept, Refusal
+from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal, SavedTensor
 from te_fuser.fuser.plan.prices import flops_of, torch_function_of
 from te_fuser.fuser.steps.function_tasks import RecordedBackwardTask, recorded_task
 from te_fuser.fuser.steps.step import Price
@@ -77,7 +77,7 @@ def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
 
 def _recorded(
     problem: Problem, prices: Prices, start: int, stop: int
-) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[Kept, ...]] | None:
+) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[SavedTensor, ...]] | None:
     """The steps of a segment as PyTorch's functions, and what these keep; None where something needs our own node."""
     if not is_recordable(problem, start, stop):
         return None

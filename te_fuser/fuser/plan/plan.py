@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import Spec
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
 
     ref: Ref
@@ -104,7 +104,7 @@ class SegmentPlan:
     gives: tuple[Ref, ...]
     arriving: tuple[Ref | None, ...]
     returned: tuple[Ref | None, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedTensor, ...]
     recorded: bool = False
     delayed: int = 0
 
@@ -180,9 +180,9 @@ class Plan:
         return *self.forward, *self.backward
 
     @functools.cached_property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[SavedTensor, ...]:
         """Tensors kept between forward and backward; of several in one memory, only the first has bytes."""
-        found: dict[Ref, Kept] = {}
+        found: dict[Ref, SavedTensor] = {}
         counted: set[Ref] = set()
         for entry in (k for segment in reversed(self.segments) for k in segment.kept):
             if entry.ref not in found:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
-from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
+from te_fuser.fuser.plan.plan import Plan, Refusal, SavedTensor, size_text
 from te_fuser.fuser.show.html_page import fragment, page
 from te_fuser.fuser.show.step_rows import (
     Gain,
@@ -362,7 +362,7 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
 
-    def order(kept: Kept) -> tuple[int, int]:
+    def order(kept: SavedTensor) -> tuple[int, int]:
         number = kept.ref.index
         return -kept.bytes, (plan.graph.makers[number] or 0) if kept.ref.kind is VALUE else number
 
@@ -395,7 +395,7 @@ _OTHERS = {
 }
 
 
-def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
+def _kept_name(plan: Plan, kept: SavedTensor) -> tuple[str, str]:
     """Label of a kept tensor, and the op that makes it."""
     makers = {"values": plan.graph.makers.__getitem__, "nodes": lambda number: number}
     made_by = makers.get(kept.ref.kind.counts)

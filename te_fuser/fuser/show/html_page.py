@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import text_of
-from te_fuser.fuser.plan.plan import Kept, Plan, size_text
+from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
 from te_fuser.fuser.show.step_rows import StepRow, count, place, range_of, span, step_rows
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _memory(plan: Plan, rows: dict[str, list[StepRow]]) -> Iterator[str]:
     yield "</details>"
 
 
-def _span(plan: Plan, kept: Kept) -> tuple[int, int]:
+def _span(plan: Plan, kept: SavedTensor) -> tuple[int, int]:
     """The step of forward that makes it and the last one of backward that reads it."""
     made = next((k for k, step in enumerate(plan.forward) if kept.ref in step.writes()), 0)
     reads = [k for k, step in enumerate(plan.backward) if kept.ref in step.reads()]

@@ -13,7 +13,7 @@ from rich.text import Text
 from te_fuser.dtypes import name_of
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
 from te_fuser.fuser.plan.overlap import awaited, said_of
-from te_fuser.fuser.plan.plan import Kept, Plan, size_text
+from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
@@ -131,7 +131,7 @@ def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> l
     return [_row(plan, step, seconds, kept) for step, seconds in zip(steps, times, strict=True)]
 
 
-def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) -> StepRow:
+def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTensor]) -> StepRow:
     nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
     taken = step.seconds if measured is None else measured

@@ -27,7 +27,7 @@ from te_fuser.ops.attention.heads import (
     AnyHeads,
     Apart,
     ApartHeads,
-    Heads,
+    HeadLayout,
     PackedHeads,
     Parts,
     inputs_of,
@@ -187,7 +187,7 @@ class DotProductAttention(SharedAttention):
         scores: AttentionScores | None = None,
     ) -> None:
         super().__init__()
-        sizes = Heads(heads, heads if kv_heads is None else kv_heads, head_dim)
+        sizes = HeadLayout(heads, heads if kv_heads is None else kv_heads, head_dim)
         self.heads = heads
         self.kv_heads = sizes.kv_heads
         self.head_dim = head_dim

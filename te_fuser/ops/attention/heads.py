@@ -44,7 +44,7 @@ PACKINGS = ("interleaved", "blocked")
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadLayout:
     """Number of heads, their size, and the order of the dimensions of their tensors."""
 
     heads: int
@@ -135,7 +135,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class PackedHeads(Heads):
+class PackedHeads(HeadLayout):
     """Layout of heads of queries, keys and values that are packed in one tensor.
 
     `packing`: "interleaved" is, for each key/value head, [its query heads..., key, value]; "blocked" is
@@ -220,7 +220,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class ApartHeads(Heads):
+class ApartHeads(HeadLayout):
     """Layout of heads with queries in one tensor, and keys and values in others."""
 
     apart: Apart = Apart()
