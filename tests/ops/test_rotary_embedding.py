@@ -168,7 +168,7 @@ def test_a_table_made_in_a_capture_is_not_handed_out_later(monkeypatch):
         made.append(given)
         return torch.zeros(1), torch.zeros(1)
 
-    kept = rotary_embedding._Kept(make, 1)
+    kept = rotary_embedding._TableCache(make, 1)
     first, second = kept(0, device), kept(0, device)
     assert first is not second and len(made) == 2
     captures[0] = False
