@@ -18,7 +18,7 @@ REPOSITORY = "repository"  # the folder of the site for files that pages link to
 PARTS = ("ops", "fusions", "recipe", "quantization", "parallel", "formula")
 MODULES = ("te_fuser", *(f"te_fuser.{part}" for part in PARTS))
 WHOLE = {"FusableOperation", "RowOp", "UnfusedOperation", "FusedOperation", "Match", "FusionCall", "Recipe"}
-LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)([^)]*\))")
+LINK = re.compile(r"""(\]\(|src(?:set)?=")(?!https?:|mailto:|#)([^)#"\s]+)([^)"]*[)"])""")
 FENCE = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
 CODE_WITH_BARS = re.compile(r"`[^`\n]*\\\|[^`\n]*`")  # in a table GitHub wants bars of code escaped, mkdocs does not
 DIRECTIVE = re.compile(r"^::: (\S+)$(\n    options: .*$)?", re.MULTILINE)
