@@ -163,7 +163,7 @@ class Fuser:
             "reference" (PyTorch operations).
         fallback: what "auto" does where generated kernels cannot be had: "warn" once and run PyTorch's, or
             raise an "error" that says what is missing.
-        holding: what holds while these are the ops; without it whoever calls has to know.
+        holding: guards under which `ops` stay the same; without them the caller has to make a new Fuser.
     """
 
     def __init__(

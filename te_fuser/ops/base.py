@@ -40,11 +40,10 @@ _MOVED = {
 
 @dataclass(frozen=True)
 class NamedInput:
-    """An extra input of an op: the name it has in the call or in a Fork, and the axes it extends over.
+    """Extra input of an op: its name in the call or in a `Fork`, and the axes that it has.
 
-    `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples];
-    FEATURE: [features]; NONE: [];
-    None: whatever the tensor is, handed over as it is (opaque ops only). `gradient` says whether one may flow to it.
+    `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples]; FEATURE:
+    [features]; NONE: []; None: any shape (opaque ops only). With `gradient=False` no gradient flows to it.
     """
 
     name: str
@@ -193,11 +192,11 @@ class Place:
 
 
 class FusableOperation(TakesArguments, torch.nn.Module):
-    """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
+    """Base class of all ops; derive your own from `RowOp` or `UnfusedOperation`.
 
-    `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
-    may be another; a class put before an op's (by fully_shard, register_parametrization) leaves the kind as it is.
-    A class that leaves part of its meaning to subclasses says `family = True`: in a pattern it stands for all of them.
+    Patterns of fusions match an op's `kind`, its class. A subclass is a kind of its own, since its formula may differ,
+    unless it sets `kind` to another class; a wrapper class of fully_shard or register_parametrization keeps the kind. A
+    base class with `family = True` matches all of its subclasses.
     """
 
     kind: ClassVar[type[FusableOperation]]

@@ -37,10 +37,10 @@ def marked_parameters(op: FusableOperation, names: tuple[str, ...]) -> tuple[str
 class UnfusedOperation(FusableOperation):
     """An op with its own forward and gradients on tensors.
 
-    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
-    what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
-    lists them in `gradients` instead. With `values` it gives all outputs by name, and each node of its backward has the
-    gradient of a value as `call.get("d_name")`: None, as dy itself, where nobody gives one.
+    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}). `reads` names
+    the values that backward needs, `emits` those that forward saves by `call.emit`. An op whose gradients may run as
+    separate steps defines `gradients` instead. With `values` forward returns all outputs by name, and backward reads
+    their gradients by `call.get("d_name")`; each, and dy, is None where there is none.
     """
 
     family = True
@@ -98,11 +98,11 @@ class UnfusedOperation(FusableOperation):
 
 
 class FusedOperation(FusableOperation):
-    """Stands for several consecutive ops, so that fusions can take exactly these by one name.
+    """Module of several consecutive ops that a fusion's pattern can name as one.
 
     Give the ops by name, in their order: `super().__init__(up=ops.Linear(8, 16), gate=ops.SwiGLU())`. In a list it is
-    lowered to them, and means and trains what they do. A pattern that names its class fits where one such operation
-    stands, and covers all its elementary ops (`m[0]`, `m[1]`, ...); elsewhere the same ops in a row do not fit it.
+    lowered to them. A pattern with its class matches one such module, and covers all its elementary ops (`m[0]`,
+    `m[1]`, ...); it does not match the same ops elsewhere.
 
     Raises:
         TypeError: when a part is no op; or, when it is used, has hooks, which would not run.

@@ -25,10 +25,10 @@ _SOME = 64  # features, where a formula tells by none how many there are
 
 
 class RowOp(FusableOperation):
-    """An op that is pointwise or reduces over the features of a row: it is given by its formula.
+    """An op that computes each row (the features of one token) independently, by a formula.
 
-    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs
-    by name. On tensors (rows of features) it is the reference, on symbols it gives gradient and kernels.
+    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs by
+    name. Evaluated on tensors it is the reference; evaluated on symbols it gives the gradient and the kernels.
     """
 
     family = True

@@ -141,9 +141,8 @@ class LayerNormMLP(Preset):
         hidden_size: features of x and y, [..., hidden_size].
         ffn_hidden_size: features between activation and second product; a gated activation takes twice as many.
         eps: added to the norm's variance.
-        bias: whether there are fc1_bias and fc2_bias.
-        fc1_bias: whether there is fc1_bias, where that is to be said apart; None: as `bias` says, or else as the
-            checkpoint has it that is loaded.
+        bias: True for fc1_bias and fc2_bias.
+        fc1_bias: True for fc1_bias, False for none; None: as `bias`, or as in a checkpoint that is loaded.
         normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `te_fuser.presets.norm.Normed`.
         activation: "gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu" or
