@@ -58,6 +58,12 @@ class Sequential(OpList):
 
     Warns:
         UserWarning: once for each class of torch.nn that stands in a list although `from_torch` makes ops of it.
+
+    Examples:
+        >>> import torch, te_fuser
+        >>> mlp = te_fuser.Sequential(te_fuser.ops.LayerNorm(8), te_fuser.ops.Linear(8, 32), te_fuser.ops.GELU())
+        >>> mlp(torch.randn(4, 8)).shape
+        torch.Size([4, 32])
     """
 
     flattens: ClassVar[bool] = True  # of this class's forward: a subclass that defines another says it of its own

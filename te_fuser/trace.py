@@ -48,7 +48,7 @@ def profile(
         OSError: when the file cannot be written: `FileNotFoundError` without its folder, `IsADirectoryError` for one.
         RuntimeError: within another profiler, whose events would be lost.
 
-    Example:
+    Examples:
         >>> import torch, te_fuser
         >>> layer = te_fuser.LayerNormMLP(8, 32, device="cpu")
         >>> te_fuser.profile(layer, torch.randn(4, 8), path="trace.json").name

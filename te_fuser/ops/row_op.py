@@ -29,6 +29,13 @@ class RowOp(FusableOperation):
 
     `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs by
     name. Evaluated on tensors it is the reference; evaluated on symbols it gives the gradient and the kernels.
+
+    Examples:
+        >>> from te_fuser.formula import tanh
+        >>> from te_fuser.ops import RowOp
+        >>> class SoftCap(RowOp):
+        ...     def compute(self, x):
+        ...         return 30.0 * tanh(x / 30.0)
     """
 
     family = True
