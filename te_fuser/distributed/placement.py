@@ -43,7 +43,7 @@ class Shard(Placement):
     Attributes:
         dim: -1 for the features; any other dimension is one of the rows.
         outer: sharded for the whole list, before another group shards each part further (context parallelism).
-        balanced: see `Context`.
+        balanced: each rank has two blocks of it, as by `cut_sequence(balanced=True)`.
     """
 
     dim: int
