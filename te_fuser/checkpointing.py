@@ -179,7 +179,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Context in which random numbers are drawn from the state of that name.
+        """Context whose random numbers come from the named state.
 
         Raises:
             KeyError: when there is none.

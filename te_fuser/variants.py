@@ -47,7 +47,7 @@ class Variants(Sequential):
         return bool(made_from) and all([*members.values()] == then for members, then in made_from)
 
     def variant(self, **how: Hashable) -> Sequential:
-        """The list for calls of this kind, to be called, planned and explained as any other."""
+        """List for this setting, made once; call, plan and explain it as any list."""
         if not self._is_made_from_now():
             self._variants.clear()
             self._made_from = [
@@ -75,10 +75,10 @@ class Variants(Sequential):
         return variant
 
     def within(self, **how: Hashable) -> Sequential:
-        """Variant of this list for a variant of a list around it: hooks of this one and its options are for it, too.
+        """Variant for use inside of `variant_ops` of a list around this one; it has this list's hooks and options.
 
         Raises:
-            TypeError: where this one has a forward of its own, which would not run.
+            TypeError: for a list with a forward of its own, which would not run.
         """
         if has_own_call(self):
             said = ", ".join(f"{name}={value!r}" for name, value in how.items())

@@ -251,7 +251,7 @@ class Match:
         return replace(self, x=self.x.exact(), y=self.y.exact(), dy=self.dy and self.dy.exact())
 
     def rounded(self) -> Match:
-        """Copy of the match with sizes as prices see them."""
+        """Copy of the match with sizes rounded up to powers of two, as `cost` gets them."""
         return replace(self, x=self.x.rounded(), y=self.y.rounded(), dy=self.dy and self.dy.rounded())
 
     @property
@@ -337,7 +337,7 @@ class FusionCall:
         self.made[name] = tensor
 
     def draws(self, index: int) -> bool:
-        """True where op `index` draws random numbers in this plan, whatever its training flag says by now."""
+        """True if op `index` draws random numbers in this plan, whatever its current training flag is."""
         return index in self._streams
 
     def drawing(self, index: int, device: torch.device) -> AbstractContextManager[None]:

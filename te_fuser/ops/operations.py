@@ -56,7 +56,7 @@ class UnfusedOperation(FusableOperation):
     gathers: ClassVar[bool] = False
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
-        """The bytes of each of `emits`, for the plan; what is missing counts as none."""
+        """Bytes of each name in `emits`, for the plan; missing names count as 0."""
         return {}
 
     def scratch_bytes(self, x: Spec) -> int:
@@ -64,7 +64,7 @@ class UnfusedOperation(FusableOperation):
         return 0
 
     def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
-        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
+        """Bytes of the largest intermediate result of its own forward, which a library's kernel avoids."""
         return 0
 
     def sent_bytes(self, x: Spec, back: bool) -> float:
@@ -76,7 +76,7 @@ class UnfusedOperation(FusableOperation):
         return None
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
+        """Nodes of the backward, each with inputs and method; `names` are the op's parameters and named inputs."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
@@ -88,7 +88,7 @@ class UnfusedOperation(FusableOperation):
         raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
 
     def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """op_backward as one node of the graph."""
+        """Gradients by `op_backward`, as one node of the graph."""
         return by_name(type(self).__name__, self.op_backward(call, dy))
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
@@ -122,7 +122,7 @@ class FusedOperation(FusableOperation):
             self.add_module(name, part)
 
     def parts(self) -> dict[str, FusableOperation]:
-        """The ops it stands for, by name."""
+        """Ops of the module, by name."""
         return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
 
     def facts(self) -> Facts:

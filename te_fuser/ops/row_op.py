@@ -54,7 +54,7 @@ class RowOp(FusableOperation):
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
 
     def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
-        """The 8 bits that it rounds to by a scale that follows from what it rounds, and how; None where none does."""
+        """Dtype and rule of an output in 8 bits whose scale follows from that output; None for other ops."""
         return None
 
     def arguments(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class RowOp(FusableOperation):
         }
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the output for an input of `dtype`."""
+        """Dtype of the output for an input of `dtype`; by default the same."""
         return dtype
 
     def result_dtype(self, x: torch.dtype, named: Iterable[torch.dtype]) -> torch.dtype:

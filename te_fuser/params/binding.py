@@ -197,7 +197,7 @@ class Given(torch.nn.Module):
 
     @contextmanager
     def holding(self, **tensors: torch.Tensor) -> Iterator[None]:
-        """Context in which ops that are bound to this read these tensors."""
+        """Context in which the ops bound to this module read these tensors."""
         held: ContextVar[Any] = self.__dict__["_held"]
         token = held.set(tensors)
         try:

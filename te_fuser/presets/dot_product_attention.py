@@ -209,8 +209,8 @@ class DotProductAttention(ContextParallel):
 
         Args:
             query_layer, key_layer, value_layer: [S, B, H, D] in the order of qkv_format; keys and values may have
-                another length. Left out where it is a step of the list of another preset, as with hooks of its own:
-                there heads lie as the projections before it give them.
+                another length. Inside of another preset's list keys and values are left out, and queries are packed as
+                the projections before give them.
             attention_mask: boolean, True = hidden, for a type of mask that reads it.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             **call: qkv_format, attn_mask_type, window_size, bottom_right_diagonal in place of the constructor's;

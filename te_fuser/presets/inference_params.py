@@ -96,13 +96,13 @@ class InferenceParams:
         return {**self.__dict__, "_lengths": {}, "_writers": {}}
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
-        """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
+        """Set the sequences of the next step: {sequence: number of tokens}, in the order of the batch's rows.
 
-        A sequence that is not among them has ended, and its place is free; one that is new begins.
+        A new key begins a sequence; a sequence that is left out has ended, and its place is free.
 
         Raises:
             TypeError: for what is no dict of whole numbers.
-            ValueError: when there are too many of them, or one gets too long; nothing has changed then.
+            ValueError: for too many sequences, or one that gets too long; nothing changes then.
         """
         steps = _whole_numbers(step_dict)
         if len(steps) > self.max_batch_size:
@@ -128,7 +128,7 @@ class InferenceParams:
             _put_lengths(rows, list(lengths.values()), self._steps)
 
     def reset(self) -> None:
-        """Forget all sequences; memory stays."""
+        """End all sequences; the caches' memory stays allocated."""
         self.sequences, self._steps, self._by_steps = OrderedDict(), [], False
         self._told += 1
         self.sequence_len_offset = self.batch_size_offset = 0

@@ -224,8 +224,8 @@ class LayerNormMLP(Preset):
 
         Args:
             inp: [..., hidden_size].
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
 
         Raises:
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.

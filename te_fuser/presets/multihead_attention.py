@@ -409,9 +409,9 @@ class MultiheadAttention(ContextParallel):
         Args:
             hidden_states: [S, B, hidden_size] in the order of qkv_format, [T, hidden_size] for "thd".
             attention_mask: boolean, True = hidden, for a type of mask that reads it; a pair for cross attention.
-            encoder_output: what keys and values are projected from in cross attention.
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            encoder_output: [keys, B, hidden_size], the tensor that cross attention projects keys and values from.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
             rotary_pos_emb: angles [S, 1, 1, D], or a pair, of queries and keys; with inference_params those of all

@@ -277,11 +277,11 @@ class TransformerLayer(ContextParallel):
             hidden_states: [S, B, hidden_size] in the order of attn_input_format, [T, hidden_size] for "thd".
             attention_mask: boolean, True = hidden, for a type of mask that reads it: [B, 1, 1, S] of padding,
                 broadcastable to [B, heads, S, S] for "arbitrary".
-            encoder_output: what a decoder's cross attention reads.
+            encoder_output: [keys, B, hidden_size], the input of a decoder's cross attention.
             enc_dec_attn_mask: its mask: a pair of padding masks, of queries (or None) and of keys, or one tensor,
                 broadcastable to [B, heads, queries, keys].
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
             rotary_pos_emb: angles [S, 1, 1, D] of self attention, or a pair, of queries and keys; with inference_params

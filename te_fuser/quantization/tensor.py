@@ -31,7 +31,7 @@ class QuantizedTensor:
     dtype: torch.dtype
 
     def dequantize(self) -> torch.Tensor:
-        """data * scale_inverse, computed in float32, in the dtype and the shape of what it is made of."""
+        """data * scale_inverse, computed in float32, with the dtype and shape of x."""
         return (self.data.float() * self.scale_inverse).to(self.dtype)
 
 

@@ -142,7 +142,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales] | None:
-        """Rules by which x, W and dy get their scales from themselves; None where they are kept from call to call."""
+        """Rules for scales computed from x, W and dy themselves; None for recipes with amax histories."""
 
     @property
     def scales(self) -> str:
@@ -152,37 +152,37 @@ class Recipe(ABC):
 
     @classmethod
     def delayed(cls) -> bool:
-        """True where it is DelayedScaling; as the others below, of a recipe or its class, subclasses included."""
+        """True for DelayedScaling and subclasses; as the others below, a method of recipes and of their classes."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """True where it is Float8CurrentScaling."""
+        """True for Float8CurrentScaling."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """True where it is one of these two, by which each tensor has one scale."""
+        """True for these two, which have one scale a tensor."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """True where it is Float8BlockScaling."""
+        """True for Float8BlockScaling."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """True where it is MXFP8BlockScaling."""
+        """True for MXFP8BlockScaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """True where it is one of 4 bits: there is none."""
+        """False: there is no recipe in 4 bits."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
-        """True where it is none of them, but one's own."""
+        """True for a recipe of your own."""
         return not (cls.float8_per_tensor_scaling() or cls.float8_block_scaling() or cls.mxfp8())
 
 
