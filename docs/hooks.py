@@ -90,9 +90,7 @@ def reference_page(module: str) -> str:
     Each is given by where it is defined, since a module may have its public name; a name stands on one page.
     """
     elsewhere = {of: part for part in MODULES[1:] for of in definitions(part).items()} if module == MODULES[0] else {}
-    text = (
-        f"# {module}\n\nDocstrings of public names; [Reference](../reference.md) has tables of all names.\n\n"
-    )
+    text = f"# {module}\n\nDocstrings of public names; [Reference](../reference.md) has tables of all names.\n\n"
     for name, of in definitions(module).items():
         if part := elsewhere.get((name, of)):
             text += f"- `{name}`: see [{part}]({part}.md).\n"
