@@ -18,7 +18,7 @@ REPOSITORY = "repository"  # the folder of the site for files that pages link to
 PARTS = ("ops", "fusions", "recipe", "quantization", "parallel", "formula")
 MODULES = ("te_fuser", *(f"te_fuser.{part}" for part in PARTS))
 WHOLE = {"FusableOperation", "RowOp", "UnfusedOperation", "FusedOperation", "Match", "FusionCall", "Recipe"}
-LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)([^)]*\))")
+LINK = re.compile(r"""(\]\(|src(?:set)?=")(?!https?:|mailto:|#)([^)#"\s]+)([^)"]*[)"])""")
 FENCE = re.compile(r"^(```.*?^```)", re.DOTALL | re.MULTILINE)
 CODE_WITH_BARS = re.compile(r"`[^`\n]*\\\|[^`\n]*`")  # in a table GitHub wants bars of code escaped, mkdocs does not
 DIRECTIVE = re.compile(r"^::: (\S+)$(\n    options: .*$)?", re.MULTILINE)
@@ -90,12 +90,12 @@ def reference_page(module: str) -> str:
     Each is given by where it is defined, since a module may have its public name; a name stands on one page.
     """
     elsewhere = {of: part for part in MODULES[1:] for of in definitions(part).items()} if module == MODULES[0] else {}
-    text = f"# {module}\n\nPublic names and their docstrings; [Reference](../reference.md) has all in tables.\n\n"
+    text = f"# {module}\n\nDocstrings of public names; [Reference](../reference.md) has tables of all names.\n\n"
     for name, of in definitions(module).items():
-        if of is None:
-            text += f"- `{name}` stands in those tables alone.\n"
-        elif part := elsewhere.get((name, of)):
-            text += f"- `{name}` is on the page [{part}]({part}.md).\n"
+        if part := elsewhere.get((name, of)):
+            text += f"- `{name}`: see [{part}]({part}.md).\n"
+    if tables := [f"`{name}`" for name, of in definitions(module).items() if of is None]:
+        text += f"- {', '.join(tables)}: see [Reference](../reference.md).\n"
     for name, of in definitions(module).items():
         if of is not None and (name, of) not in elsewhere:
             whole = "    options: {members: null, show_if_no_docstring: false}\n" if name in WHOLE else ""

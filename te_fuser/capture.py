@@ -156,17 +156,17 @@ class _Captured:
 
 
 def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 3) -> GraphedModel:
-    """Capture a model's forward and backward as CUDA graphs: then a call costs the host two launches.
+    """Capture a model's forward and backward as CUDA graphs, so that a call takes two launches.
 
-    Random draws are new at each replay. Inputs are copied to where the graph reads them, and gradients flow to
-    parameters and to inputs whose sample requires one. What is captured in a region of FP8 is called in regions by the
-    same recipe: replays go by the scales of then, and what they record is folded where a region is entered.
+    Each replay draws new random numbers. Inputs are copied into the graph's memory, and gradients flow to parameters
+    and to inputs whose sample requires one. A model captured in a region of FP8 has to be called in regions of the same
+    recipe: replays use the current scales, and their amaxes count at the next update.
 
     Args:
         model: a te_fuser.Sequential, or any module that a graph can hold, on a CUDA device.
-        sample_inputs: x or (x,), or (x, {name: tensor}) with the named inputs; shapes, dtypes and requires_grad as
-            in the calls to come.
-        warmup: calls before the capture; they make the plans, compile and choose, which a capture cannot.
+        sample_inputs: x or (x,), or (x, {name: tensor}) with named inputs; of the shapes, dtypes and requires_grad of
+            later calls.
+        warmup: calls before the capture, which make plans and compile kernels.
 
     Returns:
         A callable that takes the same tensors as the model.

@@ -23,10 +23,10 @@ _compared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs), of which backward keeps the arguments alone and computes the rest again.
+    """Activation checkpointing: function(*args, **kwargs), of which only the arguments are kept for backward.
 
-    Random numbers are drawn again as in forward, those of the tracker, too; it runs again in the regions of FP8 of its
-    forward, with the scales of then. There are two forms:
+    Backward runs the function again, with the random numbers of forward (those of the tracker, too), its FP8 region and
+    its scales. There are two forms:
 
         checkpoint(function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None,
                    use_reentrant=None, **kwargs)
@@ -34,17 +34,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         function: what to call; called again in backward, it must do the same.
-        distribute_saved_activations: whether of the first argument, which all ranks of a group have alike, each keeps
-            its part alone; backward gathers it.
-        get_rng_state_tracker, get_cuda_rng_tracker: gives an object with `get_states()` and `set_states(states)`.
+        distribute_saved_activations: each rank keeps only its part of the first argument, which has to be equal on all
+            ranks; backward gathers the parts.
+        get_rng_state_tracker, get_cuda_rng_tracker: a function that returns an object with `get_states()` and
+            `set_states(states)`.
         tp_group: the group of ranks; None: the default group, where there is one.
-        use_reentrant, preserve_rng_state: taken for the sake of scripts; it is never re-entrant, and always preserved.
+        use_reentrant, preserve_rng_state: change nothing: it is never re-entrant, and the state is always preserved.
 
     Raises:
-        TypeError: when `function` is no function, and where ranks are to share what is no plain tensor.
-        ValueError: where ranks are to share what they do not have alike, by `sequence_parallel` of the function.
-        RankMismatchError: on all ranks that are to share x where they have others or call something else; in backward,
-            where one does not come.
+        TypeError: when `function` is not callable, or the argument to distribute is no plain tensor.
+        ValueError: when x differs between the ranks, as with `sequence_parallel` of the function.
+        RankMismatchError: on all ranks, when they distribute different tensors or run different calls; in backward,
+            when a rank is missing.
     """
     if not callable(function):
         raise TypeError(f"checkpoint takes a function first, got {function!r}")
@@ -130,8 +131,8 @@ def _with_states(tracker: Any, states: States) -> Iterator[None]:
 class CudaRNGStatesTracker:
     """States of the random generator by name, of the current GPU, or of the CPU where there is none.
 
-    `add("model-parallel-rng", seed)` makes one; random numbers drawn inside `with tracker.fork("model-parallel-rng"):`
-    come from it, and the generator outside goes on as if nothing had been drawn.
+    `add("model-parallel-rng", seed)` makes a state. Random numbers inside of `with tracker.fork("model-parallel-rng"):`
+    come from it; the generator outside is not advanced.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Context in which random numbers are drawn from the state of that name.
+        """Context whose random numbers come from the named state.
 
         Raises:
             KeyError: when there is none.

@@ -30,12 +30,12 @@ _SIZES = ("in_features", "normalized_shape", "embed_dim")  # what modules call t
 def from_torch(
     module: nn.Module, x: torch.Tensor | None = None, *, mask: str = "none", check: bool = True
 ) -> FusableOperation | Sequential:
-    """The module as ops that mean the same, with its own parameters: shared, not copied, under the names they have.
+    """Convert a module of torch.nn to a list of ops that shares its parameters under their names.
 
     Takes Linear, LayerNorm, RMSNorm, GELU, ReLU, SiLU, Sigmoid, Tanh, GLU, Softmax, LogSoftmax, Dropout, Identity,
     Flatten, Unflatten, MultiheadAttention (as self-attention, model(x) for mha(x, x, x)[0]), TransformerEncoderLayer,
-    TransformerEncoder, Sequential of such, and modules that say by `as_ops` what they are. What else stands in a list
-    goes on as the module that it is, and a warning names it with the reason. The module itself goes on working.
+    TransformerEncoder, Sequential of these, and modules with a method `as_ops`. Other modules stay in the list as they
+    are, and a warning names them with the reason. `module` itself keeps working.
 
     `module.as_ops(convert)` gives a module's ops; `convert(name, child)` those of a module in it.
 
@@ -43,13 +43,13 @@ def from_torch(
         module: what to convert.
         x: an input to check with; by default random numbers, [4, 4, features] or else [4, features], or ids where an
             Embedding comes first.
-        mask: what attention hides, as `DotProductAttention` has it: "none", "causal", "given" or "causal_and_given";
-            a given one is then called `attention_mask`, boolean, True = hidden, as in torch.nn.
+        mask: attention's mask: "none", "causal", "given" or "causal_and_given"; calls give it as `attention_mask`,
+            boolean, True = hidden, as in torch.nn.
         check: compare output and gradient with the module's, in eval mode, on that input.
 
     Raises:
-        TypeError: when it is no module or cannot be converted, or attention in it cannot and a mask is wanted.
-        ValueError: for another mask, one where nothing attends, or when there is no input to check with.
+        TypeError: for no module, one that cannot be converted, or with a mask one whose attention cannot.
+        ValueError: for another mask, for a mask without attention, or when there is no input to check with.
         RuntimeError: when the check finds another output or gradient.
     """
     if not isinstance(module, nn.Module):

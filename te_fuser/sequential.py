@@ -58,6 +58,12 @@ class Sequential(OpList):
 
     Warns:
         UserWarning: once for each class of torch.nn that stands in a list although `from_torch` makes ops of it.
+
+    Examples:
+        >>> import torch, te_fuser
+        >>> mlp = te_fuser.Sequential(te_fuser.ops.LayerNorm(8), te_fuser.ops.Linear(8, 32), te_fuser.ops.GELU())
+        >>> mlp(torch.randn(4, 8)).shape
+        torch.Size([4, 32])
     """
 
     flattens: ClassVar[bool] = True  # of this class's forward: a subclass that defines another says it of its own
@@ -126,7 +132,7 @@ class Sequential(OpList):
     # ------------------------------------------------------------------------------------- running
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:  # type: ignore[override]
-        """Run the plans.
+        """Run the list forward: y = op_n(... op_1(x)).
 
         Args:
             x: [..., features].
@@ -190,7 +196,7 @@ class Sequential(OpList):
     # ------------------------------------------------------------------------------- looking inside
 
     def plan(self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor) -> Plan:
-        """The plan of a call like this one, as data; nothing runs.
+        """Plan of such a call, as data; nothing runs.
 
         Raises:
             ValueError: when plain modules split the list into several plans; see `plans`.
@@ -205,13 +211,13 @@ class Sequential(OpList):
     def plans(
         self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor
     ) -> list[Plan]:
-        """One plan for each group of ops between plain modules; nothing runs.
+        """Plans of such a call, one for each group of ops between plain modules; nothing runs.
 
-        What a plain module gives is known from its last call, if that was like this one, or else from a copy of it
-        that runs without values and without hooks.
+        The output shape of a plain module comes from its last call, if that was like this one, or from a copy of it
+        that runs on fake tensors, without hooks.
 
         Raises:
-            NotSeenError: a ValueError, where that takes a real call.
+            NotSeenError: a ValueError, where only a real call can tell the shape.
         """
         found, unseen = self._looked_at(x, outputs, device, inputs)
         if unseen is not None:
@@ -256,11 +262,11 @@ class Sequential(OpList):
         backward_dw(self)
 
     def plans_kept(self) -> list[KeptPlan]:
-        """The plans that calls have made so far and later ones may run by, the one that was used last first.
+        """Plan cache: the plans that calls have made, the last used first.
 
-        A shape runs by a plan that is kept where it answers all questions about sizes alike, and is of the same powers
-        of two; `te_fuser.config.plans_kept` says how many there may be of each group of ops. Modules that run by
-        themselves have their own.
+        A shape reuses a plan if all conditions on sizes have the same results, and its sizes have the same powers of
+        two. `te_fuser.config.plans_kept` limits the plans of each group of ops. Modules that run by themselves have
+        their own.
         """
         return [kept for part in self._prepared() if isinstance(part, FusedRegion) for kept in part.fuser.plans_kept()]
 
@@ -279,13 +285,13 @@ class Sequential(OpList):
         """Both plans as a table of steps with their predicted time.
 
         Args:
-            x: an input like those of the calls to explain; torch.empty of its shape will do, on the meta device too
-                where `device` is given.
-            device: a named device to predict for, e.g. "h200"; by default the one at hand.
+            x: an input with the shape, dtype and requires_grad of the calls to explain; with `device` it may be on the
+                meta device.
+            device: name of a device to plan for, e.g. "h200"; by default the device of x.
             source: show the generated code too.
             measure: run the call a few times, forward and backward, and show measured beside predicted times.
-            passes: show what each pass of planning changed of the list and of the plan, and which one made each step.
-            details: show bytes, what each step keeps, and why each fusion was not taken, too.
+            passes: show the changes of each planning pass, and the pass that made each step.
+            details: show bytes, the tensors that each step keeps, and why fusions were not taken, too.
 
         Returns:
             An object that prints as text (`print(model.explain(x))`); `.plans` holds the data.
@@ -335,23 +341,23 @@ class Sequential(OpList):
         margin: float = 0.005,
         **inputs: torch.Tensor,
     ) -> TuneReport:
-        """Measure other choices in this model on this device, and plan by what is faster from now on.
+        """Measure alternatives in this model on this device, and use the faster ones from now on.
 
-        Every fusion that fits somewhere is tried where it was not taken and left out where it was, forward and
-        backward together, in alternating rounds; on a GPU then other schedules of generated kernels and other
-        algorithms of products. What gives other outputs or gradients than the default is refused, with the reason in
-        the report. What is found is kept on disk, fusions for this list of ops, device and number of rows (by power of
-        two), and holds for later processes too.
+        Each fusion that matches somewhere is tried where the plan does not have it, and left out where it has it,
+        forward and backward together, in alternating rounds; on a GPU then other schedules of generated kernels and
+        other algorithms of products. An alternative with other outputs or gradients is refused, with the reason in the
+        report. Choices are stored on disk, fusions for this list of ops, device and number of rows (by power of two),
+        and hold for later processes.
 
         Args:
-            x: an input like those of the calls to come; gradients are measured for what requires one.
+            x: an input like those of later calls; backward is measured for tensors that require a gradient.
             outputs: names of `Output`s, as in the calls to come.
-            rounds, seconds: how often each of two plans has its turn, and how long a turn lasts.
+            rounds, seconds: the number of turns of each of two plans, and the duration of a turn in seconds.
             margin: the share of the time that a choice must gain to be taken.
             **inputs: the tensors that ops read by name.
 
         Returns:
-            What was tried and what it gave; prints as a table.
+            The alternatives with their times; prints as a table.
 
         Raises:
             OSError: before anything is measured, when the cache folder cannot be written.
@@ -383,9 +389,9 @@ class Sequential(OpList):
             walk_parts(self._prepared(), x, named_tensors(inputs), self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
-        """Compute the same result op by op from the ops' meaning, in plain differentiable PyTorch operations.
+        """Compute the same result op by op, in plain differentiable PyTorch operations.
 
-        It is a run: plain modules between ops are called as in forward, their hooks included.
+        Plain modules between ops are called as in forward, with their hooks.
         """
         if type(self._prepared()[0]) is FusedRegion:
             check_tensor(x)
@@ -395,7 +401,7 @@ class Sequential(OpList):
         return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
 
     def operations(self) -> list[FusableOperation]:
-        """Every op below this list."""
+        """All ops in this list and in nested ones."""
         return list(walk(self))
 
 

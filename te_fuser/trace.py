@@ -40,15 +40,15 @@ def profile(
         model: any module; modules that are not te_fuser's show PyTorch's operations.
         inputs, keywords: what the model is called with.
         path: the file to write; one that ends with ".gz" is compressed.
-        steps: how often the model runs.
-        backward: whether gradients are computed, too: those of the sum of all outputs that require one.
+        steps: the number of runs.
+        backward: compute gradients, too, of the sum of all outputs that require one.
 
     Raises:
         TypeError, ValueError: when `model` is no module, or no input is a tensor; for fewer than one step.
         OSError: when the file cannot be written: `FileNotFoundError` without its folder, `IsADirectoryError` for one.
         RuntimeError: within another profiler, whose events would be lost.
 
-    Example:
+    Examples:
         >>> import torch, te_fuser
         >>> layer = te_fuser.LayerNormMLP(8, 32, device="cpu")
         >>> te_fuser.profile(layer, torch.randn(4, 8), path="trace.json").name

@@ -16,14 +16,13 @@ _KEPT = 16
 
 
 class Variants(Sequential):
-    """A list that a call may change: `variant(mask="none")` is another list over the same parameters.
+    """List for calls that change a setting: `variant(mask="none")` is another list over the same parameters.
 
-    What differs between calls and is no tensor (a mask's type, a window, whether a micro-batch is the first) picks a
-    variant; an op's attribute is never changed for it, since that would plan anew. A subclass says by `variant_ops`
-    what each consists of, and its `forward` picks. A variant is made once, keeps its plans, has the mode and the
-    options of this list, and is in no `state_dict`, copy or pickle. A list around this one takes the ops of this list
-    itself, so its own ops are those of a call that changes nothing; hooks on single ops are for these alone. Where a
-    variant of the list around is to have a variant of this one, it takes `within(mask="none")`.
+    A setting that is no tensor (a mask's type, a window) selects a variant. To set an op's attribute instead would make
+    new plans. A subclass defines `variant_ops(**how)`, the ops of a variant, and its `forward` selects one. A variant
+    is made once, keeps its plans, has the training mode and the options of this list, and is in no `state_dict`, copy
+    or pickle. A list that contains this one takes this list's own ops, the default variant; hooks on single ops apply
+    to it alone. `variant_ops` of a list that contains this one may use `within(mask="none")`.
     """
 
     def __init__(self, *ops: Any, **options: Any) -> None:
@@ -48,7 +47,7 @@ class Variants(Sequential):
         return bool(made_from) and all([*members.values()] == then for members, then in made_from)
 
     def variant(self, **how: Hashable) -> Sequential:
-        """The list for calls of this kind, to be called, planned and explained as any other."""
+        """List for this setting, made once; call, plan and explain it as any list."""
         if not self._is_made_from_now():
             self._variants.clear()
             self._made_from = [
@@ -76,10 +75,10 @@ class Variants(Sequential):
         return variant
 
     def within(self, **how: Hashable) -> Sequential:
-        """Variant of this list for a variant of a list around it: hooks of this one and its options are for it, too.
+        """Variant for use inside of `variant_ops` of a list around this one; it has this list's hooks and options.
 
         Raises:
-            TypeError: where this one has a forward of its own, which would not run.
+            TypeError: for a list with a forward of its own, which would not run.
         """
         if has_own_call(self):
             said = ", ".join(f"{name}={value!r}" for name, value in how.items())

@@ -36,13 +36,13 @@ _ROWS = (2, 7)  # samples and positions of the check
 
 @dataclass
 class Conversion:
-    """Result of `convert`; prints as text.
+    """Result of `convert`; prints as text. `left` says what was not converted, and `explain(ids)` shows the plans.
 
     Attributes:
         model: the model, converted in place.
         converted: the paths of its layers that run by te_fuser.
-        error: largest distance of output and input gradient from the original's, relative to the largest of each, on
-            random input; None where that was not checked.
+        error: largest difference of the output, and of the input gradient, from the original's, relative to the largest
+            value of each, on random input; None with check=False.
     """
 
     model: nn.Module
@@ -131,11 +131,11 @@ def _lists_noted(model: nn.Module, paths: Collection[str], ran: list[Any]) -> It
 
 
 def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversion:
-    """Let the layers of a model of transformers run by te_fuser, in place.
+    """Make the layers of a transformers model run by te_fuser, in place.
 
-    Takes GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3. Modules, names and parameters stay the model's own; only
-    how a layer runs changes, and `revert` undoes that. What a layer's list cannot stand for runs by itself: `.left` of
-    what comes back says what, and why.
+    Takes GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3. Modules, names and parameters stay; only the code that
+    runs a layer changes, and `revert` undoes it. Parts that cannot be converted run by themselves: `.left` of the
+    result lists them with the reasons.
 
     Args:
         model: the model, or any module that has such layers; other modules in it stay as they are.
@@ -145,7 +145,7 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
     Raises:
         TypeError: when it is no module, or has no such layer.
         ValueError: when there is nothing to check with: give check=False.
-        RuntimeError: when the check finds another output or gradient; the model is then as it was.
+        RuntimeError: when output or gradient differ in the check; the model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a model of transformers, got {described(model)}")
@@ -174,13 +174,12 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Let the layers of a converted model run by their own classes again; gives the model.
+    """Undo `convert`: the layers run by their own classes again. Returns the model.
 
-    Parameters stay, with the values that they have; scales of 8 bits go.
+    Parameters keep their values; scales of FP8 are dropped.
 
     Raises:
-        TypeError: when it is no module; for a layer that was given another class since, as FSDP does; nothing is
-            reverted then.
+        TypeError: for no module, and for a layer whose class was changed since, as by FSDP; nothing is reverted then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"revert takes a model that te_fuser.convert has converted, got {described(model)}")

@@ -12,7 +12,7 @@ from te_fuser.distributed.group import Group
 
 
 class Placement:
-    """Part of a value that each rank of a group has; of its gradient the same where nothing else is said."""
+    """Part of a value that each rank of a group has; its gradient has the same placement unless stated otherwise."""
 
     outer: bool = False
 
@@ -24,10 +24,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Replicated(Placement):
-    """All ranks have the same.
+    """Placement of a value that all ranks have.
 
     Attributes:
-        gathered: whether each goes on with it in its own way, so that the gradient is `Partial`.
+        gathered: True if later ops differ between ranks, so that its gradient is `Partial`.
     """
 
     gathered: bool = False
@@ -38,12 +38,12 @@ class Replicated(Placement):
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Each rank has its part along a dimension.
+    """Placement of a value of which each rank has a part along a dimension.
 
     Attributes:
-        dim: that of the features is -1; any other is one of the rows.
-        outer: whether it is cut for the whole list, before other ranks cut what is left of it.
-        balanced: see `Context`.
+        dim: -1 for the features; any other dimension is one of the rows.
+        outer: sharded for the whole list, before another group shards each part further (context parallelism).
+        balanced: each rank has two blocks of it, as by `cut_sequence(balanced=True)`.
     """
 
     dim: int
@@ -63,7 +63,7 @@ class Shard(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Each rank has a term of a sum over the ranks; the gradient is whole."""
+    """Placement of a sum: each rank has a term of it; its gradient is replicated."""
 
     def __str__(self) -> str:
         return "a term of a sum over the ranks"

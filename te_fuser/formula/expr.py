@@ -21,7 +21,7 @@ from te_fuser.formula.traversal import Deep, deep, render
 
 
 class Axes(enum.IntFlag):
-    """The axes a value extends over; rows = OUTER x BATCH."""
+    """Axes of an extra input: FULL, ROWS, SAMPLE_FEATURES, BATCH, FEATURE or NONE, see `ops.NamedInput`."""
 
     NONE = 0
     OUTER = 1

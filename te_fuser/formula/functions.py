@@ -361,7 +361,7 @@ def row_min(x: Operand) -> Any:
 def quantize(x: Operand, scale: Operand, dtype: torch.dtype) -> Any:
     """x * scale rounded to a dtype of 8 bits, as `float8` says; the gradient passes to x as it is, none to scale.
 
-    So backward sees what a product of numbers of 8 bits is given for: x, whatever it is stored as.
+    Backward so ignores the rounding.
 
     Raises:
         TypeError: for a dtype that is not one of 8 bits.
@@ -385,14 +385,14 @@ def quantize_gradient(x: Operand, scale: Operand, dtype: torch.dtype) -> Any:
 
 
 def detach(x: Operand) -> Any:
-    """x as a value that no gradient flows to: for what is subtracted to stay in range and cancels."""
+    """x without a gradient, as torch's detach: for a maximum that is subtracted to stay in range, say."""
     if isinstance(x, Expr):
         return unary("detach", x)
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def split(x: Operand, parts: int) -> tuple[Any, ...]:
-    """x cut along its features into `parts` equal parts.
+    """x divided along its features into `parts` equal parts.
 
     Raises:
         ValueError: when the feature size is not a multiple of `parts`.
@@ -405,7 +405,7 @@ def split(x: Operand, parts: int) -> tuple[Any, ...]:
 
 
 def concat(parts: Sequence[Operand]) -> Any:
-    """The parts side by side along the features; a part without features is repeated to fill its place."""
+    """Concatenation of the parts along the features; a part without features (one number a row) is repeated."""
     if any(isinstance(p, Expr) for p in parts):
         return expr.concat(expr.lift(p) for p in parts)
     like = next(p for p in parts if isinstance(p, torch.Tensor))

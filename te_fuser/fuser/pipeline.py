@@ -163,7 +163,7 @@ class Fuser:
             "reference" (PyTorch operations).
         fallback: what "auto" does where generated kernels cannot be had: "warn" once and run PyTorch's, or
             raise an "error" that says what is missing.
-        holding: what holds while these are the ops; without it whoever calls has to know.
+        holding: guards under which `ops` stay the same; without them the caller has to make a new Fuser.
     """
 
     def __init__(
@@ -338,11 +338,11 @@ class Fuser:
         outputs: tuple[str, ...] = (),
         device: Device | None = None,
     ) -> Plan:
-        """Plan a call like this one, without running or compiling anything.
+        """Plan such a call, without running or compiling anything.
 
         Args:
-            device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
-                the parameters count as if they were there, so they may be on the meta device.
+            device: the roofline to plan for; by default that of x's device. A plan for another device cannot run, so x
+                and parameters may be on the meta device.
         """
         with looking():
             ops = self._lists.now(x.dtype)
@@ -363,7 +363,7 @@ class Fuser:
         self._cache.clear()
 
     def plans_kept(self) -> list[KeptPlan]:
-        """The plans that later calls may run by, the one that was used last first."""
+        """Plan cache: the plans that calls have made, the last used first."""
         return self._cache.kept()
 
 

@@ -21,34 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Details:
-    """Rarer parts of a declaration: how its body is called, and what the planner may know of it.
+    """Rarer arguments of a fusion: how its function is called, and facts for the planner.
 
     Attributes:
-        takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
-            "0.weight", ..., "-1.bias" of the last op). The body is then called with these tensors instead of (m, x):
-            the shortest way to it.
-        gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
-            one saves) or "input" (dx) alone by default.
-        gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can
-            run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
-            produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
-            reads is there, so that may be computed again first.
-        choose: f(match, method) -> the function to run in a match, or a `Body` that says more of it; `method` is
-            "forward", "backward" or a node's. It is asked while planning, once for each step, so that the function may
-            hold what no call changes. It is called as the declared one would be: with the tensors of `takes`, with dy
-            and what a node reads, else with (m, x); None: the declared one runs.
-        saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
-        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
-            slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
-            those of backward may count from the end: "-1.input".
-        compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
-            direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
-            no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
-        sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
-            `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
-            are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
-        takes_gradients_in: dtypes that backward takes for its output's gradient (`match.dy`) beside the output's own.
-        registered: whether to register it at once; `fusions.only(fusion)` takes one that is not.
+        takes: names of tensors ("input" or "dy", "0.weight", ..., "-1.bias" of the last op) with which the function (of
+            a joint fusion: forward) is called in place of (m, x), which takes less host time.
+        gives: names of its results, a tuple if there are several; by default "output" (and what a joint fusion saves)
+            or "input" (dx).
+        gradients: nodes of a backward that can run as separate steps, in place of `backward`. The fusion is then a
+            class, each node's `method` a static method f(dy, *reads) -> what it produces, and `cost` may return a Cost
+            for each node. A node without "input" runs when its inputs are there, which may be computed again first.
+        choose: f(match, method) -> the function to run for a match, a `Body`, or None for the declared one; `method` is
+            "forward", "backward" or a node's. It is called once for each step, while planning, so the function may hold
+            constants of all calls. Its arguments are those of the declared one.
+        saved_bytes: f(match) -> {name in `saves`: bytes}, for the plan; missing names count as 0.
+        forward_ops, backward_ops: of a joint fusion, the ops of its match that each direction covers: the last n, or a
+            slice; all by default. The others are planned as usual. Names count the covered ops, in backward also from
+            the end: "-1.input".
+        compiles: f(match, direction, needed) -> hand-written CUDA kernels that the function launches in that direction,
+            which are compiled and loaded with the plan. The match has the covered ops; `needed` names gradients.
+        sums: gradients ("0.bias") that such a kernel sums over all rows. Unless `m.later` is None, the function
+            launches by `kernel.leave_sums(m.later, ...)` and returns the tensors unread; one launch at the program's
+            end finishes the sums of all kernels.
+        takes_gradients_in: further dtypes, beside the output's, that backward accepts for dy (`match.dy`).
+        registered: False keeps it out of plans; `fusions.only(fusion)` and `te_fuser.verify` take it.
     """
 
     takes: Sequence[str] = ()
@@ -174,16 +170,16 @@ def fusion(
     joint:    decorates a class with static methods forward(m, x) and backward(m, dy); `saves` names what the first
               hands to the second by m.emit(name, tensor).
 
-    What is asked while planning (`when`, `cost`, and of the details `saved_bytes`, `choose`) sees the whole match.
+    Functions for planning (`when`, `cost`; in details `saved_bytes`, `choose`) get the whole match.
 
     Args:
-        when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
+        when: f(match) -> True, or False, or a reason as a string, which explain() shows.
         cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
             enter and leave, and the products' flops.
-        details: what is seldom said.
+        details: rarer arguments, see `Details`.
 
     Raises:
-        ValueError, TypeError: when there is no single pattern that can match, or what is declared cannot be meant.
+        ValueError, TypeError: without exactly one pattern, for one that cannot match, and for contradictory arguments.
     """
     details = _with_deprecated(details, deprecated)
     given = {"forward": forward, "backward": backward, "joint": joint}

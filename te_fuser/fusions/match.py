@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of running something: bytes, operations, launches; or plain seconds.
+    """Predicted cost of a step: bytes, operations and launches, or seconds.
 
     Attributes:
         read, written: bytes.
         flops: floating-point operations of matrix products.
         launches: kernels.
         vector_operations: float32 operations outside products.
-        seconds: the time, where it is known; then nothing else counts for it.
-        efficiency: the share of the rate of large matrix products that its products reach.
-        apart: those of the bytes that it moves before or after its products, and not beside them.
-        calls: what its call costs the host, in calls of PyTorch's operations, where it is not one like others.
-        dtype: the name of the dtype that its products read, where that is not what the op computes in.
+        seconds: a known time, in seconds; all other fields are then ignored.
+        efficiency: the rate of its products over that of large matrix products, up to 1.
+        apart: the bytes that are moved before or after its products, not during them.
+        calls: host time of a call, in calls of PyTorch operations, where it is unusual.
+        dtype: the name of the dtype that its products read, where it is not the op's.
         sent: bytes that this rank sends to others.
-        ranks: how many share what is sent.
-        beside: the share of the time of sending in which the rest of it runs.
-        hidden: the share of it that other steps are expected to hide.
+        ranks: the number of ranks that communicate.
+        beside: the share of the communication that overlaps with the rest of the step.
+        hidden: the share of it that overlaps with other steps.
     """
 
     read: float = 0.0
@@ -148,17 +148,18 @@ class InBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Body:
-    """Choice of a fusion for a match: a plain function of tensors, and what may be known of it.
+    """Function that a fusion's `choose` returns for a match, and promises about it.
 
     Attributes:
-        plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
-        by_rows: whether it is a native product's `make` whose rows depend on the rows of its first tensor, each on one.
-        describe: says what it runs by, as explain() shows it; nothing while that is not known.
-        transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
-            "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
-        by_blocks: how it runs with a tensor that comes by blocks.
-        in_blocks: of a backward that is one step, the gradients that it can give by blocks in the place of their rows:
-            where `m.needs("input.blocks")`, it gives that and "input.transposed_blocks".
+        plain: True promises that it returns new memory, keeps no reference to its inputs, and uses only the current
+            stream.
+        by_rows: True for a native product's `make` of which each row depends on one row of its first tensor.
+        describe: returns a text on the algorithm for explain(), empty while it is not known.
+        transposed: of a backward with one step, the gradients that it can also return transposed: "input", as
+            "input.transposed" where `m.needs("input.transposed")`.
+        by_blocks: the function for a tensor in blockwise 8 bits.
+        in_blocks: of a backward with one step, the gradients that it can return in blockwise 8 bits in place of rows:
+            where `m.needs("input.blocks")`, it returns that and "input.transposed_blocks".
     """
 
     function: Callable[..., Any]
@@ -220,15 +221,15 @@ class MatchedOp:
 
 @dataclass(frozen=True)
 class Match:
-    """A place in the list where a pattern fits, while planning.
+    """A place in the list where a pattern matches: ops, shapes and dtypes, while planning.
 
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
-        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes. A condition
-            is asked once for all shapes that give its questions about sizes the same answers; prices see sizes rounded
-            up to powers of two.
+        x: shape, dtype and device of the input; `y`: of the output; `dy`: of its gradient, None without one. `when` is
+            called once for all shapes with the same results of its comparisons; `cost` gets sizes rounded up to powers
+            of two.
         target: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
-        capability: the compute capability of a GPU that is planned for and not at hand, else None.
+        capability: the compute capability of a GPU that is planned for by name, else None.
     """
 
     ops: Sequence[MatchedOp]
@@ -250,7 +251,7 @@ class Match:
         return replace(self, x=self.x.exact(), y=self.y.exact(), dy=self.dy and self.dy.exact())
 
     def rounded(self) -> Match:
-        """Copy of the match with sizes as prices see them."""
+        """Copy of the match with sizes rounded up to powers of two, as `cost` gets them."""
         return replace(self, x=self.x.rounded(), y=self.y.rounded(), dy=self.dy and self.dy.rounded())
 
     @property
@@ -294,12 +295,12 @@ class CalledOp:
 class FusionCall:
     """A fusion's view of one call.
 
-    `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and the names a joint fusion saved are
-    what backward declared to read; `m.needs("0.weight")` says whether somebody needs that gradient.
+    `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and names saved by a joint fusion are
+    the values in `reads`; `m.needs("0.weight")` is True if that gradient is needed.
 
     Attributes:
-        later: what `CudaKernel.leave_sums` takes, so that the program adds the gradients declared in `sums` up at its
-            end; None where they must be there when the body returns. It is good for this call alone.
+        later: argument of `CudaKernel.leave_sums`, with which the program finishes the gradients in `sums` at its end;
+            None if the function has to return them finished. Valid for this call only.
     """
 
     __slots__ = ("_ops", "_tensors", "_needed", "_shared", "_streams", "later", "made")
@@ -336,7 +337,7 @@ class FusionCall:
         self.made[name] = tensor
 
     def draws(self, index: int) -> bool:
-        """True where op `index` draws random numbers in this plan, whatever its training flag says by now."""
+        """True if op `index` draws random numbers in this plan, whatever its current training flag is."""
         return index in self._streams
 
     def drawing(self, index: int, device: torch.device) -> AbstractContextManager[None]:

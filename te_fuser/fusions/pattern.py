@@ -14,7 +14,7 @@ from te_fuser.ops.row_op import RowOp
 
 @dataclass(frozen=True)
 class OneOf:
-    """One op of any of these kinds or families."""
+    """Part of a pattern: one op of any of these classes, `OneOf(ops.ReLU, ops.GELU)`."""
 
     kinds: tuple[type[FusableOperation], ...]
 
@@ -24,14 +24,14 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Optional:
-    """The part, or nothing."""
+    """Part of a pattern that may be absent, `Optional(ops.Bias)`."""
 
     part: PatternPart
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """The part `at_least` times or more."""
+    """Part of a pattern `at_least` times or more, `Repeat(ops.Bias)`."""
 
     part: PatternPart
     at_least: int = 1

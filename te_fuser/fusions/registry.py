@@ -84,7 +84,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fusion(Rule):
-    """A rule with how its body is called, and what the planner may know of it, as `declaration.Details` has it."""
+    """A declared fusion: made by `fusion`, with the fields of `Details`."""
 
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
     takes: tuple[str, ...] = ()
@@ -210,19 +210,19 @@ def names() -> tuple[str, ...]:
 
 
 def enabled(name: str) -> bool:
-    """True where a fusion takes part in plans made now."""
+    """True if plans may use the fusion now."""
     chosen = _only.get()
     return name not in _disabled.get() and (chosen is None or name in chosen)
 
 
 def active() -> list[Fusion]:
-    """The fusions that take part in plans made now."""
+    """Fusions that plans may use now: registered, and in the current scope."""
     given = [f for f in _only.get() or () if isinstance(f, Fusion)]
     return [f for f in _registry.values() if enabled(f.name)] + given
 
 
 def state() -> tuple[int, frozenset[str], frozenset[str | Fusion] | None]:
-    """State on which plans depend: a token that changes with the registry and with the scope."""
+    """Key for plan caches: a token that changes with the registry and with the scope."""
     return _version, _disabled.get(), _only.get()
 
 

@@ -10,7 +10,7 @@ from te_fuser.ops.row_op import RowOp
 
 
 class Identity(RowOp):
-    """Hand the input through: y = x."""
+    """Return the input: y = x."""
 
     def compute(self, x: Any) -> Any:
         return x

@@ -40,11 +40,10 @@ _MOVED = {
 
 @dataclass(frozen=True)
 class NamedInput:
-    """An extra input of an op: the name it has in the call or in a Fork, and the axes it extends over.
+    """Extra input of an op: its name in the call or in a `Fork`, and the axes that it has.
 
-    `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples];
-    FEATURE: [features]; NONE: [];
-    None: whatever the tensor is, handed over as it is (opaque ops only). `gradient` says whether one may flow to it.
+    `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples]; FEATURE:
+    [features]; NONE: []; None: any shape (opaque ops only). With `gradient=False` no gradient flows to it.
     """
 
     name: str
@@ -193,11 +192,11 @@ class Place:
 
 
 class FusableOperation(TakesArguments, torch.nn.Module):
-    """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
+    """Base class of all ops; derive your own from `RowOp` or `UnfusedOperation`.
 
-    `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
-    may be another; a class put before an op's (by fully_shard, register_parametrization) leaves the kind as it is.
-    A class that leaves part of its meaning to subclasses says `family = True`: in a pattern it stands for all of them.
+    Patterns of fusions match an op's `kind`, its class. A subclass is a kind of its own, since its formula may differ,
+    unless it sets `kind` to another class; a wrapper class of fully_shard or register_parametrization keeps the kind. A
+    base class with `family = True` matches all of its subclasses.
     """
 
     kind: ClassVar[type[FusableOperation]]
@@ -251,13 +250,13 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return super().__getattr__(name)
 
     def with_attributes(self: Op, **attributes: Any) -> Op:
-        """Another op of this class over the same parameters, with other attributes."""
+        """Copy of this op over the same parameters, with other attributes."""
         made = object.__new__(type(self))
         object.__setattr__(made, "__dict__", {**self.__dict__, **attributes})
         return made
 
     def facts(self) -> Facts:
-        """Facts that hold while this op is as it is now; when they fail, plans and lists with the op are made anew."""
+        """Guards on this op; when one fails, plans and lists with the op are made anew."""
         return Facts(items=((self.__dict__, "revision", self.revision),))
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
@@ -267,24 +266,24 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return run_alone(self, x, inputs, outputs)
 
     def lower(self) -> list[LoweredOp]:
-        """The elementary ops this one stands for."""
+        """Elementary ops that this one stands for, with their paths."""
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
 
     def parameter_names(self) -> tuple[str, ...]:
-        """The parameters that are there, those included that torch.nn.utils.parametrize computes."""
+        """Names of the op's parameters, also of those that torch.nn.utils.parametrize computes."""
         own = [name for name, p in self._parameters.items() if p is not None]
         return (*own, *self.__dict__["_modules"].get("parametrizations", ()))
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        """Argument name -> the named tensor it reads."""
+        """{argument: `NamedInput`} of the tensors that the op reads by name."""
         return {}
 
     def named_outputs(self) -> tuple[str, ...]:
-        """Names this op gives to its output and to its `values`, for later ops (Fork) or for the caller (Output)."""
+        """Names of its output and of its `values`, for later ops, as by Fork, or for the caller, as by Output."""
         return self.values
 
     def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
-        """The output's shape and dtype; an op with `values` may say {"output": its, name: that of a value}.
+        """Shape, dtype and device of the output; with `values` it may be a dict, {"output": Spec, name: Spec}.
 
         Raises:
             ValueError: when the op cannot take x; the message says what it got and what it takes.
@@ -292,7 +291,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return x
 
     def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
-        """Spec of the output, where named inputs (argument -> what is known of it) count too; by default `infer(x)`."""
+        """Spec of the output given those of named inputs, {argument: Spec}; by default `infer(x)`."""
         return self.infer(x)
 
     def named_output(self, name: str, out: Spec) -> Spec:
@@ -303,14 +302,14 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return out
 
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
-        """Look at the extra inputs (argument name -> what is known of it) before anything runs; by default all pass.
+        """Check the named inputs, {argument: Spec}, before anything runs; by default all are accepted.
 
         Raises:
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes that parameters must have, where no formula says it."""
+        """Shapes that parameters must have, {name: shape}, where no formula says it."""
         return {}
 
     def draws(self) -> bool:
@@ -318,7 +317,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return False
 
     def batch_dim(self) -> int | None:
-        """The dimension of x that counts samples, for an op that works per sample."""
+        """Dimension of x that counts samples, for an op that works per sample; None for others."""
         return None
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
@@ -326,7 +325,7 @@ class FusableOperation(TakesArguments, torch.nn.Module):
         return 0.0
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
-        """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""
+        """Output in differentiable PyTorch operations, for any dtype; with `values`, a dict of all by name."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
 
     def extra_repr(self) -> str:

@@ -62,11 +62,11 @@ class _Quantizer(RowOp):
 
 
 class Quantize(_Quantizer):
-    """Times one number for all, in 8 bits: y = x * scale rounded to nearest even within the range of `dtype`.
+    """Quantize to 8 bits by one scale: y = x * scale, rounded to nearest even within the range of `dtype`.
 
-    Infinities become the largest number too, NaN stays NaN. Who reads y divides by the scale again, and gives the
-    gradient of what comes of it: that passes to x as it is. Row ops read no 8 bits: behind this comes an op that says
-    so by `input_dtypes`, or the end of the list.
+    Infinities become the largest number, NaN stays NaN. The next op divides by the scale again, and its gradient passes
+    to x unchanged. Row ops do not read 8 bits: the next op has to list `dtype` in `input_dtypes`, or be the end of the
+    list.
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
@@ -74,7 +74,7 @@ class Quantize(_Quantizer):
             whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of x.
         own: how the scale follows from x itself: whoever lists it binds `scale`, `inverse` and `own_amax`, float32 [],
             which each call makes.
-        takes: the only dtype of x that it takes; by default any.
+        takes: the only dtype of x that is accepted; by default any.
 
     Raises:
         TypeError: for another dtype.
@@ -119,10 +119,10 @@ class Quantize(_Quantizer):
 @op_table.hands_through.row(True)
 @op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizeGradient(_Quantizer):
-    """Hand x on, and its gradient in 8 bits: dx = dy * scale rounded to nearest even within the range of `dtype`.
+    """Return x, and quantize its gradient: dx = dy * scale, rounded to nearest even within the range of `dtype`.
 
-    Who takes dx divides by the scale again. It is stored in 8 bits where the op before this one takes gradients so
-    (`takes_gradients_in`), else as such numbers in the dtype of x.
+    The op before divides by the scale again. dx is stored in 8 bits if that op accepts it (`takes_gradients_in`),
+    otherwise as the same numbers in x's dtype.
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.

@@ -46,15 +46,15 @@ def _reading(op: Collective, x: Spec) -> str:
 class Collective(OfRanks, UnfusedOperation):
     """An op that the ranks of a group run together, each on an x of the same shape and dtype.
 
-    Every rank has to run it, in the same place among the collectives that they run. It starts and waits in steps of its
-    own, so that what does not need it runs in between. In a group of one rank, y = x.
+    All ranks have to run their collectives in the same order. It starts and waits in separate steps, between which
+    independent steps run. In a group of one rank, y = x.
 
     Args:
         group: a dimension of a DeviceMesh (`mesh["tp"]`), a ProcessGroup, or a `Group`; it may be set later, too.
 
     Attributes:
         group: the same as a `Group`.
-        carried: the dtypes of what it exchanges where x or dy comes in 8 bits; None: x's, both ways.
+        carried: the dtypes that it sends, forward and backward, in FP8; None: x's, both ways.
 
     Raises:
         TypeError: for anything else as a group.
@@ -181,14 +181,14 @@ def _bits(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 class AllGather(Collective):
-    """Join the x of all ranks along a dimension: y = [x of rank 0; x of rank 1; ..], the same on all.
+    """Concatenate the x of all ranks along a dimension: y = [x of rank 0; x of rank 1; ..], equal on all ranks.
 
-    dx is this rank's block of the sum of all ranks' dy, as `ReduceScatter` gives it: what follows may differ from rank
-    to rank, as with a weight that is cut along its outputs, and the loss is the sum of theirs.
+    dx is this rank's block of the sum of all dy, as by `ReduceScatter`: later ops may differ between ranks (a weight
+    sharded by its outputs, say), and the loss is the sum over the ranks.
 
     Args:
         group: the ranks; see `Collective`.
-        dim: the dimension, of which y has as many times more as there are ranks; a negative one counts from the end.
+        dim: the dimension to concatenate along; negative ones count from the end.
 
     Raises:
         ValueError: when x has no such dimension.
@@ -215,8 +215,7 @@ class AllGather(Collective):
 class AllReduce(Collective):
     """Add up the x of all ranks: y = sum(x), dx = dy.
 
-    What follows is the same on all ranks, and so is dy: the loss is that of any one of them. The sum is taken in x's
-    dtype.
+    Later ops are the same on all ranks, and so is dy: the loss is that of any one of them. The sum is in x's dtype.
 
     Args:
         group: the ranks; see `Collective`.
@@ -235,10 +234,10 @@ class AllReduce(Collective):
 
 
 class AllReduceGradient(Collective):
-    """Hand x on, and add up the gradients of all ranks: y = x, dx = sum(dy).
+    """Return x, and add up the gradients of all ranks: y = x, dx = sum(dy).
 
-    x is the same on all ranks, what follows is each rank's own share, as with a weight that is cut along its outputs.
-    The sum is taken in dy's dtype.
+    x is the same on all ranks; later ops compute this rank's share (a weight sharded by its outputs, say). The sum is
+    in dy's dtype.
 
     Args:
         group: the ranks; see `Collective`.
@@ -257,18 +256,18 @@ class AllReduceGradient(Collective):
 
 
 class AllToAll(Collective):
-    """Send to each rank its block of x along `cut`, and join what arrives along `join`.
+    """Send each rank its block of x along `cut`, and concatenate the received blocks along `join`.
 
-    Of something that is cut along `join`, a block a rank, each has then all of that and a block along `cut`: heads in
-    place of positions, say. dx is dy sent back, with the two dimensions in turn; the loss is the sum of all ranks'.
+    A value sharded along `join` becomes one sharded along `cut`: by heads in place of positions, say. dx is dy sent
+    back, with the dimensions exchanged; the loss is the sum over the ranks.
 
     Args:
         group: the ranks; see `Collective`.
-        cut: the dimension that is cut into as many equal parts as there are ranks; a negative one counts from the end.
-        join: the dimension of which y has as many times more.
-        parts: sizes of what lies side by side along the last dimension, as far as they matter, as (4, 2, 2) of queries,
-            keys and values: each is cut and joined by itself.
-        balanced: whether ranks have of sequences along the other dimension what `Context` says of balanced ones.
+        cut: the dimension to divide into equal parts, one a rank; negative ones count from the end.
+        join: the dimension to concatenate along.
+        parts: relative sizes of parts along the last dimension, as (4, 2, 2) of queries, keys and values: each is
+            divided and joined by itself.
+        balanced: ranks have two blocks of each sequence, as `cut_sequence(balanced=True)` gives them.
 
     Raises:
         ValueError: when x has no such dimensions, or the first cannot be cut so.

@@ -159,12 +159,12 @@ def raise_to_largest(slot: torch.Tensor | None, x: torch.Tensor) -> None:
 class Float8MatMul(UnfusedOperation):
     """A MatMul in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
 
-    x comes in 8 bits as `Quantize` gives it, and dy as `QuantizeGradient` does; W in its own dtype, and is quantized
-    here, forward and again in backward. What 8 bits stand for is multiplied in float32, where no library multiplies
-    them. Whoever lists it binds `weight` and, in float32 []: `input_inverse` and `output_gradient_inverse`, what x8 and
-    dy8 are multiplied by to be themselves again; `weight_scale` and `weight_inverse`, by which W is quantized, and the
-    same of it; maybe `weight_amax`, which forward raises to the largest magnitude of W. Where W is kept in 8 bits, this
-    op quantizes nothing, and takes `weight_data` [out, in] and `weight_turned` [in, out] instead of `weight_scale`.
+    FP8 regions put it in place of a MatMul. x8 comes from `Quantize` and dy8 from `QuantizeGradient`; W has its own
+    dtype, and is quantized here, in forward and again in backward. Where no library multiplies 8 bits, their values are
+    multiplied in float32. It reads `weight` and, float32 []: `input_inverse`, `output_gradient_inverse` and
+    `weight_inverse`, the inverse scales; `weight_scale`; optionally `weight_amax`, which forward raises to the largest
+    magnitude of W. A W that is kept in 8 bits is read as `weight_data` [out, in] and `weight_turned` [in, out] instead,
+    and not quantized.
 
     Args:
         matmul: the MatMul that it stands for.
@@ -293,13 +293,13 @@ class Float8MatMul(UnfusedOperation):
 
 @op_table.gradient_dtype.row(None)
 class PartlyFloat8MatMul(Float8MatMul):
-    """Float8MatMul some of whose products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
+    """Float8MatMul with some of its three products not in 8 bits: x and dy have y's dtype, and are quantized here.
 
-    Whoever lists it binds scales and inverses of all three tensors, and maybe `input_amax`, `weight_amax` and
-    `output_gradient_amax`, which are raised to the largest magnitudes of these, whatever is quantized.
+    It reads scales and inverse scales of all three tensors, and optionally `input_amax`, `weight_amax` and
+    `output_gradient_amax`, which are raised to the largest magnitudes in any case.
 
     Args:
-        kept: which of y, dx and dW are products of factors as they are.
+        kept: True for those of y, dx and dW that are not computed in 8 bits.
     """
 
     input_dtypes = ()
@@ -311,10 +311,9 @@ class PartlyFloat8MatMul(Float8MatMul):
 
 
 class OwnScalesMatMul(PartlyFloat8MatMul):
-    """Float8MatMul whose factors get their scales from themselves, so that nothing is kept from call to call.
+    """Float8MatMul for recipes without histories: the scales of x, W and dy are computed from these tensors.
 
-    x and dy come in y's dtype. Each of the three is quantized here, with its blocks along what is summed, so anew for
-    another product.
+    x and dy have y's dtype. Each is quantized here for each product, with blocks along the dimension that it sums over.
 
     Args:
         scalings: how x, W and dy get their scales.

@@ -15,13 +15,13 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class KeyValueCache(OfHeads):
-    """Write keys and values of packed heads into caches of the call, and go on with the queries: y = q.
+    """Write keys and values of packed heads into caches that the call gives, and return the queries: y = q.
 
-    Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position
-    starts[b] + s of it; rows from counts[b] on are padding, for which the last one becomes zeros. So an attention of
-    keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for the device: where
-    positions would lie behind L, a CPU raises, and a GPU gives NaN for these queries. An attention may multiply what
-    lies behind a length by 0, and 0 NaN is NaN: clear caches where a sequence has ended, as `InferenceParams` does.
+    Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position starts[b]
+    + s; rows from counts[b] on are padding, for which the cache's last row becomes zeros. An attention with keys apart
+    and key_lengths = starts + counts then sees the keys of earlier calls, too. Positions beyond L raise on a CPU; on a
+    GPU, which would have to wait, their queries become NaN. Attention may multiply keys behind a length by 0, and 0 *
+    NaN is NaN: clear caches where a sequence has ended, as `InferenceParams` does.
 
     Args:
         head_dim: features of one head.

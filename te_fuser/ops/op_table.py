@@ -28,7 +28,7 @@ class OpTable(Generic[Row]):
         default: the row of ops that have none.
         inherited: whether a class without a row has its nearest base's.
 
-    Example:
+    Examples:
         >>> limits = OpTable("limit", default=1.0)
         >>> @limits.row(2.0)
         ... class Doubled(te_fuser.ops.RowOp): ...

@@ -37,10 +37,10 @@ def marked_parameters(op: FusableOperation, names: tuple[str, ...]) -> tuple[str
 class UnfusedOperation(FusableOperation):
     """An op with its own forward and gradients on tensors.
 
-    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
-    what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
-    lists them in `gradients` instead. With `values` it gives all outputs by name, and each node of its backward has the
-    gradient of a value as `call.get("d_name")`: None, as dy itself, where nobody gives one.
+    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}). `reads` names
+    the values that backward needs, `emits` those that forward saves by `call.emit`. An op whose gradients may run as
+    separate steps defines `gradients` instead. With `values` forward returns all outputs by name, and backward reads
+    their gradients by `call.get("d_name")`; each, and dy, is None where there is none.
     """
 
     family = True
@@ -56,7 +56,7 @@ class UnfusedOperation(FusableOperation):
     gathers: ClassVar[bool] = False
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
-        """The bytes of each of `emits`, for the plan; what is missing counts as none."""
+        """Bytes of each name in `emits`, for the plan; missing names count as 0."""
         return {}
 
     def scratch_bytes(self, x: Spec) -> int:
@@ -64,7 +64,7 @@ class UnfusedOperation(FusableOperation):
         return 0
 
     def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
-        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
+        """Bytes of the largest intermediate result of its own forward, which a library's kernel avoids."""
         return 0
 
     def sent_bytes(self, x: Spec, back: bool) -> float:
@@ -76,7 +76,7 @@ class UnfusedOperation(FusableOperation):
         return None
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
+        """Nodes of the backward, each with inputs and method; `names` are the op's parameters and named inputs."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
@@ -88,7 +88,7 @@ class UnfusedOperation(FusableOperation):
         raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
 
     def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """op_backward as one node of the graph."""
+        """Gradients by `op_backward`, as one node of the graph."""
         return by_name(type(self).__name__, self.op_backward(call, dy))
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
@@ -98,11 +98,11 @@ class UnfusedOperation(FusableOperation):
 
 
 class FusedOperation(FusableOperation):
-    """Stands for several consecutive ops, so that fusions can take exactly these by one name.
+    """Module of several consecutive ops that a fusion's pattern can name as one.
 
     Give the ops by name, in their order: `super().__init__(up=ops.Linear(8, 16), gate=ops.SwiGLU())`. In a list it is
-    lowered to them, and means and trains what they do. A pattern that names its class fits where one such operation
-    stands, and covers all its elementary ops (`m[0]`, `m[1]`, ...); elsewhere the same ops in a row do not fit it.
+    lowered to them. A pattern with its class matches one such module, and covers all its elementary ops (`m[0]`,
+    `m[1]`, ...); it does not match the same ops elsewhere.
 
     Raises:
         TypeError: when a part is no op; or, when it is used, has hooks, which would not run.
@@ -122,7 +122,7 @@ class FusedOperation(FusableOperation):
             self.add_module(name, part)
 
     def parts(self) -> dict[str, FusableOperation]:
-        """The ops it stands for, by name."""
+        """Ops of the module, by name."""
         return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
 
     def facts(self) -> Facts:

@@ -19,10 +19,10 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @op_table.gradient_dtype.row(lambda op, dtype: op.dtype)
 class QuantizedMatMul(UnfusedOperation):
-    """Multiply rows of 8 bits with a matrix of 8 bits: y = (x s) (W t)^T, summed in float32 and rounded once.
+    """Multiply rows in 8 bits with a matrix in 8 bits: y = (x s) (W t)^T, summed in float32 and rounded once.
 
-    What comes back is the gradient of x s, as `Quantize` takes it: dy (W t). W is given and has none. Where no library
-    multiplies 8 bits it is emulated: what they stand for, multiplied in float32.
+    dx is the gradient of x s, dy (W t), as `Quantize` takes it; W is an input without a gradient. Where no library
+    multiplies 8 bits, x s and W t are multiplied in float32.
 
     Args:
         in_features: the size of x's last dimension, a multiple of 16; x is [..., in_features] in float8_e4m3fn, or in
@@ -30,9 +30,9 @@ class QuantizedMatMul(UnfusedOperation):
         out_features: the size of y's last dimension, a multiple of 16.
         dtype: y's and its gradient's: float32, bfloat16 or float16.
         weight: the name of the input W, [out_features, in_features] in 8 bits.
-        input_scale: the name of the input s, what x is multiplied by to be itself again, float32 [].
+        input_scale: the name of the input s, the inverse of x's scale, float32 [].
         weight_scale: the name of the input t, the same of W.
-        fast_accumulation: sums in fewer bits than float32 has, where the library has them faster.
+        fast_accumulation: allow sums with fewer bits than float32, where the library has a faster kernel for them.
 
     Raises:
         ValueError: for sizes that are no multiples of 16, and in a call for tensors of other shapes.

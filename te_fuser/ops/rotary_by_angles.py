@@ -20,10 +20,10 @@ _TABLES = ("angles", "key_angles", "cos", "sin")
 
 @op_table.idles_without.row(_TABLES)
 class RotaryByAngles(OfPositions):
-    """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotate pairs of features of heads by angles of the call: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    Angles are [L, 1 or B, 1, D] in every layout, with L positions, as many as x has or more, and an even D, the
-    first features of a head, which turn; a and b each by their own. Where a call gives none, nothing turns.
+    Angles are [L, 1 or B, 1, D] in every layout, for at least as many positions L as x has, and for the first D (even)
+    features of a head; a and b have an angle each. Without angles in a call, y = x.
 
     Args:
         head_dim: features of one head.
@@ -35,8 +35,8 @@ class RotaryByAngles(OfPositions):
         starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0.
         offsets: for layout="tokens", the name of whole numbers [N + 1]: x is [tokens, features], and sequence n begins
             with token offsets[n].
-        padded: whether rows whose positions have no angles are padding, which turns as the last angles say. Else they
-            are a ValueError on a CPU, and NaN on a GPU, where nobody waits for the device to raise.
+        padded: rows at positions without angles are padding, and use the last angles. Otherwise they raise a ValueError
+            on a CPU and become NaN on a GPU, which would have to wait for an error.
         layout, packing, style: see `RotaryEmbedding`.
 
     Attributes:

@@ -124,17 +124,18 @@ def rotation_table(
 
 @op_table.reading.row(lambda op, x: op.packed.reading(x))
 class RotaryEmbedding(OfPositions):
-    """Turns the query and key heads of packed queries, keys and values by their position; values stay.
+    """Rotate the query and key heads of packed queries, keys and values by their positions p; values stay.
 
     Args:
-        head_dim: features of one head.
+        head_dim: features of one head; pair i of them, (a, b), becomes (a cos t - b sin t, b cos t + a sin t) with
+            t = p * base^(-2 i / rotary_dim).
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; None: as many.
-        base: the slowest pair's wavelength is about 2 pi base positions.
+        base: the base of the angles; the slowest pair's wavelength is about 2 pi base positions.
         layout: "sequence_first" [S, B, F] or "batch_first" [B, S, F].
         packing: "interleaved" or "blocked", see `PackedHeads`.
-        style: "half" or "interleaved": which features are a pair.
-        rotary_dim: how many of a head's features turn, the first ones; None: all.
+        style: "half": pair i is features i and i + rotary_dim / 2; "interleaved": features 2 i and 2 i + 1.
+        rotary_dim: the number of features to rotate, the first ones of each head; None: all.
         position_offset: the position of the first row.
 
     Attributes:

@@ -25,10 +25,17 @@ _SOME = 64  # features, where a formula tells by none how many there are
 
 
 class RowOp(FusableOperation):
-    """An op that is pointwise or reduces over the features of a row: it is given by its formula.
+    """An op that computes each row (the features of one token) independently, by a formula.
 
-    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs
-    by name. On tensors (rows of features) it is the reference, on symbols it gives gradient and kernels.
+    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs by
+    name. Evaluated on tensors it is the reference; evaluated on symbols it gives the gradient and the kernels.
+
+    Examples:
+        >>> from te_fuser.formula import tanh
+        >>> from te_fuser.ops import RowOp
+        >>> class SoftCap(RowOp):
+        ...     def compute(self, x):
+        ...         return 30.0 * tanh(x / 30.0)
     """
 
     family = True
@@ -47,7 +54,7 @@ class RowOp(FusableOperation):
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
 
     def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
-        """The 8 bits that it rounds to by a scale that follows from what it rounds, and how; None where none does."""
+        """Dtype and rule of an output in 8 bits whose scale follows from that output; None for other ops."""
         return None
 
     def arguments(self) -> tuple[str, ...]:
@@ -76,7 +83,7 @@ class RowOp(FusableOperation):
         }
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the output for an input of `dtype`."""
+        """Dtype of the output for an input of `dtype`; by default the same."""
         return dtype
 
     def result_dtype(self, x: torch.dtype, named: Iterable[torch.dtype]) -> torch.dtype:

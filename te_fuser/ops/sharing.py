@@ -22,19 +22,18 @@ Sharing = TypeVar("Sharing", bound="Cut")
 
 
 class Cut(OfRanks, FusableOperation):
-    """An op whose parameters, or whose rows, the ranks of a group share; each attribute may be set at any time.
+    """An op whose parameters or rows may be sharded over the ranks of a group; attributes may be set at any time.
 
-    Its sizes stay those of the whole; `parameter_shapes()` are those of a rank. A list runs in its place the
-    op of a rank's share, and collectives around it (`te_fuser.sharding`).
+    Sizes stay those of the whole op; `parameter_shapes()` are those of this rank's part. A list runs the op of this
+    rank's part in its place, with collectives around it (`te_fuser.sharding`).
 
     Attributes:
-        parallel_mode: "column": parameters are cut along the features of the output, which each rank has its part of;
-            "row": along those of the input, of which each rank has its part, and the output is the sum over ranks;
-            None: every rank has the parameters whole.
+        parallel_mode: "column": each rank has a part of the output features, and of the parameters along them; "row": a
+            part of the input features, and the output is the sum over ranks; None: all parameters.
         group: the ranks; set to a dimension of a DeviceMesh, a ProcessGroup, or a `Group`. By default this process.
-        sequence_parallel: whether ranks cut the rows of what is whole in its features: what a column takes is gathered
-            first, of what a row gives each rank gets its part, and what has no mode runs on a rank's rows.
-        sequence_dim: the dimension along which these are cut.
+        sequence_parallel: tensors with all features are sharded by rows: a "column" op gathers its input first, a "row"
+            op scatters its output, and an op without a mode runs on this rank's rows.
+        sequence_dim: the dimension of these rows.
 
     Raises:
         TypeError, ValueError: when set to what it cannot be.

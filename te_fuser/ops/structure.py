@@ -19,11 +19,11 @@ from te_fuser.ops.tensor_function import forward_of, gradient_of
 
 @op_table.may_stay_unread.row(lambda fork: fork.may_stay_unread)
 class Fork(RowOp):
-    """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
+    """Return the input, and name it for later ops of the list, such as `Add`: y = x, name = x.
 
     Args:
-        name: what they call it.
-        may_stay_unread: whether it is no error where none does: as in a list that stands in others, or alone.
+        name: the name that they read.
+        may_stay_unread: True: it is no error if no op reads it.
 
     Raises:
         ValueError: for a name that cannot be a keyword argument.
@@ -46,7 +46,7 @@ class Fork(RowOp):
 
 @op_table.exports.row(True)
 class Output(RowOp):
-    """Hand the input through and offer it to the caller: y = x, given by `model(x, outputs=(name,))`.
+    """Return the input, and offer it to the caller: y = x, returned by `model(x, outputs=(name,))`.
 
     Its gradient is added to the others of x and rounded with them, once. Where x is the list's input, or another
     result, the caller gets a view of it: the memory is shared.
@@ -67,7 +67,7 @@ class Output(RowOp):
 
 
 class Add(RowOp):
-    """Add what a `Fork` before it, or the call, names: y = x + name, both of one shape, in the wider of their dtypes.
+    """Add a named value, of an earlier `Fork` or of the call: y = x + name, of equal shapes, in the wider dtype.
 
     Raises:
         ValueError: for a name that cannot be a keyword argument.
@@ -89,9 +89,9 @@ class Add(RowOp):
 
 
 class Take(UnfusedOperation):
-    """Go on with what a `Fork` before it, or the call, names, of whatever shape: y = name.
+    """Continue with a named value, of an earlier `Fork` or of the call, in any shape: y = name.
 
-    What was the main value goes no further, unless a Fork before has given it a name.
+    The main value before it is dropped, unless an earlier `Fork` has named it.
 
     Raises:
         ValueError: for a name that cannot be a keyword argument.

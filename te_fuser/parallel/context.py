@@ -13,7 +13,7 @@ from te_fuser.presets.attention_base import set_context
 
 
 def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = False) -> torch.Tensor:
-    """Cut this rank's part out of a tensor with whole sequences: inputs, labels, or `torch.arange(positions)`.
+    """Take this rank's part of a tensor with whole sequences: inputs, labels, or `torch.arange(positions)`.
 
     Args:
         x: the same on all ranks.

@@ -35,10 +35,10 @@ _OF_HEADS = (DotProductAttention, HeadNorm, RotaryByAngles, RotaryEmbedding)
 
 
 def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Style]:
-    """Name of a module -> its style.
+    """Default plan of `parallelize`: {name of a module: style}.
 
-    In each branch (a Residual, or what stands between others) products are taken two by two where nothing but biases,
-    what is pointwise and attention is between them. A product that is left over stays whole.
+    In each branch (a Residual, or the ops between two) products are paired, by column then by row, if only biases,
+    pointwise ops and attention are between them. A product without a partner stays whole.
 
     Raises:
         ValueError: where attention's key/value heads, or the parts of a gated unit, cannot be cut into equal shares.

@@ -37,24 +37,22 @@ def parallelize(
     plan: Mapping[str, ParallelStyle] | None = None,
     context: DeviceMesh | None = None,
 ) -> Model:
-    """Let the ranks of a mesh share a model's products, in place; its parameters become DTensors on the mesh.
+    """Shard a model's products over the ranks of a mesh, in place; its parameters become DTensors on the mesh.
 
-    Those of another one may cut the sequences that attention sees whole, see `context`.
+    With `context` sequences are sharded over the ranks of another mesh.
 
-    Tensors at the ends of its lists are plain and local: whole, or with `sequence_parallel` cut along the sequence,
-    which attention's layout says (0 where there is none). Call it before `fully_shard` and before an optimizer is made;
-    ranks get the values of the mesh's first one.
+    Inputs and outputs of lists are plain local tensors: whole, or with `sequence_parallel` this rank's part along the
+    sequence dimension of attention's layout (0 without attention). Call it before `fully_shard` and before an optimizer
+    is made; all ranks get the values of the mesh's first rank.
 
     Args:
         model: lists of ops, alone or in modules.
         mesh: of one dimension: `mesh["tp"]`; None: each rank has all weights, and parameters stay as they are.
-        sequence_parallel: whether ranks cut what is whole in its features along the sequence.
-        plan: pattern of names -> style, as {"*.fc1": Column(), "*.fc2": Row()}; None: in each branch the first product
-            by column, the last by row, attention by whole key/value heads.
-        context: of one dimension: `mesh["cp"]`, whose ranks have a block of the sequence each, as `cut_sequence` gives
-            it; around attention they exchange heads for positions. With `sequence_parallel` the ranks of `mesh` cut
-            that block further. Each rank has a term of all gradients, so what averages these over samples (DDP,
-            `fully_shard`) does so over the ranks of the context, too.
+        sequence_parallel: shard tensors with all features along the sequence.
+        plan: {pattern of names: style}, as {"*.fc1": Column(), "*.fc2": Row()}; None: see `derived_plan`.
+        context: of one dimension: `mesh["cp"]`. Each of its ranks has a block of the sequence, as by `cut_sequence`;
+            around attention they exchange heads for positions. With `sequence_parallel` the ranks of `mesh` divide that
+            block further. DDP or `fully_shard` have to average gradients over the ranks of the context, too.
 
     Returns:
         The model.
@@ -62,8 +60,8 @@ def parallelize(
     Raises:
         TypeError, ValueError: for a mesh of several dimensions, a pattern that no module has, sizes that cannot be cut
             into equal parts, modules that a style does not take, one mesh as both, a context without an attention.
-        RankMismatchError: on all ranks, before anything is sent, where they give different models or arguments, or
-            one of them raised; or where one does not come.
+        RankMismatchError: on all ranks, before anything is sent, for different models or arguments, after an error on a
+            rank, or when a rank is missing.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"parallelize takes a module, got {checks.described(model)}")

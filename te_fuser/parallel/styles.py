@@ -73,14 +73,12 @@ class _Style(ParallelStyle):
 
 @dataclass
 class Column(_Style):
-    """Give each rank a part of a product's output features: weight [out, in] and bias [out] are cut along out.
+    """Shard a product by output features: each rank has a part of weight [out, in] and bias [out] along out.
 
     Args:
-        sequence_parallel, sequence_dim: whether the rows of the input are cut, and along which dimension: these are
-            gathered first.
-        parts: how many equal parts lie side by side in the output, each of which is cut by itself: 2 for what a gated
-            unit takes; or their sizes, as far as they matter: (4, 1, 1) of queries, keys and values. Parameters have
-            the features of each rank in turn; `state_dict` has them in the order of the whole.
+        sequence_parallel, sequence_dim: the input is sharded by rows, along this dimension, and gathered first.
+        parts: parts of the output that are sharded separately: their number if equal, 2 before a gated unit, or their
+            relative sizes, (4, 1, 1) for queries, keys and values. `state_dict` has the order of the whole.
 
     Raises:
         TypeError: for a module that it does not take.
@@ -108,13 +106,12 @@ class Column(_Style):
 
 @dataclass
 class Row(_Style):
-    """Give each rank a part of a product's input features: weight [out, in] is cut along in, the bias is whole.
+    """Shard a product by input features: each rank has a part of weight [out, in] along in, and the whole bias.
 
-    What ranks compute is added up; the bias comes once, behind the sum.
+    The ranks' results are summed; the bias is added once, after the sum.
 
     Args:
-        sequence_parallel, sequence_dim: whether of the sum each rank gets its part of the rows, and along which
-            dimension.
+        sequence_parallel, sequence_dim: the sum is scattered, so that each rank gets its rows along this dimension.
 
     Raises:
         TypeError: for a module that it does not take.
@@ -134,7 +131,7 @@ class Row(_Style):
 
 @dataclass
 class Heads(ParallelStyle):
-    """Give each rank its part of an attention's learned sinks [heads], by heads, which the product before it cuts.
+    """Shard an attention's learned sinks [heads] by the heads that the product before it gives each rank.
 
     Raises:
         TypeError: for a module that it does not take.

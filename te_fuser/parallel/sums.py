@@ -17,11 +17,11 @@ from te_fuser.sequential import Sequential
 
 
 def leave_sums_to_engine(model: torch.nn.Module) -> list[str]:
-    """Mark the parameters of whose gradients each rank has a term: `parameter.sequence_parallel = True`.
+    """Leave sums of gradients over the ranks to the training engine: sets `parameter.sequence_parallel = True`.
 
-    Of norms and biases beside a sequence that ranks cut, say, and of norms of heads that they share. Lists do not add
-    up the gradients of marked ones any more; an engine as Megatron does, once a step, by these marks. A preset keeps
-    them wherever it is moved, copied or loaded; of other modules they are lost with the parameter that has them.
+    For norms and biases on sharded sequences, and norms of sharded heads. te_fuser then no longer sums their gradients;
+    an engine such as Megatron does, once a step, by these marks. Presets keep the marks when they are moved, copied or
+    loaded; other modules lose them when a parameter is replaced.
 
     Returns:
         The parameters' names.

@@ -175,11 +175,10 @@ class PlannedParametrizations:
 
 
 class Given(torch.nn.Module):
-    """Owner of a call's tensors, which ops read as their parameters: `Bound(op, given, weight="weight")`.
+    """Owner for ops whose parameters come with each call: `Bound(op, given, weight="weight")`.
 
-    A call runs inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`); or it gives
-    the tensors by the path of the list that the ops stand in, `model(x, **{"0.weight": w})`. Each such tensor gets its
-    gradient, as any input of autograd's does. Other threads and other calls do not see it.
+    Call inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`), or pass the tensors
+    by path, `model(x, **{"0.weight": w})`. Each tensor gets a gradient. Other threads and calls do not see it.
 
     Raises:
         TypeError: when a call gives none.
@@ -198,7 +197,7 @@ class Given(torch.nn.Module):
 
     @contextmanager
     def holding(self, **tensors: torch.Tensor) -> Iterator[None]:
-        """Context in which ops that are bound to this read these tensors."""
+        """Context in which the ops bound to this module read these tensors."""
         held: ContextVar[Any] = self.__dict__["_held"]
         token = held.set(tensors)
         try:

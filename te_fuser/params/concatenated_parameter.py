@@ -262,11 +262,10 @@ class _Wholes(dict[str, torch.Tensor]):
 
 
 class Together(HoldsScales):
-    """A module that keeps groups of its parameters in one buffer each, so that joining them takes no copy.
+    """Module that stores several parameters in one buffer, so that `Bound` concatenates them without a copy.
 
-    `keep_together("query_weight", "key_weight", "value_weight")` says so, once they are there; names of parts'
-    parameters are `part.weight`. They stay parameters of their own, under their names; `.to()` and the like, loading,
-    deepcopy and pickle keep them together.
+    Call `keep_together("query_weight", "key_weight", "value_weight")` when they exist; parameters of submodules are
+    named `part.weight`. They stay separate parameters; `.to()`, loading, deepcopy and pickle keep the buffer.
 
     Raises:
         AttributeError: when there is no such parameter.
@@ -325,9 +324,9 @@ class Together(HoldsScales):
 
 @dataclass(frozen=True)
 class Transposed:
-    """A matrix of a module, by its name, as its transpose: `Bound(op, owner, weight=Transposed("weight"))`.
+    """Transpose of a module's matrix, by name: `Bound(op, owner, weight=Transposed("weight"))`.
 
-    So a MatMul reads a weight [in, out] as its [out, in], in place: products take either order.
+    A MatMul then reads a weight [in, out] as [out, in], without a copy.
     """
 
     name: str

@@ -302,15 +302,15 @@ class Preset(Together, Variants):
         return [module for name, module in self.members() if name not in self._listed]
 
     def reference(self, *args: Any, **call: Any) -> Any:
-        """The result of the same call op by op from their meaning, in plain differentiable PyTorch operations."""
+        """Result of the same call, op by op, in plain differentiable PyTorch operations."""
         return self._asked(*args, **call).by(Sequential.reference)
 
     def plan(self, *args: Any, device: Any = None, **call: Any) -> Plan:
-        """The plan of the same call, as that of `Sequential` is."""
+        """Plan of the same call, as `Sequential.plan`."""
         return self._asked(*args, **call).of_list(functools.partial(Sequential.plan, device=device))  # type: ignore[no-any-return]
 
     def plans(self, *args: Any, device: Any = None, **call: Any) -> list[Plan]:
-        """One plan of the same call for each group of ops between plain modules, as those of `Sequential` are."""
+        """Plans of the same call, as `Sequential.plans`."""
         return self._asked(*args, **call).of_list(functools.partial(Sequential.plans, device=device))  # type: ignore[no-any-return]
 
     def explain(
@@ -329,7 +329,7 @@ class Preset(Together, Variants):
         return self._asked(*args, **call).of_list(show)
 
     def tune(self, *args: Any, rounds: int = 7, seconds: float = 0.2, margin: float = 0.005, **call: Any) -> TuneReport:
-        """Measure other choices for the same call, as `Sequential.tune` does, with its options."""
+        """Measure alternatives for the same call, as `Sequential.tune`, with its options."""
         measure = functools.partial(Sequential.tune, rounds=rounds, seconds=seconds, margin=margin)
         return self._asked(*args, **call).of_list(measure)  # type: ignore[no-any-return]
 

@@ -87,18 +87,18 @@ class DotProductAttention(ContextParallel):
         num_attention_heads: heads of the queries.
         kv_channels: features of a head, or (of keys, of values).
         num_gqa_groups: heads of keys and values; None: as many as of queries.
-        attention_dropout: probability that a weight of a key is dropped.
+        attention_dropout: probability that a softmax probability is dropped, in training.
         qkv_format: "sbhd" [S, B, H, D], "bshd", or "thd": sequences one behind the other, by `cu_seqlens_q`.
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal", "causal_bottom_right",
             "padding_causal_bottom_right" or "arbitrary".
-        window_size: (left, right), how many positions a query sees on each side, -1 for all.
-        bottom_right_diagonal: whether causality and windows count from the last query and key; None: as the mask's type
-            says.
+        window_size: (left, right), the positions that a query sees on each side; -1: all.
+        bottom_right_diagonal: True aligns the last query with the last key, False the first ones; None: as the mask
+            type says.
         softmax_scale: None: 1 / sqrt(channels).
-        softmax_type: "vanilla"; "off-by-one" has a logit 0 beside the keys, "learnable" the parameter `softmax_offset`
-            [heads], which is zeros of the former, and None of "vanilla".
-        softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
-        layer_number: where it stands in a model, from 1 on.
+        softmax_type: "vanilla"; "off-by-one" adds a logit of 0 to each row, "learnable" the parameter `softmax_offset`
+            [heads]. The attribute is zeros with "off-by-one", None with "vanilla".
+        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
+        layer_number: the layer's number in the model, from 1 on: selects its caches in `InferenceParams`.
         attention_type: "self" or "cross".
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: ranks that cut the sequences, see
             `set_context_parallel_group`.
@@ -209,8 +209,8 @@ class DotProductAttention(ContextParallel):
 
         Args:
             query_layer, key_layer, value_layer: [S, B, H, D] in the order of qkv_format; keys and values may have
-                another length. Left out where it is a step of the list of another preset, as with hooks of its own:
-                there heads lie as the projections before it give them.
+                another length. Inside of another preset's list keys and values are left out, and queries are packed as
+                the projections before give them.
             attention_mask: boolean, True = hidden, for a type of mask that reads it.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             **call: qkv_format, attn_mask_type, window_size, bottom_right_diagonal in place of the constructor's;

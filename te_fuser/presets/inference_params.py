@@ -42,19 +42,19 @@ class CacheRequest:
 
 
 class InferenceParams:
-    """The keys and values of sequences that are continued step by step, for all layers of a model.
+    """Caches of keys and values, for all layers of a model, to continue sequences step by step.
 
-    Before each step `pre_step` says which sequences it continues, and by how many tokens; row n of the batch is the
-    n-th of them, its tokens first and padding behind. Where nobody calls it, `sequence_len_offset` says at which
-    position all samples of a call begin, as Megatron has it. The lengths lie on the device, so that a step plans
-    nothing anew and waits for nothing, and a captured step is replayed for the next.
+    Call `pre_step` before each step, with the sequences to continue and their numbers of tokens; row n of the batch is
+    the n-th sequence, its tokens first and padding behind. Without `pre_step` all samples of a call begin at position
+    `sequence_len_offset`, as in Megatron. Lengths stay on the device: a step makes no new plan and waits for nothing,
+    and a captured step can be replayed.
 
     Args:
         max_batch_size: sequences at a time.
         max_sequence_length: positions of each.
-        num_heads_kv, head_dim_k, head_dim_v, dtype: of the caches; None: as the model's first call has them.
-        is_paged: False, as its attribute is: te_fuser has no pages.
-        qkv_format, max_ctx_len: change nothing: caches lie as the layers' calls do.
+        num_heads_kv, head_dim_k, head_dim_v, dtype: of the caches; None: taken from the model's first call.
+        is_paged: False: te_fuser has no pages.
+        qkv_format, max_ctx_len: change nothing: caches have the format of the layers' calls.
 
     Raises:
         NotImplementedError: for pages, and managers of caches.
@@ -96,13 +96,13 @@ class InferenceParams:
         return {**self.__dict__, "_lengths": {}, "_writers": {}}
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
-        """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
+        """Set the sequences of the next step: {sequence: number of tokens}, in the order of the batch's rows.
 
-        A sequence that is not among them has ended, and its place is free; one that is new begins.
+        A new key begins a sequence; a sequence that is left out has ended, and its place is free.
 
         Raises:
             TypeError: for what is no dict of whole numbers.
-            ValueError: when there are too many of them, or one gets too long; nothing has changed then.
+            ValueError: for too many sequences, or one that gets too long; nothing changes then.
         """
         steps = _whole_numbers(step_dict)
         if len(steps) > self.max_batch_size:
@@ -128,7 +128,7 @@ class InferenceParams:
             _put_lengths(rows, list(lengths.values()), self._steps)
 
     def reset(self) -> None:
-        """Forget all sequences; memory stays."""
+        """End all sequences; the caches' memory stays allocated."""
         self.sequences, self._steps, self._by_steps = OrderedDict(), [], False
         self._told += 1
         self.sequence_len_offset = self.batch_size_offset = 0

@@ -141,9 +141,8 @@ class LayerNormMLP(Preset):
         hidden_size: features of x and y, [..., hidden_size].
         ffn_hidden_size: features between activation and second product; a gated activation takes twice as many.
         eps: added to the norm's variance.
-        bias: whether there are fc1_bias and fc2_bias.
-        fc1_bias: whether there is fc1_bias, where that is to be said apart; None: as `bias` says, or else as the
-            checkpoint has it that is loaded.
+        bias: True for fc1_bias and fc2_bias.
+        fc1_bias: True for fc1_bias, False for none; None: as `bias`, or as in a checkpoint that is loaded.
         normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `te_fuser.presets.norm.Normed`.
         activation: "gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu" or
@@ -225,8 +224,8 @@ class LayerNormMLP(Preset):
 
         Args:
             inp: [..., hidden_size].
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
 
         Raises:
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.

@@ -257,11 +257,11 @@ class Linear(Affine):
         in_features: the size of x's last dimension; x is [..., in_features].
         out_features: the size of y's; `weight` is [out_features, in_features], `bias` [out_features].
         bias: whether there is one.
-        parallel_mode: "column" or "row", in any case: which dimension of the weight ranks cut: see `ops.Cut`.
-        skip_weight_param_allocation: there are no parameters, and each call gives weight and bias.
+        parallel_mode: "column" or "row" (in upper or lower case): the sharded dimension of the weight, see `ops.Cut`.
+        skip_weight_param_allocation: no parameters; each call passes weight and bias.
         return_bias: the bias is not added but returned: (y, bias).
-        parameters_split: names of parts that are parameters of their own, name_weight and name_bias, of equal sizes or
-            those that a mapping says; they lie in one buffer.
+        parameters_split: names of equal parts, or a mapping from names to sizes: each part has parameters of its own,
+            {name}_weight and {name}_bias; they lie in one buffer.
         **keywords: what presets share, see `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """
 
@@ -291,8 +291,8 @@ class LayerNormLinear(Affine):
         normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.
         zero_centered_gamma: the norm's factor is 1 + its weight, which starts at 0.
         return_layernorm_output: calls return what the norm gives, too, behind everything else.
-        return_layernorm_output_gathered: with `sequence_parallel` and by column that is of all ranks' rows, and of its
-            gradient each has a term; else of this rank's.
+        return_layernorm_output_gathered: with `sequence_parallel` and "column" it has the rows of all ranks, and its
+            gradient is summed over them; otherwise this rank's rows.
         parallel_mode, skip_weight_param_allocation, return_bias, parameters_split: see `Linear`.
         **keywords: what presets share, see `te_fuser.presets.keyword_arguments.Common`, and options of lists.
     """

@@ -44,21 +44,22 @@ class MultiheadAttention(ContextParallel):
         hidden_size: features of x and y.
         num_attention_heads: heads of the queries.
         kv_channels: features of a head; None: hidden_size / num_attention_heads.
-        attention_dropout: probability that a weight of a key is dropped.
+        attention_dropout: probability that a softmax probability is dropped, in training.
         layernorm_epsilon: added to the variance of the norm.
         num_gqa_groups: heads of keys and values; None: as many as of queries.
-        bias: whether the projections have one.
-        input_layernorm: whether x is normalized first: `layernorm_qkv` in place of `qkv`, for cross attention
-            `layernorm_query` in place of `query_layer`.
+        bias: True for biases in the projections.
+        input_layernorm: normalize x first: `layernorm_qkv` in place of `qkv`, for cross attention `layernorm_query` in
+            place of `query_layer`.
         attention_type: "self", or "cross": keys and values are projected from `encoder_output`, by `key_value`.
         fuse_qkv_params: one weight for queries, keys and values in place of query_weight, key_weight and value_weight.
         qkv_weight_interleaved: in such a weight heads lie group by group [queries.., key, value], else all queries, all
             keys, all values.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of each head, of queries (`q_norm`) and keys
             (`k_norm`); both are None without.
-        qk_norm_eps: added to their variance; `zero_centered_gamma` says nothing of them.
-        qk_norm_before_rope: they come before the rotation, else behind it.
-        rotary_pos_interleaved: neighbours are turned as pairs, else the halves of a head.
+        qk_norm_eps: added to their variance; `zero_centered_gamma` does not apply to them.
+        qk_norm_before_rope: they come before the rotation, otherwise after it.
+        rotary_pos_interleaved: pairs for the rotation are neighbouring features, otherwise feature n of each half of a
+            head.
         attn_mask_type, window_size, bottom_right_diagonal, softmax_type, layer_number, qkv_format: see
             `DotProductAttention`.
         return_bias: the last bias is not added but returned: (y, bias).
@@ -408,9 +409,9 @@ class MultiheadAttention(ContextParallel):
         Args:
             hidden_states: [S, B, hidden_size] in the order of qkv_format, [T, hidden_size] for "thd".
             attention_mask: boolean, True = hidden, for a type of mask that reads it; a pair for cross attention.
-            encoder_output: what keys and values are projected from in cross attention.
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            encoder_output: [keys, B, hidden_size], the tensor that cross attention projects keys and values from.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
             rotary_pos_emb: angles [S, 1, 1, D], or a pair, of queries and keys; with inference_params those of all

@@ -18,12 +18,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Args:
         dim: features of a head.
-        rotary_percent: the share of them that turns, the first ones.
+        rotary_percent: the share of the features that are rotated, the first ones.
         seq_len_interpolation_factor: positions are divided by it, where pretrained_max_position_embeddings is given.
-        pretrained_max_position_embeddings: what a model was trained with: where there are more positions than so many
-            times the factor, they are squeezed into these.
+        pretrained_max_position_embeddings: the positions that a model was trained with: more positions than this times
+            the factor are scaled down into these.
         rotary_base: the base.
-        interleaved: whether neighbours are pairs, else the halves of what turns.
+        interleaved: pairs are neighbouring features, otherwise feature n of each half of the rotated ones.
         device: where the angles are; None: torch's default if one was set, else the GPU if there is one, else the CPU.
 
     Raises:
@@ -92,11 +92,11 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [S, B, H, D], [B, S, H, D] or [T, H, D], as tensor_format says.
-        freqs: angles [S or more, 1, 1, D or fewer], as `RotaryPositionEmbedding` gives them; those of whole sequences.
+        freqs: angles [S or more, 1, 1, D or fewer] of `RotaryPositionEmbedding`, for whole sequences.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: [B], the position of each sample's first row; None: 0.
         interleaved: whether neighbours are pairs, else the halves of what turns.
-        fused: changes nothing: there is one way.
+        fused: changes nothing.
         cu_seqlens: of "thd", where sequences begin, [sequences + 1].
         cp_size, cp_rank: how many ranks cut the sequence, and which of them has t: its blocks cp_rank and 2 cp_size - 1
             - cp_rank of 2 cp_size equal ones.

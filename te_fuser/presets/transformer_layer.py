@@ -99,12 +99,12 @@ class TransformerLayer(ContextParallel):
         num_attention_heads: heads of the queries.
         layernorm_epsilon: added to the variance of the norms.
         hidden_dropout: probability that an element of a branch is dropped.
-        attention_dropout: probability that a weight of a key is dropped.
+        attention_dropout: probability that a softmax probability is dropped, in training.
         self_attn_mask_type, window_size, bottom_right_diagonal: of self attention, see `DotProductAttention`.
-        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of cross attention; None for the
-            type: as the mask that a call gives looks, none without one.
+        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of cross attention; with a type of
+            None the call's mask decides: none, a pair for padding, or one tensor for "arbitrary".
         apply_query_key_layer_scaling, attention_softmax_in_fp32: change nothing: scores are float32 in any case.
-        apply_residual_connection_post_layernorm: branches are added to what their norm gives, else to what it takes.
+        apply_residual_connection_post_layernorm: the residual is the output of a branch's norm, otherwise its input.
         output_layernorm: the layer ends with a norm, and self attention begins with none.
         parallel_attention_mlp: attention and MLP both read x: y = x + drop(attention(norm(x)) + mlp(norm(x))).
         layer_type: "encoder", or "decoder" with cross attention to `encoder_output` between the two.
@@ -277,11 +277,11 @@ class TransformerLayer(ContextParallel):
             hidden_states: [S, B, hidden_size] in the order of attn_input_format, [T, hidden_size] for "thd".
             attention_mask: boolean, True = hidden, for a type of mask that reads it: [B, 1, 1, S] of padding,
                 broadcastable to [B, heads, S, S] for "arbitrary".
-            encoder_output: what a decoder's cross attention reads.
+            encoder_output: [keys, B, hidden_size], the input of a decoder's cross attention.
             enc_dec_attn_mask: its mask: a pair of padding masks, of queries (or None) and of keys, or one tensor,
                 broadcastable to [B, heads, queries, keys].
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
-                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
+            is_first_microbatch: True overwrites the weights' main_grad, None and False add to it. In a region of FP8
+                True quantizes the weights and keeps the result, False reuses it, None quantizes in this call.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
             rotary_pos_emb: angles [S, 1, 1, D] of self attention, or a pair, of queries and keys; with inference_params

@@ -27,8 +27,8 @@ _LOST = (
 def checkpoint_contexts() -> tuple[Any, Any]:
     """Contexts for `torch.utils.checkpoint.checkpoint(.., use_reentrant=False, context_fn=checkpoint_contexts)`.
 
-    What is computed again in backward runs in the regions of its forward by the scales of then, and amaxes count once.
-    `te_fuser.checkpoint` does so by itself.
+    The recomputation in backward then has the region and the scales of forward, and amaxes count once.
+    `te_fuser.checkpoint` needs no such contexts.
 
     Returns:
         A context for forward, and one for what runs again, which may be entered for each backward.

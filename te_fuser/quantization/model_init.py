@@ -32,21 +32,21 @@ _waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quant
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Context in which ops and presets are made whose products keep their weights in 8 bits alone, for inference.
+    """Context in which constructors make products with weights in 8 bits only, for inference.
 
     A weight becomes a parameter of float8_e4m3fn, with the scale 448 / amax among the module's buffers (`fp8_scale`),
-    as soon as its module is made. Calls take a region of FP8 and no gradients; checkpoints load in 8 bits and wide.
+    by the constructor. Call them in a region of FP8 and without gradients; checkpoints load in 8, 16 or 32 bits.
     Weights whose sizes are no multiple of 16 stay as they are.
 
     Args:
-        enabled: whether they do; where not, every recipe is taken.
-        recipe: checked alone, whether such weights can run by it: how x is quantized says the region of a call.
+        enabled: False: weights stay as they are.
+        recipe: only checked for being able to run such weights: the region of a call quantizes x by its own recipe.
         preserve_high_precision_init_val: refused, as it is for training.
 
     Raises:
         TypeError: for what is no recipe, or neither True nor False.
         ValueError: for a recipe by which they cannot run.
-        NotImplementedError: to preserve what weights were.
+        NotImplementedError: for preserve_high_precision_init_val=True.
     """
     for name, flag in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
         if not isinstance(flag, bool):

@@ -102,14 +102,13 @@ class Chosen(dict[str, Recipe | None], Aside):  # type: ignore[misc]
 
 
 def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
-    """Have products of a model run by recipes of their own: `precision(model, {"*.fc2": recipe, "lm_head": None})`.
+    """Give products of a model recipes of their own: `precision(model, {"*.fc2": recipe, "lm_head": None})`.
 
-    Where a region is on, that is. It holds until it is said again, for copies of the model, too, and is in no
-    `state_dict`.
+    They apply inside of regions, until `precision` is called again, to copies, too, and are in no `state_dict`.
 
     Args:
-        recipes: pattern, as in file names -> the recipe of the products whose path, or that of a module around them,
-            it matches; None: their own precision. The last pattern that matches counts.
+        recipes: {pattern with * and ?: recipe}, for products whose path, or that of a module around them, matches;
+            None: the model's dtype. The last matching pattern counts.
 
     Raises:
         TypeError: for what is no module, no pattern, no recipe.

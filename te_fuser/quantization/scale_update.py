@@ -318,7 +318,7 @@ on_entry(_at_entry)
 
 
 class TensorState(NamedTuple):
-    """The scale of a tensor in 8 bits, float32 [], and the amaxes of its last calls.
+    """Scale of a tensor in 8 bits, float32 [], and its amax history.
 
     Attributes:
         amax_history: newest first, float32 [amax_history_len].
@@ -329,15 +329,14 @@ class TensorState(NamedTuple):
 
 
 def states(model: torch.nn.Module) -> dict[str, TensorState]:
-    """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
+    """Scales and amax histories of a model's tensors in 8 bits, with all recorded amaxes applied.
 
-    Inside of a region or a backward they are those that its calls go by, and what these record comes later. Where ranks
-    agree on amaxes, all of them call this together.
+    Inside of a region or a backward they are those in use there. Ranks that share amaxes have to call it together.
 
     Returns:
-        path of a product + ".input", ".weight" or ".output_gradient", for a model that is one product these alone
-        without the dot -> (scale, amax_history); of products that have run in a region, and whose weights are the
-        model's own: those of weights that come with a call are kept with its list.
+        {path of a product + ".input", ".weight" or ".output_gradient": (scale, amax_history)}, without path and dot for
+        a model that is one product. Products that have not run in a region, or whose weights come with the call, are
+        left out.
 
     Raises:
         TypeError: for what is no module.
@@ -383,11 +382,11 @@ def _saved(state: State, saves: bool) -> dict[str, torch.Tensor]:
 
 
 def not_finite(model: torch.nn.Module) -> dict[str, int]:
-    """Counts of amaxes that were infinite or NaN, and so moved no scale: by the same names, where that happened at all.
+    """Counts of infinite or NaN amaxes, which moved no scale: {name as in `states`: count}, without zeros.
 
     Raises:
         TypeError: for what is no module.
-        RuntimeError: inside of a region, whose amaxes are counted when it was left.
+        RuntimeError: inside of a region, whose amaxes are counted at its end.
     """
     if any(entered()):
         raise RuntimeError("not_finite counts what regions recorded that were left: ask outside, and before the step")

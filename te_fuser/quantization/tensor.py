@@ -17,12 +17,11 @@ class QuantizedTensor:
     """Result of `quantize`.
 
     Attributes:
-        data: in 8 bits, of the shape of what it is made of.
-        transposed: the same as a matrix that lies the other way round, [features, tokens], with zeros behind the tokens
-            up to a multiple of 16.
-        scale_inverse: float32 []: what data is multiplied by to be itself again.
-        amax: float32 []: the largest magnitude before it was scaled; 0 where there is nothing, NaN where NaN is.
-        dtype: of what it is made of.
+        data: x * scale in 8 bits, with the shape of x.
+        transposed: the same as a matrix [features, tokens], padded by zeros to a multiple of 16 tokens.
+        scale_inverse: float32 []: 1 / scale, by which `dequantize` multiplies data.
+        amax: float32 []: the largest magnitude of x; 0 of an empty one, NaN if x has NaN.
+        dtype: x's.
     """
 
     data: torch.Tensor
@@ -32,7 +31,7 @@ class QuantizedTensor:
     dtype: torch.dtype
 
     def dequantize(self) -> torch.Tensor:
-        """data * scale_inverse, computed in float32, in the dtype and the shape of what it is made of."""
+        """data * scale_inverse, computed in float32, with the dtype and shape of x."""
         return (self.data.float() * self.scale_inverse).to(self.dtype)
 
 

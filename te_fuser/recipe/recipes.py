@@ -48,10 +48,10 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Sums of a product of 8 bits.
+    """Accumulation of a product in 8 bits.
 
     Attributes:
-        use_split_accumulator: in float32 all along; else in fewer bits where the library has them faster.
+        use_split_accumulator: True sums in float32 throughout; False in fewer bits, where the library is faster so.
     """
 
     use_split_accumulator: bool = True
@@ -67,11 +67,11 @@ _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumu
 
 @dataclass(frozen=True)
 class QParams:
-    """Rule by which a tensor gets its scale from its own amax.
+    """Rule for a scale from an amax: largest number of the format / max(amax, amax_epsilon).
 
     Attributes:
-        power_2_scale: whether scales are rounded down to powers of two.
-        amax_epsilon: the least amax.
+        power_2_scale: round scales down to powers of two.
+        amax_epsilon: lower bound of the amax.
     """
 
     power_2_scale: bool = False
@@ -85,11 +85,11 @@ class QParams:
 
 
 class OwnScales(NamedTuple):
-    """Rule by which a tensor gets its scales from itself.
+    """Rule for scales that are computed from the tensor itself.
 
     Attributes:
-        by: how each follows from what it scales.
-        block: rows and columns that have one, where what is summed lies along the columns; None: all have one.
+        by: the rule from amax to scale.
+        block: (rows, columns) with one scale, where products sum along the columns; None: one scale for the tensor.
     """
 
     by: QParams
@@ -98,14 +98,14 @@ class OwnScales(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """A recipe: values that compare by what they hold, and cannot be changed once they are made.
+    """Base class of recipes: immutable, and equal where their fields are equal.
 
     Attributes:
-        step: features of the products that run by it come in multiples of so many.
-        formats: those that it takes.
-        fp8_format: which formats are used.
-        reduce_amax: whether ranks agree on what is kept.
-        override_linear_precision: which products keep their precision: y, dx, dW.
+        step: products run in FP8 if their numbers of features are multiples of it.
+        formats: the allowed values of fp8_format.
+        fp8_format: the formats in use.
+        reduce_amax: True takes the largest amax over the ranks.
+        override_linear_precision: True for those of (y, dx, dW) that stay in the model's dtype.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: how y = x W^T, dx = dy W and dW = dy^T x are summed.
         fp8_dpa, fp8_mha: attention in FP8, which is refused.
     """
@@ -142,7 +142,7 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales] | None:
-        """Rules by which x, W and dy get their scales from themselves; None where they are kept from call to call."""
+        """Rules for scales computed from x, W and dy themselves; None for recipes with amax histories."""
 
     @property
     def scales(self) -> str:
@@ -152,37 +152,37 @@ class Recipe(ABC):
 
     @classmethod
     def delayed(cls) -> bool:
-        """True where it is DelayedScaling; as the others below, of a recipe or its class, subclasses included."""
+        """True for DelayedScaling and subclasses; as the others below, a method of recipes and of their classes."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """True where it is Float8CurrentScaling."""
+        """True for Float8CurrentScaling."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """True where it is one of these two, by which each tensor has one scale."""
+        """True for these two, which have one scale a tensor."""
         return cls.delayed() or cls.float8_current_scaling()
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """True where it is Float8BlockScaling."""
+        """True for Float8BlockScaling."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """True where it is MXFP8BlockScaling."""
+        """True for MXFP8BlockScaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """True where it is one of 4 bits: there is none."""
+        """False: there is no recipe in 4 bits."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
-        """True where it is none of them, but one's own."""
+        """True for a recipe of your own."""
         return not (cls.float8_per_tensor_scaling() or cls.float8_block_scaling() or cls.mxfp8())
 
 
@@ -197,16 +197,16 @@ class DelayedScaling(Recipe):
     History and scale move for what was quantized with gradients on and has a finite amax above 0.
 
     Attributes:
-        margin: powers of two left free, -126 to 126.
+        margin: power of two by which scales are smaller, -126 to 126.
         interval: not used.
         fp8_format: which formats: Format.HYBRID or Format.E4M3.
-        amax_history_len: how many calls are remembered.
-        amax_compute_algo: what becomes of them: "max", "most_recent", or a function of the history, float32
-            [amax_history_len, tensors], newest first, that gives [tensors], each from its own column.
+        amax_history_len: the number of updates in a history.
+        amax_compute_algo: "max", "most_recent", or a function of the history, float32 [amax_history_len, tensors],
+            newest first, that returns [tensors], each from its own column.
         scaling_factor_compute_algo: a function (amax, scale, fp8_max, recipe) -> the new scale, all float32 [tensors];
             None: the formula.
-        reduce_amax: whether ranks agree on the largest.
-        override_linear_precision: which products keep their precision: y, dx, dW.
+        reduce_amax: True takes the largest amax over the ranks.
+        override_linear_precision: True for those of (y, dx, dW) that stay in the model's dtype.
 
     Raises:
         TypeError: for a value of another type.
@@ -252,7 +252,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Scales from the tensors themselves, as they are: nothing is kept from call to call, and nobody agrees on it.
+    """Scale of each tensor from its own amax, in each call: no history, and no communication between ranks.
 
         scale = largest of the format / max(amax, amax_epsilon)    in float32; infinite: the largest one; 1 where the
                                                                    amax is 0, infinite or NaN
@@ -278,8 +278,9 @@ class Float8CurrentScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """One scale for each 1 x 128 numbers of x and dy, along what is summed, and for each 128 x 128 of W.
 
-    Scales follow from the blocks as in `Float8CurrentScaling`, rounded down to powers of two. So x and dy are quantized
-    once for each product that reads them. Features come in multiples of 128; others stay in their own precision.
+    Scales follow from the amax of a block as in `Float8CurrentScaling`, rounded down to powers of two. x and dy are
+    quantized once for each product that reads them. Products with features that are no multiple of 128 stay in their
+    dtype.
 
     Attributes:
         fp8_format: Format.E4M3.
@@ -319,7 +320,7 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """One scale, a power of two, for each 32 numbers along what is summed: emulated on a CPU, refused on GPUs.
 
-    Features come in multiples of 32; others stay in their own precision.
+    Products with features that are no multiple of 32 stay in their dtype.
 
     Attributes:
         margin: 0.

@@ -117,7 +117,7 @@ def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 @contextlib.contextmanager
 def microbatch(is_first: bool | None) -> Iterator[None]:
-    """Context in which calls are of the first micro-batch of a step or of another one; None: as around.
+    """Context whose calls belong to the first micro-batch of a step (True) or to a later one (False); None: no change.
 
     Raises:
         TypeError: for anything else than True, False and None.
@@ -290,14 +290,13 @@ def fp8_autocast(
 ) -> Entered:
     """A region whose products run in FP8: `with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):`.
 
-    Inside of another region the inner one holds. Backward runs as its forward did, inside of a region or not.
+    Regions nest; the innermost one counts. A backward runs as its forward did, inside of a region or outside.
 
     Args:
-        enabled: whether they do; inside of a region that is on, `enabled=False` is one where they do not.
-        calibrating: where they do not, whether the largest magnitudes are recorded all the same. A recipe in this place
-            is `fp8_recipe`.
-        fp8_recipe: how; by default DelayedScaling().
-        fp8_group: the ranks that agree on the largest magnitudes; by default all, where there are several.
+        enabled: False turns FP8 off, also inside of another region.
+        calibrating: with enabled=False, record amaxes without quantizing. A recipe as second argument is `fp8_recipe`.
+        fp8_recipe: formats and scales; by default DelayedScaling().
+        fp8_group: the ranks that share amaxes; by default all.
 
     Raises:
         TypeError: for what is no recipe, no group, or neither True nor False.

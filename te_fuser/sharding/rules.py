@@ -27,13 +27,13 @@ Op = TypeVar("Op", bound=FusableOperation)
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """Placements around an op of a list, beside that of its main input.
+    """Placements of an op's other inputs, for a `ShardingRule`.
 
     Attributes:
         group: the ranks.
-        start: the placement of the list's input, which the call's other tensors have too.
-        named: by argument, those of the named inputs that ops of the list have made.
-        shapes: of the op's parameters, as this rank has them.
+        start: the placement of the list's input, and of the call's other tensors.
+        named: {argument: placement} of named inputs that come from ops of the list.
+        shapes: of the op's parameters on this rank.
     """
 
     group: Group
@@ -43,10 +43,10 @@ class ShardingContext:
 
 
 class ShardingRule(Generic[Op]):
-    """Rule by which ranks of a group run an op. This one is that of ops without one: they run where values are whole.
+    """Rule for running an op on the ranks of a group; this default takes replicated values only.
 
-    A subclass says how another kind of op differs from it; mostly `gives` is enough. `sharding_rule(rule)` decorates
-    the class of the op, whose subclasses have the rule too.
+    Override what differs for an op, mostly just `gives`, and decorate its class by `sharding_rule(rule)`; subclasses
+    inherit the rule.
     """
 
     def group(self, op: Op) -> Group:
@@ -109,7 +109,7 @@ RULES: OpTable[ShardingRule[Any]] = OpTable("sharding", ShardingRule())
 
 
 def sharding_rule(rule: ShardingRule[Any]) -> Callable[[Kind], Kind]:
-    """Decorator that gives a class of elementary ops a rule, which its subclasses have too.
+    """Decorator that gives a class of elementary ops, and its subclasses, a `ShardingRule`.
 
     Raises:
         TypeError: for anything else.

@@ -10,7 +10,7 @@ _FEW = 5  # failures that are named
 
 
 class VerificationError(AssertionError):
-    """Something fused differs from the operations it stands for; the message says where and by how much."""
+    """A fused result differs from the unfused ops; the message names the case, the tensor and the error."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -15,12 +14,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from tests.browser.chromium import NARROW, WIDE, command, needs_chromium
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--disable-quic"]  # fmt: skip
-WIDE, NARROW = 1400, 400
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    assert CHROMIUM is not None
-    command = [CHROMIUM, *QUIET, f"--user-data-dir={folder}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command(folder, *arguments), capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:

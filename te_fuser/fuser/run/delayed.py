@@ -138,10 +138,10 @@ def _warn_many() -> None:
 
 
 def backward_dw(module: torch.nn.Module) -> None:
-    """Compute the gradients of weights that the oldest backward of a module has left, by `delay_wgrad_compute`.
+    """Compute the weight gradients that the oldest backward of a module with `delay_wgrad_compute` has left.
 
-    They are added to `grad`, or to `main_grad`, as backward would have done. Where ranks share the module all call it,
-    in the same order among their calls.
+    They are added to `grad` or `main_grad`, as by backward. If ranks share the module, all have to call it in the same
+    order.
 
     Raises:
         RuntimeError: for a module of `fully_shard`, which reduces gradients before this.

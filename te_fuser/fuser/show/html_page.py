@@ -32,8 +32,8 @@ max-width:1100px;margin:0 auto;padding:12px}
 .te-fuser p{margin:4px 0}.te-fuser .soft{color:var(--soft)}
 .te-fuser .lane{position:relative;display:flex;height:40px;margin:2px 0 6px;padding:0;list-style:none}
 .te-fuser .lane li{display:flex;min-width:0;flex-basis:0;overflow:hidden;list-style:none}
-.te-fuser .lane a{flex:1;overflow:hidden;white-space:nowrap;color:#fff;font-size:11px;padding:3px 0;
-text-indent:3px;text-decoration:none;margin-right:min(1px,20%)}
+.te-fuser .lane a{flex:1;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;color:#fff;font-size:11px;
+padding:3px 0;text-indent:3px;text-decoration:none;margin-right:min(1px,20%)}
 .te-fuser a:focus{outline:3px solid var(--ink);outline-offset:-3px}
 .te-fuser .tip{display:none;position:absolute;left:0;right:0;top:42px;z-index:2;background:var(--page);padding:8px;
 border:1px solid var(--line);box-shadow:0 3px 10px #0004;white-space:pre-line}

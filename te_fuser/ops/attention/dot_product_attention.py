@@ -160,10 +160,10 @@ class DotProductAttention(SharedAttention):
         layout: "sequence_first" [S, B, F], "batch_first" [B, S, F], or "tokens" [T, F]: sequences one behind the
             other, which the mask's `offsets` tell apart. It has no default.
         packing: "interleaved" or "blocked", see `PackedHeads`; "apart", or an `Apart`.
-        scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
+        scores: an `AttentionScores`: soft cap, bias, ALiBi, sinks.
 
     Attributes:
-        context: ranks that cut the sequence, of which x and the output are this rank's part; see `InContext`.
+        context: the ranks over which the sequence is sharded: x and the output are then this rank's part.
     """
 
     # f() -> a context in which a library that draws by itself does so; None: PyTorch's generator as it is.

@@ -14,7 +14,7 @@ from te_fuser.ops.sharing import InContext
 
 
 class OfHeads(UnfusedOperation):
-    """An op on heads side by side among the features; where ranks cut these, each has whole heads.
+    """An op on heads side by side among the features; sharded over ranks by whole heads.
 
     Attributes:
         heads: query heads, those of all ranks together.
@@ -29,7 +29,7 @@ class OfHeads(UnfusedOperation):
 
 
 class OfPositions(OfHeads, InContext):
-    """An op on heads to which it matters where in the sequence its rows stand."""
+    """An op on heads whose result depends on the positions of its rows in the sequence."""
 
     family = True
 

@@ -193,13 +193,14 @@ class PackedHeads(HeadLayout):
 
 @dataclass(frozen=True)
 class Apart:
-    """Keys and values in named inputs of an attention, queries alone in its main one.
+    """Setting of an attention with keys and values in named inputs, and queries alone in the main one.
 
     Attributes:
-        key, value: the names of [.., G * D] and [.., G * E], in the layout of the queries, of another length maybe.
-        key_value: the name of one input [.., G * (D + E)] in place of both.
-        packing: of that one: "interleaved" is, for each head, [a key, a value]; "blocked" [all keys | all values].
-        value_dim: E; None: as large as the heads of queries and keys.
+        key, value: names of inputs [.., G * D] and [.., G * E] for G heads, in the queries' layout; the length may
+            differ.
+        key_value: name of one input [.., G * (D + E)] in place of both.
+        packing: of `key_value`: "interleaved", for each head [a key, a value], or "blocked", [all keys | all values].
+        value_dim: E, the features of a head of values; None: D, those of queries and keys.
     """
 
     key: str = "key"

@@ -14,15 +14,15 @@ from te_fuser.ops.checks import check_features
 
 
 class QueriesApart(OfHeads):
-    """Take packed heads apart: y = q, and `key_value` for an attention with `Apart(key_value="key_value", packing=..)`.
+    """Separate packed heads: y = q, and `key_value` for an attention with `Apart(key_value="key_value", packing=..)`.
 
-    So keys may be told to be in other sequences than the queries that they were projected with.
+    Keys may then have other lengths or offsets than the queries that they were projected with.
 
     Args:
         head_dim: features of one head.
         heads: query heads.
         kv_heads: key and value heads.
-        packing: "interleaved" or "blocked", see `PackedHeads`; of both, `Apart` calls the same so.
+        packing: "interleaved" or "blocked", of x and of `key_value`, see `PackedHeads` and `Apart`.
 
     Raises:
         ValueError: for counts that do not fit, or when x has another feature size.
