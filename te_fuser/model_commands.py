@@ -212,16 +212,16 @@ def explain(chosen: argparse.Namespace) -> int:
 
 def plans_as_data(explanation: Explanation) -> list[dict[str, Any]]:
     """Plans as lists and numbers: seconds, bytes."""
-    from te_fuser.fuser.show.step_rows import step_rows
+    from te_fuser.fuser.show.step_rows import rows_of
 
     found = []
     for plan in explanation.plans:
         data: dict[str, Any] = {"device": plan.device.name, "memory": plan.memory, "kept_bytes": plan.kept_bytes()}
-        for direction in ("forward", "backward"):
+        for direction, rows in rows_of(plan).items():
             data[direction] = [
                 {"step": row.name, "kind": row.what, "ops": list(row.covers), "seconds": row.seconds, "read": row.read,
                  "written": row.written, "limit": row.limit, "share": row.share}
-                for row in step_rows(plan, direction)
+                for row in rows
             ]  # fmt: skip
         data["refused"] = [
             {"fusion": r.name, "direction": r.direction, "ops": [r.start, r.stop - 1], "reason": r.reason}
