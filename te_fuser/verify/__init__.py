@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from te_fuser.verify.models import (
     listed_ops,
     with_owners,
 )
-from te_fuser.verify.report import VerificationError, VerifyReport
+from te_fuser.verify.report import VerificationError, VerifyReport, progress
 from te_fuser.verify.steps import run_verified
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -81,9 +81,10 @@ def verify(
         raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
     ranks = groups_of(listed_ops(model))
-    with shared_errors(ranks):
-        rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks)
-    report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
+    title = type(subject).__name__
+    with shared_errors(ranks), progress(title, told=not ranks) as tell:
+        rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks, tell)
+    report = VerifyReport(title, tuple(rows), tuple(skipped))
     if not rows:
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
         raise VerificationError(f"{report.title}: no example input fits, so nothing was verified: {reasons}; give x")
@@ -122,8 +123,9 @@ def _verify_fusion(
         raise TypeError(f"ops are lists of ops, verify(fusion, ops=[[MatMul(8, 8), GELU()]]), got {ops!r}")
     entry = get(fusion) if isinstance(fusion, str) else fusion
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    check = FusionCheck(entry, ops, dtypes, where, kernels)
-    report = check.report()
+    with progress(f"fusion {entry.name!r}") as tell:
+        check = FusionCheck(entry, ops, dtypes, where, kernels, tell)
+        report = check.report()
     never = check.never_taken()
     if never is not None:
         raise VerificationError(never)
@@ -138,6 +140,7 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
     ranks: Sequence[RankGroup],
+    tell: Callable[[str], None],
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     whole = with_owners(model)
     parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
@@ -150,6 +153,7 @@ def _model_rows(
             subject = Subject(model, dtype, ranks=ranks)
             plain = Case(f"{label} {list(x.shape)}", dtype)
             for case in (plain, *variants(plain, parameters, draws)):
+                tell(case.name)
                 rows += subject.check(case, call.to(dtype))
         return rows, []
     features = first_features(model, 48)
@@ -160,6 +164,7 @@ def _model_rows(
         subject = Subject(model, dtype, where, ranks)
         for case in example_cases((dtype,), parameters, draws, features):
             assert case.leading is not None
+            tell(case.name)
             try:
                 rng = torch.Generator().manual_seed(3)
                 example = example_call(subject.fused, (*case.leading, features), dtype, where, rng)

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from te_fuser.compare import Row
 
 _FEW = 5  # failures that are named
+
+
+@contextmanager
+def progress(title: str, told: bool = True) -> Iterator[Callable[[str], None]]:
+    """Inside, a terminal shows the case that was said last, and how many there were; only stderr, if it is one."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = TimeElapsedColumn(), TextColumn("verify {task.description}", markup=False)
+    quiet = not (told and sys.stderr.isatty())
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet
+    ) as shown:
+        task, number = shown.add_task(title), itertools.count(1)
+        yield lambda case: shown.update(task, description=f"{title}, case {next(number)}: {case}", refresh=True)
 
 
 class VerificationError(AssertionError):
