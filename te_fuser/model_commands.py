@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.show.explain import Explanation
 
 _WARM_UP, _CALLS = 3, 5
-# Verb that takes no converted model -> what to do instead.
-_CONVERTED = {
-    "verify": "is a converted model: te_fuser.convert(model) compares it with the original when it converts it, and "
-    "te_fuser.convert(model, verify=True) each step of each call",
-    "bench": "is a converted model: time its own calls, before te_fuser.convert and after",
-}
+_CONVERTED = (
+    "is a converted model, which te_fuser.convert compares with the original: time its own calls, or explain it"
+)
 
 
 class UsageError(Exception):
@@ -51,23 +48,20 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> Iterator[tuple[Any, torch.Tensor]]:
     """The model that was named, as a list of te_fuser's, and an input for it; inside, print() writes to stderr.
 
-    Of a model of transformers it is the `Conversion`, which `explain` alone takes.
-
     Raises:
         UsageError: where there is no such model, it cannot be converted, or cannot be planned for this input.
     """
     import torch
 
-    from te_fuser.convert import Conversion
     from te_fuser.fake_tensors import NotSeenError
 
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
         model, x = _model_and_input(chosen)
         try:
-            if not isinstance(model, Conversion):
+            if hasattr(model, "plans"):
                 model.plans(x, device=device)
             elif chosen.command != "explain":
-                raise UsageError(f"{chosen.model} {_CONVERTED[chosen.command]}")
+                raise UsageError(f"{chosen.model} {_CONVERTED}")
         except NotSeenError:
             pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
         except (TypeError, ValueError) as error:
@@ -88,9 +82,8 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     conversion = None if isinstance(named, Sequential) else conversion_of(named)
     model = named if conversion is None else conversion.model
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or a function that does"
-        )
+        kind = type(model).__name__
+        raise UsageError(f"{chosen.model} gives {kind}: name a torch.nn.Module, or a function that does")
     meta = any(t.is_meta for t in model.parameters())
     place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(place, dtype) if dtype.is_floating_point else model.to(place)
@@ -104,17 +97,17 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     if conversion is not None:
         if of_input not in (torch.int64, torch.int32) and hasattr(model, "get_input_embeddings"):
             raise UsageError(f"{chosen.model} takes ids: give --input {sizes}:int64")
-        if meta:
-            raise UsageError(f"{chosen.model} is on the meta device, and a converted model runs once: give it values")
+        if meta or getattr(chosen, "passes", False):
+            why = "is on the meta device, and explain runs it once" if meta else "has no --passes"
+            raise UsageError(f"{chosen.model} is a converted model; it {why}")
         return conversion, x
     if isinstance(model, Sequential):
         return model, x
     try:
         made = from_torch(model, x.detach())
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{chosen.model} is no te_fuser.Sequential, and from_torch does not take it: {error}"
-        ) from error
+        words = "is no te_fuser.Sequential, and from_torch does not take it"
+        raise UsageError(f"{chosen.model} {words}: {error}") from error
     print(f"{type(model).__name__} converted by te_fuser.from_torch", file=sys.stderr)
     return (made if isinstance(made, Sequential) else Sequential(made)), x
 
@@ -193,8 +186,9 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 def explain(chosen: argparse.Namespace) -> int:
     with model_and_input(chosen, chosen.device) as (model, x):
+        asked = {"passes": True} if chosen.passes else {}  # which a converted model does not take
         try:
-            found = model.explain(x, device=chosen.device, passes=chosen.passes, details=chosen.details)
+            found = model.explain(x, device=chosen.device, details=chosen.details, **asked)
         except ValueError as error:  # of a converted model: of a list plans() has told
             raise UsageError(str(error)) from error
     if chosen.html:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+if __name__ == "__main__":  # a preset may name a class that the file does not have yet
+    sys.modules["te_fuser.presets.keyword_types"] = mock.MagicMock()
 import te_fuser
 from te_fuser.presets.base import Preset
 from te_fuser.presets.keyword_arguments import OPTIONS, PlacementArguments
@@ -17,19 +21,14 @@ WRITTEN = Path(te_fuser.__file__).parent / "presets" / "keyword_types.py"
 _HEAD = '''\
 """Keywords of presets' constructors for type checkers and editors, written by `python -m tests.keyword_types`."""
 
+# fmt: off
+# ruff: noqa: E701, E702, I001
 from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
-
 import torch
 from typing_extensions import Unpack as Unpack
-
 from te_fuser.presets.keyword_arguments import Fill
-
-
-# fmt: off
-# ruff: noqa: E701, E702
 '''
 
 
@@ -48,14 +47,15 @@ def keywords(preset: type[Preset]) -> dict[str, str]:
 
 
 def text() -> str:
-    """The file: a TypedDict for each constructor, and one for what several share by a class of arguments."""
+    """The file: a TypedDict for each constructor, and one for each class of arguments above them."""
     presets = makers()
+    last = [p.arguments for p in presets]
     shared: dict[type, dict[str, str]] = {}
     for kind in dict.fromkeys(c for p in presets for c in reversed(p.arguments.__mro__) if is_dataclass(c)):
         users = [keywords(p) for p in presets if issubclass(p.arguments, kind)]
         own = [*vars(kind)["__dataclass_fields__"], *(OPTIONS if kind is PlacementArguments else ())]
         above = {name for k, names in shared.items() if issubclass(kind, k) for name in names}
-        if len(users) > 1:
+        if len(users) > 1 or kind not in last:
             shared[kind] = {n: users[0][n] for n in own if n not in above and all(n in user for user in users)}
     classes = [_class(kind.__name__.removesuffix("Arguments"), _bases(kind, shared), of) for kind, of in shared.items()]
     for preset in presets:
@@ -69,14 +69,14 @@ def _bases(kind: type, shared: Iterable[type], itself: bool = False) -> list[str
     """Names of the nearest shared ones above a class of arguments."""
     above = [k for k in shared if issubclass(kind, k) and (itself or k is not kind)]
     nearest = [k for k in above if not any(issubclass(other, k) and other is not k for other in above)]
-    return [f"{k.__name__.removesuffix('Arguments')}Keywords" for k in nearest]
+    return [f"{k.__name__.removesuffix('Arguments')}Keys" for k in nearest]
 
 
 def _class(name: str, bases: list[str], members: Mapping[str, Any]) -> str:
     glued = "; ".join(f"{member}: {of}".replace(" ", "\0") for member, of in members.items())  # breaks are between them
     lines = textwrap.wrap(glued, 116, break_long_words=False, break_on_hyphens=False)
     body = "".join(f"\n    {line.rstrip(';')}".replace("\0", " ") for line in lines)
-    return f"class {name}Keywords({', '.join(bases or ['TypedDict'])}, total=False):{body or ' ...'}\n"
+    return f"class {name}Keys({', '.join(bases or ['TypedDict'])}, total=False):{body or ' ...'}\n"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from te_fuser.params.scales import drop_scales
 from te_fuser.sequential import Sequential
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.passes import PassRecord
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.show.explain import Explanation
 
@@ -64,13 +63,7 @@ class Conversion:
         return found
 
     def explain(
-        self,
-        *args: Any,
-        device: str | None = None,
-        details: bool = False,
-        source: bool = False,
-        passes: bool = False,
-        **call: Any,
+        self, *args: Any, device: str | None = None, details: bool = False, source: bool = False, **call: Any
     ) -> Explanation:
         """Plans of the layers in a call of the model: `print(conversion.explain(ids))`. Equal layers are shown once.
 
@@ -78,7 +71,7 @@ class Conversion:
 
         Args:
             args, call: what the model is called with.
-            device, details, source, passes: as those of `Sequential.explain`.
+            device, details, source: as those of `Sequential.explain`.
 
         Raises:
             ValueError: when no layer runs by te_fuser in this call.
@@ -92,19 +85,17 @@ class Conversion:
         with undisturbed(self.model, None), _lists_noted(self.model, self.converted, ran):
             self.model(*own[: len(args)], **dict(zip(call, own[len(args) :], strict=True)))
             for path, listed, x, tensors in ran:
-                explained = listed.explain(x, device=device, details=details, source=source, passes=passes, **tensors)
+                explained = listed.explain(x, device=device, details=details, source=source, **tensors)
                 found.setdefault(str(explained), ([], explained))[0].append(path)
         if not found:
             raise ValueError("no layer runs by te_fuser in this call: `left` says what runs by itself, and why")
         plans: list[Plan] = []
         borders: list[tuple[int, str]] = []
-        records: list[Sequence[PassRecord]] = []
         for paths, explained in found.values():
             borders.append((len(plans), f"In {paths[0]}{and_others(len(paths))}:"))
             borders += [(len(plans) + before, text) for before, text in explained.borders]
             plans += explained.plans
-            records += explained.passes
-        return Explanation(plans, source, (), "", borders, records, details)
+        return Explanation(plans, source, (), "", borders, (), details)
 
     def __str__(self) -> str:
         error = "not checked" if self.error is None else f"{self.error:.1e} from the original"
@@ -244,10 +235,10 @@ def _kind_of(kind: type[nn.Module]) -> Any:
 
 def conversion_of(given: Any) -> Conversion | None:
     """The conversion that was given, or of the model that was; None where nothing of it is converted."""
-    if not isinstance(given, nn.Module):
-        return given if isinstance(given, Conversion) else None
-    converted = tuple(path for path, m in given.named_modules() if type(m) is _kind_of(type(m)))
-    return Conversion(given, converted) if converted else None
+    if isinstance(given, nn.Module):
+        paths = tuple(path for path, m in given.named_modules() if type(m) is _kind_of(type(m)))
+        return Conversion(given, paths) if paths else None
+    return given if isinstance(given, Conversion) else None
 
 
 def _blocks(model: nn.Module) -> list[Any]:

@@ -13,7 +13,7 @@ from te_fuser import ops
 from te_fuser.presets.attention_base import own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
-from te_fuser.presets.keyword_types import LayerNormMLPKeywords, Unpack
+from te_fuser.presets.keyword_types import LayerNormMLPKeys, Unpack
 from te_fuser.presets.linear import linear_to_torch
 from te_fuser.presets.norm import Normed
 
@@ -167,7 +167,7 @@ class LayerNormMLP(Preset):
         ffn_hidden_size: int,
         eps: float = 1e-5,
         bias: bool = True,
-        **keywords: Unpack[LayerNormMLPKeywords],
+        **keywords: Unpack[LayerNormMLPKeys],
     ) -> None:
         super().__init__(**keywords)
         said = self.common

@@ -20,7 +20,7 @@ from te_fuser.presets.keyword_arguments import (
     check_size,
     checked,
 )
-from te_fuser.presets.keyword_types import NormPresetKeywords, Unpack
+from te_fuser.presets.keyword_types import NormPresetKeys, Unpack
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -137,10 +137,7 @@ class NormPreset(Preset):
     normalization: ClassVar[str]
 
     def __init__(
-        self,
-        normalized_shape: int | Iterable[int] | None = None,
-        eps: float = 1e-5,
-        **keywords: Unpack[NormPresetKeywords],
+        self, normalized_shape: int | Iterable[int] | None = None, eps: float = 1e-5, **keywords: Unpack[NormPresetKeys]
     ) -> None:
         super().__init__(**keywords)
         self.normalized_shape = _sizes(normalized_shape, self.common.hidden_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -81,10 +81,9 @@ def verify(
         raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
     ranks = groups_of(listed_ops(model))
-    title = type(subject).__name__
-    with shared_errors(ranks), progress(title, told=not ranks) as tell:
-        rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks, tell)
-    report = VerifyReport(title, tuple(rows), tuple(skipped))
+    with shared_errors(ranks), progress(type(subject).__name__, told=not ranks):
+        rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks)
+    report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
     if not rows:
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
         raise VerificationError(f"{report.title}: no example input fits, so nothing was verified: {reasons}; give x")
@@ -123,8 +122,8 @@ def _verify_fusion(
         raise TypeError(f"ops are lists of ops, verify(fusion, ops=[[MatMul(8, 8), GELU()]]), got {ops!r}")
     entry = get(fusion) if isinstance(fusion, str) else fusion
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with progress(f"fusion {entry.name!r}") as tell:
-        check = FusionCheck(entry, ops, dtypes, where, kernels, tell)
+    check = FusionCheck(entry, ops, dtypes, where, kernels)
+    with progress(f"fusion {entry.name!r}"):
         report = check.report()
     never = check.never_taken()
     if never is not None:
@@ -140,7 +139,6 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
     ranks: Sequence[RankGroup],
-    tell: Callable[[str], None],
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     whole = with_owners(model)
     parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
@@ -153,7 +151,6 @@ def _model_rows(
             subject = Subject(model, dtype, ranks=ranks)
             plain = Case(f"{label} {list(x.shape)}", dtype)
             for case in (plain, *variants(plain, parameters, draws)):
-                tell(case.name)
                 rows += subject.check(case, call.to(dtype))
         return rows, []
     features = first_features(model, 48)
@@ -164,7 +161,6 @@ def _model_rows(
         subject = Subject(model, dtype, where, ranks)
         for case in example_cases((dtype,), parameters, draws, features):
             assert case.leading is not None
-            tell(case.name)
             try:
                 rng = torch.Generator().manual_seed(3)
                 example = example_call(subject.fused, (*case.leading, features), dtype, where, rng)

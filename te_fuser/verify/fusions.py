@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ class FusionCheck:
 
     Args:
         lists: the lists to use instead of those made from the pattern.
-        tell: called with the name of each case, before it runs.
     """
 
     def __init__(
@@ -37,11 +36,10 @@ class FusionCheck:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
         kernels: str,
-        tell: Callable[[str], None],
     ) -> None:
         # At no cost, it is taken wherever it may be.
         self.fusion = dataclasses.replace(fusion, cost=lambda m: Cost(seconds=0.0))
-        self.lists, self.dtypes, self.device, self.kernels, self.tell = lists, dtypes, device, kernels, tell
+        self.lists, self.dtypes, self.device, self.kernels = lists, dtypes, device, kernels
         self.rows: list[Row] = []
         self.skipped: list[tuple[str, str]] = []
 
@@ -98,7 +96,6 @@ class FusionCheck:
 
     def _check_case(self, case: Case, subject: Subject, features: int) -> None:
         assert case.leading is not None and case.dtype is not None
-        self.tell(case.name)
         rng = torch.Generator().manual_seed(3)
         try:
             call = example_call(subject.fused, (*case.leading, features), case.dtype, self.device, rng)

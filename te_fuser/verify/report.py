@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from te_fuser.compare import Row
@@ -13,9 +14,12 @@ from te_fuser.compare import Row
 _FEW = 5  # failures that are named
 
 
+TELL: ContextVar[Callable[[str], object]] = ContextVar("TELL", default=str)  # takes the name of a case that begins
+
+
 @contextmanager
-def progress(title: str, told: bool = True) -> Iterator[Callable[[str], None]]:
-    """Inside, a terminal shows the case that was said last, and how many there were; only stderr, if it is one."""
+def progress(title: str, told: bool = True) -> Iterator[None]:
+    """Inside, stderr shows the case that TELL took last, and how many there were, if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
@@ -25,7 +29,11 @@ def progress(title: str, told: bool = True) -> Iterator[Callable[[str], None]]:
         *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet
     ) as shown:
         task, number = shown.add_task(title), itertools.count(1)
-        yield lambda case: shown.update(task, description=f"{title}, case {next(number)}: {case}", refresh=True)
+        before = TELL.set(lambda c: shown.update(task, description=f"{title}, case {next(number)}: {c}", refresh=True))
+        try:
+            yield
+        finally:
+            TELL.reset(before)
 
 
 class VerificationError(AssertionError):

@@ -23,7 +23,7 @@ def test_the_file_is_what_the_signatures_say() -> None:
 
 @pytest.mark.parametrize("preset", makers())
 def test_a_constructor_takes_its_keywords_with_their_types(preset: type[Preset]) -> None:
-    own, known = f"{preset.__name__}Keywords", {**vars(keyword_arguments), **vars(keyword_types)}
+    own, known = f"{preset.__name__}Keys", {**vars(keyword_arguments), **vars(keyword_types)}
     assert inspect.signature(preset.__init__).parameters["keywords"].annotation == f"Unpack[{own}]"
     hints = typing.get_type_hints(getattr(keyword_types, own))
     assert hints == {name: eval(of, known) for name, of in keywords(preset).items()}
