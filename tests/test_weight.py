@@ -7,8 +7,8 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 68_994,
-    "files in te_fuser": 270,
+    "lines of te_fuser and csrc": 69_131,
+    "files in te_fuser": 271,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 74_166,
     "lines of docs/design.md": 449,

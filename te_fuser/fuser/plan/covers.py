@@ -272,10 +272,7 @@ class Covering:
     def _costs_of_unmet(
         self, aim: Aim, found: _Round, other: _Round | None, note: str
     ) -> dict[tuple[str, int, int], str]:
-        """Costs for which forward fusions lost, beside that they do not give what backward reads, by name and ops.
-
-        They lose where forward is free, too, or to the plan that was found the `other` one does, which has them.
-        """
+        """Costs of forward fusions that do not give what backward reads: of a free forward, or of the `other` round."""
         free = self._forward(aim, self._all_found((), self._free)) or []
         lost = self._in_order(free, lambda way: self._lost("forward", way, ""))
         costs = {(r.name, r.start, r.stop): f"; in forward alone: {r.reason}" for r in lost}

@@ -291,20 +291,8 @@ def _whole(table: Table) -> Table:
 
 
 def _step_text(row: StepRow) -> Group:
-    lines: list[Any] = [Text(f"{row.what} {row.name}", overflow="fold")]
-    algorithm = (row.algorithm,) if row.algorithm else ()
-    lists = (
-        ("computes again", row.again),
-        ("stores", row.transposed),
-        ("keeps", row.keeps),
-        ("may store", row.over),
-        ("algorithm:", algorithm),
-        ("", (row.sends,) if row.sends else ()),
-    )
-    for verb, names in lists:
-        if names:
-            lines.append(Padding(Text(f"{verb} {', '.join(names)}".lstrip()), (0, 0, 0, 2)))
-    return Group(*lines)
+    more = (Padding(Text(text), (0, 0, 0, 2)) for text in row.more())
+    return Group(Text(f"{row.what} {row.name}", overflow="fold"), *more)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
     yield "</ol><details><summary>Steps</summary>"
     table = [
         [span(row.ops), f"{row.what} {row.name}", ", ".join(row.covers), f"{_time(row) * 1e6:.1f}",
-         size_text(row.read), size_text(row.written), row.bound, "; ".join(_more(row))]
+         size_text(row.read), size_text(row.written), row.bound, "; ".join(row.more())]
         for row in rows
     ]  # fmt: skip
     ids = [f"{name}-{k}" for k in range(len(rows))]
@@ -123,24 +123,12 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
     yield "</details>"
 
 
-def _more(row: StepRow) -> Iterator[str]:
-    """Further facts of a step, in words."""
-    lists = {
-        "computes again": row.again,
-        "stores transposed": row.transposed,
-        "keeps": row.keeps,
-        "may store": row.over,
-    }
-    yield from (f"{verb} {', '.join(names)}" for verb, names in lists.items() if names)
-    yield from filter(None, (row.algorithm, row.sends))
-
-
 def _facts(row: StepRow, total: float) -> Iterator[str]:
     share = f" ({_time(row) / total:.0%})" if total else ""
     yield f"{row.name}: {_time(row) * 1e6:.1f} us{share}, limit: {row.bound}"
     yield f"ops {span(row.ops)}: {', '.join(row.covers)}"
     yield f"reads {size_text(row.read)}, writes {size_text(row.written)}"
-    yield from _more(row)
+    yield from row.more()
 
 
 # -------------------------------------------------------------------------------------------------------- memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,12 @@ class StepRow(StepCost, StepOutputs):
     def bound(self) -> str:
         """The limit, and the share of it."""
         return self.limit if self.share is None else f"{self.limit} {self.share:.0%}"
+
+    def more(self) -> Iterator[str]:
+        """Further facts, in words."""
+        verbs = {"computes again": self.again, "stores": self.transposed, "keeps": self.keeps, "may store": self.over}
+        yield from (f"{verb} {', '.join(names)}" for verb, names in verbs.items() if names)
+        yield from filter(None, (self.algorithm and f"algorithm: {self.algorithm}", self.sends))
 
 
 @dataclass(frozen=True)
