@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.show.explain import Explanation
 
 _WARM_UP, _CALLS = 3, 5
-_CONVERTED = (
-    "is a converted model, which te_fuser.convert compares with the original: time its own calls, or explain it"
-)
 
 
 class UsageError(Exception):
@@ -61,7 +58,7 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
             if hasattr(model, "plans"):
                 model.plans(x, device=device)
             elif chosen.command != "explain":
-                raise UsageError(f"{chosen.model} {_CONVERTED}")
+                raise UsageError(f"{chosen.model} is a converted model: te_fuser.convert checks it; time its own calls")
         except NotSeenError:
             pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
         except (TypeError, ValueError) as error:

@@ -263,7 +263,9 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
             table.add_row(span(block.ops), "", block.text)
             continue
         cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", *times(block), block.bound]
-        table.add_row(span(block.ops), ", ".join(block.covers), _step_text(block), *cells)
+        more = (Padding(Text(text), (0, 0, 0, 2)) for text in block.more())
+        step = Group(Text(f"{block.what} {block.name}", overflow="fold"), *more)
+        table.add_row(span(block.ops), ", ".join(block.covers), step, *cells)
     return Group(Text(f"\n{direction.capitalize()}", style="bold"), _whole(table))
 
 
@@ -288,11 +290,6 @@ def _whole(table: Table) -> Table:
             lines = "\n".join(map(str, (column.header, *column.cells))).splitlines()
             column.width = max(map(len, lines))
     return table
-
-
-def _step_text(row: StepRow) -> Group:
-    more = (Padding(Text(text), (0, 0, 0, 2)) for text in row.more())
-    return Group(Text(f"{row.what} {row.name}", overflow="fold"), *more)
 
 
 @dataclass(frozen=True)
