@@ -32,9 +32,14 @@ _NEIGHBOURS = 24
 _FEW, _HOPELESS = 3, 30.0  # luck does not explain such a multiple of what so many neighbours allow
 _AT_ONCE = 1 << 24  # elements that are compared at a time: in float64 they take several times their memory
 _RUNS = (192, 1024)  # products that MKL and oneDNN add up one after the other, in float32
+_LIKE_ROUNDING = 10.0  # a wrong formula mostly errs by more times what is allowed
+# Dtype of a result that errs so little -> what to do.
+_ONCE, _BY_SUM = "compute in float32, and round once at the end", "add up many terms by .sum(), not one after another"
+_ADVICE = {"bfloat16": _ONCE, "float16": _ONCE, "float32": _BY_SUM, "float64": _BY_SUM}
 _EXACT_ULPS = 512.0  # what it is compared with has float64's rounding errors too
 # What float64 may err by is not seen in float64: float32's error, scaled, is the yardstick.
-_NARROWED = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
+_NARROWED = torch.finfo(torch.float64).eps / _FLOAT32_EPS
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Row:
         error, allowed: the largest error, over the largest magnitude of the exact result.
         rms_error, rms_allowed: the root of the mean square error, over that of the exact result.
         note: what is wrong where it is not a matter of accuracy.
+        dtype: the tensor's.
     """
 
     case: str
@@ -74,6 +80,7 @@ class Row:
     rms_error: float = 0.0
     rms_allowed: float = 0.0
     note: str = ""
+    dtype: str = ""
 
     @property
     def passed(self) -> bool:
@@ -93,7 +100,13 @@ class Row:
         name, error, allowed = "error", self.error, self.allowed
         if error <= allowed:
             name, error, allowed = "root-mean-square error", self.rms_error, self.rms_allowed
-        return f"{self.case}: {self.tensor}: {name} {error:.2e} of its scale, allowed {allowed:.2e}"
+        said = f"{self.case}: {self.tensor}: {name} {error:.2e} of its scale, allowed {allowed:.2e}"
+        whose, to_do = self.dtype, _ADVICE.get(self.dtype, "")
+        if self.share > _LIKE_ROUNDING and whose == "float64" and error <= _LIKE_ROUNDING * _FLOAT32_EPS:
+            whose, to_do = "float32", "keep the dtype of the inputs in all that is computed"
+        elif self.passed or self.share > _LIKE_ROUNDING or not to_do:
+            return said
+        return f"{said}; this looks like rounding to {whose} rather than a wrong formula: {to_do}"
 
 
 def _share(error: float, allowed: float) -> float:
@@ -247,7 +260,8 @@ def _row(
     ulp *= _EXACT_ULPS if found.dtype == torch.float64 else 1.0
     error, allowed = distance(found, exact), room + scale * ulp
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
-    return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
+    shares = error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms
+    return Row(case, name, *shares, dtype=text_of(found.dtype))
 
 
 def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
@@ -257,7 +271,7 @@ def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
     shortest, longest = _RUNS
     terms = max((max(t.shape[-1], t.numel() // max(t.shape[-1], 1)) for t in data.values() if t.dim()), default=0)
     runs = min(max(terms, shortest), longest)
-    return torch.finfo(torch.float32).eps / 2 * (math.sqrt(runs) - math.sqrt(shortest))
+    return _FLOAT32_EPS / 2 * (math.sqrt(runs) - math.sqrt(shortest))
 
 
 def _kind(t: torch.Tensor) -> str:

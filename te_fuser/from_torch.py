@@ -372,7 +372,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     """The class that says how a module is converted; a subclass counts where it computes as that does.
 
     Raises:
-        _Cannot: when no op means what it does.
+        _Cannot: when there is no op for it.
     """
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
@@ -380,7 +380,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
             if own:
                 raise _Cannot(f"it is a {kind.__name__} with a {own[0]} of its own")
             return kind
-    raise _Cannot("no op means what it does")
+    raise _Cannot("te_fuser has no op for it")
 
 
 # ------------------------------------------------------------------------------------------------------ the check

@@ -1,7 +1,8 @@
 """Verbs of the command te-fuser that take a model of the user's: explain, verify, bench.
 
 A model is named as `file.py:name` or `package.module:name`; name is a function without arguments that gives it, or the
-model itself. What is no list of te_fuser's is converted by `te_fuser.from_torch`, and the output says so.
+model itself. What is no list of te_fuser's is converted by `te_fuser.from_torch`, and the output says so; `explain`
+takes models of transformers that `te_fuser.convert` has converted, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class UsageError(Exception):
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model and its input."""
     parser.add_argument("model", metavar="MODEL", help="file.py:name or package.module:name, a function or a model")
-    parser.add_argument("--input", required=True, metavar="SIZES", help="of the model's input: 8,128,512")
+    parser.add_argument("--input", required=True, metavar="SIZES", help="of its input: 8,128,512; ids: 8,128:int64")
     parser.add_argument("--dtype", default="float32", help="of model and input: float32, bfloat16, ..; int64: ids")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -54,7 +55,10 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
         model, x = _model_and_input(chosen)
         try:
-            model.plans(x, device=device)
+            if hasattr(model, "plans"):
+                model.plans(x, device=device)
+            elif chosen.command != "explain":
+                raise UsageError(f"{chosen.model} is a converted model: te_fuser.convert checks it; time its own calls")
         except NotSeenError:
             pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
         except (TypeError, ValueError) as error:
@@ -65,37 +69,53 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
 def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     import torch
 
+    from te_fuser.convert.conversion import conversion_of
     from te_fuser.from_torch import from_torch
     from te_fuser.sequential import Sequential
 
-    dtype = getattr(torch, chosen.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--dtype {chosen.dtype} is none of torch's: give float32, bfloat16, float16 or int64")
-    model = _named(chosen.model)
+    sizes, _, own = chosen.input.partition(":")
+    dtype, of_input = _dtype("--dtype", chosen.dtype), _dtype(f"--input {sizes}:", own or chosen.dtype)
+    named = _named(chosen.model)
+    conversion = None if isinstance(named, Sequential) else conversion_of(named)
+    model = named if conversion is None else conversion.model
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or a function that does"
-        )
+        kind = type(model).__name__
+        raise UsageError(f"{chosen.model} gives {kind}: name a torch.nn.Module, or a function that does")
     meta = any(t.is_meta for t in model.parameters())
     place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(place, dtype) if dtype.is_floating_point else model.to(place)
     try:
-        x = torch.zeros([int(size) for size in chosen.input.split(",")], dtype=dtype, device=place)
+        x = torch.zeros([int(size) for size in sizes.split(",")], dtype=of_input, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
         words = "give sizes with commas between them, as 8,128,512, of a tensor that fits into memory"
         raise UsageError(f"--input {chosen.input}: {words}") from error
-    if dtype.is_floating_point:
-        x = torch.randn(x.shape, device=place).to(dtype).requires_grad_()
+    if of_input.is_floating_point:
+        x = torch.randn(x.shape, device=place).to(of_input).requires_grad_()
+    if conversion is not None:
+        if of_input not in (torch.int64, torch.int32) and hasattr(model, "get_input_embeddings"):
+            raise UsageError(f"{chosen.model} takes ids: give --input {sizes}:int64")
+        if meta or getattr(chosen, "passes", False):
+            why = "is on the meta device, and explain runs it once" if meta else "has no --passes"
+            raise UsageError(f"{chosen.model} is a converted model; it {why}")
+        return conversion, x
     if isinstance(model, Sequential):
         return model, x
     try:
         made = from_torch(model, x.detach())
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{chosen.model} is no te_fuser.Sequential, and from_torch does not take it: {error}"
-        ) from error
+        words = "is no te_fuser.Sequential, and from_torch does not take it"
+        raise UsageError(f"{chosen.model} {words}: {error}") from error
     print(f"{type(model).__name__} converted by te_fuser.from_torch", file=sys.stderr)
     return (made if isinstance(made, Sequential) else Sequential(made)), x
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"{option} {name} is none of torch's dtypes: give float32, bfloat16, float16 or int64")
+    return dtype
 
 
 def _named(text: str) -> Any:
@@ -163,7 +183,11 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 def explain(chosen: argparse.Namespace) -> int:
     with model_and_input(chosen, chosen.device) as (model, x):
-        found = model.explain(x, device=chosen.device, passes=chosen.passes, details=chosen.details)
+        asked = {"passes": True} if chosen.passes else {}  # which a converted model does not take
+        try:
+            found = model.explain(x, device=chosen.device, details=chosen.details, **asked)
+        except ValueError as error:  # of a converted model: of a list plans() has told
+            raise UsageError(str(error)) from error
     if chosen.html:
         try:
             print(f"{found.to_html(chosen.html)}", file=sys.stderr)
@@ -179,16 +203,16 @@ def explain(chosen: argparse.Namespace) -> int:
 
 def plans_as_data(explanation: Explanation) -> list[dict[str, Any]]:
     """Plans as lists and numbers: seconds, bytes."""
-    from te_fuser.fuser.show.step_rows import step_rows
+    from te_fuser.fuser.show.step_rows import rows_of
 
     found = []
     for plan in explanation.plans:
         data: dict[str, Any] = {"device": plan.device.name, "memory": plan.memory, "kept_bytes": plan.kept_bytes()}
-        for direction in ("forward", "backward"):
+        for direction, rows in rows_of(plan).items():
             data[direction] = [
                 {"step": row.name, "kind": row.what, "ops": list(row.covers), "seconds": row.seconds, "read": row.read,
                  "written": row.written, "limit": row.limit, "share": row.share}
-                for row in step_rows(plan, direction)
+                for row in rows
             ]  # fmt: skip
         data["refused"] = [
             {"fusion": r.name, "direction": r.direction, "ops": [r.start, r.stop - 1], "reason": r.reason}

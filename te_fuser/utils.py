@@ -75,11 +75,7 @@ class DotProductAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(attention_dropout)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[S, B, heads * kv_channels]; what `attention_mask`, [B or 1, heads or 1, S, S], has True is hidden."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fuser import compare
-from te_fuser.compare import UPSTREAM, Distance, Tensors, distance, judge, judge_alike
+from te_fuser.compare import UPSTREAM, Distance, Row, Tensors, distance, judge, judge_alike
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -157,3 +157,34 @@ def test_what_lies_next_to_a_tie_may_be_rounded_the_other_way(turned: bool) -> N
 
     (row,) = judge("case", stepped(data), data, evaluate, turned=stepped if turned else None)
     assert row.passed == turned
+
+
+ONCE, BY_SUM = "compute in float32, and round once at the end", "add up many terms by .sum(), not one after another"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "allowed", "words"),
+    [("bfloat16", 3e-2, 1e-2, f"rounding to bfloat16 rather than a wrong formula: {ONCE}"),
+     ("float16", 3e-3, 1e-3, f"rounding to float16 rather than a wrong formula: {ONCE}"),
+     ("float32", 2.9e-7, 3e-8, f"rounding to float32 rather than a wrong formula: {BY_SUM}"),
+     ("float64", 3e-13, 1e-13, f"rounding to float64 rather than a wrong formula: {BY_SUM}"),
+     ("float64", 1e-7, 1e-13, "rounding to float32 rather than a wrong formula: keep the dtype of the inputs"),
+     ("float64", 1e-4, 1e-13, ""), ("float32", 3.1e-7, 3e-8, ""), ("bfloat16", 0.9, 1e-2, ""), ("int64", 2.0, 1.0, ""),
+     ("float32", 1e-3, 0.0, "")],
+)  # fmt: skip
+def test_a_failure_of_the_size_of_rounding_says_so(dtype: str, error: float, allowed: float, words: str) -> None:
+    for row in (
+        Row("case", "output", error, allowed, dtype=dtype),
+        Row("case", "output", rms_error=error, rms_allowed=allowed, dtype=dtype),
+    ):
+        said = str(row)
+        assert f"error {error:.2e} of its scale, allowed {allowed:.2e}" in said and not row.passed
+        assert ("looks like" in said) == bool(words) and words in said
+    assert "looks like" not in str(Row("case", "output", allowed, allowed, dtype=dtype))
+
+
+def test_rows_name_the_dtype_of_their_tensor() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(4, dtype=dtype)
+        (row,) = judge("case", {"y": x}, {"x": x}, lambda data, exact: {"y": data["x"]})
+        assert row.dtype == str(dtype).removeprefix("torch.")

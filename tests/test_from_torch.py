@@ -281,7 +281,7 @@ def to_nothing() -> nn.Module:
 
 
 CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "conv": (lambda: nn.Conv1d(S, S, 1), "no op means what it does"),
+    "conv": (lambda: nn.Conv1d(S, S, 1), "te_fuser has no op for it"),
     "subclass": (lambda: OwnLinear(E, E), "a Linear with a forward of its own"),
     "buffer": (WithBuffer, "parameters or buffers that the op has not: seen"),
     "hook": (hooked, "it has hooks"),
@@ -358,7 +358,7 @@ def test_no_attention_runs_without_the_mask_that_is_wanted() -> None:
 def test_an_embedding_in_front() -> None:
     layer = nn.TransformerEncoderLayer(E, 3, 20, dropout=0.0, batch_first=True)
     module = nn.Sequential(nn.Embedding(10, E), layer, nn.Linear(E, 10))
-    with pytest.warns(UserWarning, match=r"'0' \(Embedding\): no op means what it does"):
+    with pytest.warns(UserWarning, match=r"'0' \(Embedding\): te_fuser has no op for it"):
         made = from_torch(module)
     ids = torch.randint(10, (B, S))
     torch.testing.assert_close(made(ids), module(ids), rtol=1e-4, atol=1e-5)
@@ -438,7 +438,7 @@ def test_it_is_converted_wherever_that_happens() -> None:
         torch.testing.assert_close(made(x), layer(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got the class Linear"):
         from_torch(nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cannot turn ModuleList into ops: no op means what it does"):
+    with pytest.raises(TypeError, match="cannot turn ModuleList into ops: te_fuser has no op for it"):
         from_torch(nn.ModuleList([nn.Linear(E, E)]))
 
 
@@ -492,7 +492,7 @@ def test_a_model_with_a_forward_of_its_own_is_told_the_lines_for_its_parts(of_wh
 
 @pytest.mark.parametrize("module", [nn.Embedding(3, 4), nn.Conv1d(2, 2, 1)])
 def test_what_no_op_means_is_told_to_stand_in_a_list_as_it_is(module: nn.Module) -> None:
-    with pytest.raises(TypeError, match="no op means what it does; in a te_fuser.Sequential it runs by itself, as it"):
+    with pytest.raises(TypeError, match="te_fuser has no op for it; in a te_fuser.Sequential it runs by itself, as it"):
         from_torch(module)
     with pytest.raises(TypeError, match=f"{type(module).__name__} has none of them$"):
         te_fuser.convert(module)

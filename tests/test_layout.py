@@ -134,7 +134,7 @@ KNOWS = {
         "sequential",
         "variants",
     },
-    "model_commands": {"from_torch", "fuser", "fake_tensors", "sequential", "verify"},
+    "model_commands": {"convert", "from_torch", "fuser", "fake_tensors", "sequential", "verify"},
     "cli": {
         "dtypes",
         "codegen",

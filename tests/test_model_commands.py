@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,7 @@ def test_what_torch_compile_cannot_do_is_left_out_by_name(
      ("{models}:ends", [], "ends the process, with status 0, before there is a model"),
      ("{models}:two_inputs", [], "reads 'skip', which no Fork before it binds"),
      ("{models}:build", ["--dtype", "int64"], "takes floating-point tensors, got int64"),
+     ("{models}:build", ["--input", "3,8:number"], "--input 3,8: number is none of torch's dtypes"),
      ("{models}:build", ["--html", "no folder/plan.html"], "--html no folder/plan.html: No such file or directory")],
 )  # fmt: skip
 def test_wrong_words_are_answered_and_end_with_2(
@@ -209,6 +211,77 @@ def test_sizes_are_those_of_a_tensor(sizes: str, models: str, capsys: pytest.Cap
 def test_bench_looks_before_it_runs(options: list[str], models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", f"{models}:build", "--input", "3,8", "--no-compile", *options]) == 2
     assert capsys.readouterr().err.startswith("te-fuser bench: ")
+
+
+CONVERTED = """
+import torch
+import te_fuser
+from tests.convert.models import model_of
+
+
+def build():
+    model = model_of("llama", torch.float32)
+    te_fuser.convert(model)
+    return model
+
+
+def conversion():
+    return te_fuser.convert(model_of("gpt2", torch.float32), check=False)
+
+
+def emptied():
+    made = conversion()
+    te_fuser.revert(made.model)
+    return made
+
+
+def of_meta():
+    return conversion().model.to("meta")
+"""
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> str:
+    pytest.importorskip("transformers")
+    (tmp_path / "converted_models.py").write_text(CONVERTED)
+    return str(tmp_path / "converted_models.py")
+
+
+@pytest.mark.parametrize(("name", "first"), [("build", "model.layers.0"), ("conversion", "transformer.h.0")])
+def test_explain_takes_a_converted_model(
+    name: str, first: str, converted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["explain", f"{converted}:{name}", "--input", "2,6:int64", "--device", "h200"]
+    assert cli.main(given) == 0
+    made = runpy.run_path(converted)[name]()
+    explained = (made if isinstance(made, te_fuser.Conversion) else te_fuser.convert(made)).explain(
+        torch.zeros(2, 6, dtype=torch.int64), device="h200"
+    )
+    told = capsys.readouterr().out
+    assert told.rstrip() == str(explained) and told.startswith(f"In {first} and 1 other like it:\n\nPlan: ")
+    page = tmp_path / "plan.html"
+    assert cli.main([*given, "--dtype", "bfloat16", "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["by_itself"] == [f"In {first} and 1 other like it:"] and found["plans"][0]["device"] == "h200"
+    assert "bfloat16" in page.read_text() and first in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "options", "words"),
+    [("explain", "build", ["--input", "2,6"], "build takes ids: give --input 2,6:int64"),
+     ("explain", "build", ["--device", "b9"], "unknown device 'b9'"),
+     ("explain", "emptied", [], "no layer runs by te_fuser in this call"),
+     ("explain", "of_meta", [], "of_meta is a converted model; it is on the meta device, and explain runs it once"),
+     ("explain", "build", ["--passes"], "build is a converted model; it has no --passes"),
+     ("verify", "build", [], "build is a converted model: te_fuser.convert checks it; time its own calls"),
+     ("bench", "build", [], "build is a converted model: te_fuser.convert checks it; time its own calls")],
+)  # fmt: skip
+def test_a_converted_model_is_answered_in_words(
+    verb: str, name: str, options: list[str], words: str, converted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, f"{converted}:{name}", "--input", "2,6:int64", *options]) == 2
+    told = capsys.readouterr()
+    assert words in told.err and told.err.startswith(f"te-fuser {verb}: ") and not told.out
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:

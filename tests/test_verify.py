@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -460,3 +462,37 @@ def test_a_failure_is_told_by_the_simplest_case_first() -> None:
     assert lines[0].startswith(f"WrongGradient: {failed} of {len(report.rows)} checks failed") and len(lines) == 7
     assert lines[1].strip() == str(first) and lines[-1].strip() == f"... and {failed - 5} more"
     assert "failed" in report.table()
+
+
+# ------------------------------------------------------------------------------------------ what it says meanwhile
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("subject", [bias_relu, te_fuser.Sequential(ops.Bias(8))])
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_terminal_shows_the_case_that_runs(
+    stream: type[io.StringIO], subject: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = stream()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", shown)
+    report = check(subject)
+    assert report.passed and not capsys.readouterr().out
+    title, case = report.title, report.rows[0].case
+    assert (f"verify {title}, case 1: {case}"[:60] in shown.getvalue()) == (stream is Terminal)
+    assert bool(shown.getvalue()) == (stream is Terminal)
+
+
+def test_rounding_is_said_to_be_rounding() -> None:
+    @fusion(forward=[ops.Bias, ops.SiLU], details=Details(registered=False))
+    def narrow(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = (x + m[0].bias).float()
+        return (y * torch.sigmoid(y)).to(x.dtype)
+
+    assert check(narrow).passed
+    with pytest.raises(VerificationError, match=r"float64 .*; this looks like rounding to float32 rather than a wrong"):
+        check(narrow, dtypes=[torch.float64])

@@ -23,12 +23,7 @@ class InterpretedKernel:
         self.description = description
 
     def __call__(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        rows: int,
-        batch_inner: int,
-        batch_size: int,
-        streams: tuple[int, ...],
+        self, tensors: tuple[torch.Tensor, ...], rows: int, batch_inner: int, batch_size: int, streams: tuple[int, ...]
     ) -> None:
         d = self.description
         loads = {load.name: self._shaped(load.axes, load.width, t) for load, t in zip(d.loads, tensors, strict=False)}

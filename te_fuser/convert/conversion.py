@@ -232,6 +232,14 @@ def _kind_of(kind: type[nn.Module]) -> Any:
     return None
 
 
+def conversion_of(given: Any) -> Conversion | None:
+    """The conversion that was given, or of the model that was; None where nothing of it is converted."""
+    if isinstance(given, nn.Module):
+        paths = tuple(path for path, m in given.named_modules() if type(m) is _kind_of(type(m)))
+        return Conversion(given, paths) if paths else None
+    return given if isinstance(given, Conversion) else None
+
+
 def _blocks(model: nn.Module) -> list[Any]:
     """The layers that are converted."""
     return [m for m in model.modules() if type(m) is _kind_of(type(m))]

@@ -63,12 +63,7 @@ class CacheWrite(TextKernel[_native.CudaKernel]):
         return min(-(-vectors // _THREADS), _MOST_TILES)
 
     def constants(self) -> list[str]:
-        numbers = {
-            "kGroups": self.kv_heads,
-            "kPerGroup": self.per_group,
-            "kPieces": self.pieces,
-            "kTiles": self.tiles,
-        }
+        numbers = {"kGroups": self.kv_heads, "kPerGroup": self.per_group, "kPieces": self.pieces, "kTiles": self.tiles}
         return [
             *constants_of({"Whole": WHOLE[self.whole][1]}, numbers, {"kBlocked": self.packing == "blocked"}),
             f"constexpr unsigned kNan = 0x{_CACHE_DTYPES[self.dtype][1]:08X}u;",

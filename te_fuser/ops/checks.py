@@ -205,9 +205,7 @@ def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
         raise TypeError(f"{takes} floating-point tensors, got {text_of(x.dtype)}: {ids}convert with .float()")
 
 
-def must_say(
-    **choices: str,
-) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
+def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]], Callable[Concatenate[Any, _P], None]]:
     """Decorator of a constructor with keywords without a default: the error for a missing one says the choices."""
 
     def around(init: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:

@@ -24,6 +24,7 @@ from te_fuser.presets.keyword_arguments import (
     checked,
     default_device,
 )
+from te_fuser.presets.keyword_types import DotProductAttentionKeys, Unpack
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -117,7 +118,7 @@ class DotProductAttention(ContextParallel):
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
-        **keywords: Any,
+        **keywords: Unpack[DotProductAttentionKeys],
     ) -> None:
         super().__init__(
             num_gqa_groups=num_gqa_groups, qkv_format=qkv_format, attn_mask_type=attn_mask_type, **keywords

@@ -22,7 +22,8 @@ Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="PlacementArguments")
 
 normal: Fill = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.023)
-OPTIONS = ("memory", "kernels", "fallback", "verify")  # of every list
+# Of every list -> its type.
+OPTIONS = {"memory": "str | int | None", "kernels": "str | None", "fallback": "str | None", "verify": "bool | None"}
 
 # Keyword of Transformer Engine's that does nothing here -> the values of it that ask for nothing; None: all do.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -255,7 +256,8 @@ def signature_of(init: Callable[..., Any], arguments: type[PlacementArguments]) 
     if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
         return signature.replace(parameters=own)
     there = {parameter.name for parameter in own}
-    said = [(f.name, f.default, f.type) for f in fields(arguments)] + [(name, None, Any) for name in OPTIONS]
+    said = [(f.name, f.default, f.type) for f in fields(arguments)]
+    said += [(name, None, kind) for name, kind in OPTIONS.items()]
     keywords = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, default, kind in said

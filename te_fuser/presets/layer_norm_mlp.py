@@ -13,6 +13,7 @@ from te_fuser import ops
 from te_fuser.presets.attention_base import own_rows, plans_ahead
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.keyword_arguments import check_call, check_choice, check_flag, check_size, checked
+from te_fuser.presets.keyword_types import LayerNormMLPKeys, Unpack
 from te_fuser.presets.linear import linear_to_torch
 from te_fuser.presets.norm import Normed
 
@@ -160,7 +161,12 @@ class LayerNormMLP(Preset):
     arguments = LayerNormMLPArguments
 
     def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, **keywords: Any
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        **keywords: Unpack[LayerNormMLPKeys],
     ) -> None:
         super().__init__(**keywords)
         said = self.common

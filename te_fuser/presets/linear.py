@@ -11,6 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.keyword_arguments import Common, check_call, check_epsilon, check_flag, check_size, checked
+from te_fuser.presets.keyword_types import LayerNormLinearKeys, LinearKeys, Unpack
 from te_fuser.presets.norm import Normed, PresetNorm, filled
 
 _DIMS = {"column": 0, "row": 1}  # mode -> the dimension of the weight that is cut
@@ -267,7 +268,7 @@ class Linear(Affine):
 
     flattens = True
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, **keywords: Any) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **keywords: Unpack[LinearKeys]) -> None:
         super().__init__(in_features, out_features, bias, **keywords)
 
     def to_torch(self) -> torch.nn.Module:
@@ -301,7 +302,12 @@ class LayerNormLinear(Affine):
     arguments = LayerNormLinearArguments
 
     def __init__(
-        self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = True, **keywords: Any
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        **keywords: Unpack[LayerNormLinearKeys],
     ) -> None:
         super().__init__(in_features, out_features, bias, check_epsilon("eps", eps), **keywords)
         self.eps = eps

@@ -30,6 +30,7 @@ from te_fuser.presets.keyword_arguments import (
     check_size,
     constructor_keywords,
 )
+from te_fuser.presets.keyword_types import MultiheadAttentionKeys, Unpack
 from te_fuser.presets.linear import LayerNormLinear, Linear
 from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
 
@@ -85,7 +86,7 @@ class MultiheadAttention(ContextParallel):
         output_layer_init_method: Fill | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
-        **keywords: Any,
+        **keywords: Unpack[MultiheadAttentionKeys],
     ) -> None:
         super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common

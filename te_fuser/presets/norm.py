@@ -20,6 +20,7 @@ from te_fuser.presets.keyword_arguments import (
     check_size,
     checked,
 )
+from te_fuser.presets.keyword_types import NormPresetKeys, Unpack
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -135,7 +136,9 @@ class NormPreset(Preset):
     arguments = NormArguments
     normalization: ClassVar[str]
 
-    def __init__(self, normalized_shape: int | Iterable[int] | None = None, eps: float = 1e-5, **keywords: Any) -> None:
+    def __init__(
+        self, normalized_shape: int | Iterable[int] | None = None, eps: float = 1e-5, **keywords: Unpack[NormPresetKeys]
+    ) -> None:
         super().__init__(**keywords)
         self.normalized_shape = _sizes(normalized_shape, self.common.hidden_size)
         self.zero_centered_gamma = bool(self.common.zero_centered_gamma)

@@ -28,6 +28,7 @@ from te_fuser.presets.keyword_arguments import (
     checked,
     constructor_keywords,
 )
+from te_fuser.presets.keyword_types import TransformerLayerKeys, Unpack
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_encoder_output
 from te_fuser.presets.norm import LayerNorm, Normed, RMSNorm, share_norm
@@ -137,7 +138,7 @@ class TransformerLayer(ContextParallel):
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
-        **keywords: Any,
+        **keywords: Unpack[TransformerLayerKeys],
     ) -> None:
         super().__init__(**constructor_keywords(self.arguments, locals()))
         said = self.common

@@ -28,7 +28,7 @@ from te_fuser.verify.models import (
     listed_ops,
     with_owners,
 )
-from te_fuser.verify.report import VerificationError, VerifyReport
+from te_fuser.verify.report import VerificationError, VerifyReport, progress
 from te_fuser.verify.steps import run_verified
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -81,7 +81,7 @@ def verify(
         raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
     ranks = groups_of(listed_ops(model))
-    with shared_errors(ranks):
+    with shared_errors(ranks), progress(type(subject).__name__, told=not ranks):
         rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device, ranks)
     report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
     if not rows:
@@ -123,7 +123,8 @@ def _verify_fusion(
     entry = get(fusion) if isinstance(fusion, str) else fusion
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check = FusionCheck(entry, ops, dtypes, where, kernels)
-    report = check.report()
+    with progress(f"fusion {entry.name!r}"):
+        report = check.report()
     never = check.never_taken()
     if never is not None:
         raise VerificationError(never)

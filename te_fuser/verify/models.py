@@ -31,6 +31,7 @@ from te_fuser.ops.row_op import RowOp
 from te_fuser.sequential import Sequential
 from te_fuser.sharding.rules import rule_of
 from te_fuser.verify.examples import LAYOUTS, Case
+from te_fuser.verify.report import TELL
 from te_fuser.verify.steps import memory_of, run_watched
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
@@ -98,6 +99,7 @@ class Subject:
 
         Of other ranks that run it together there is a row for what fails.
         """
+        TELL.get()(case.name)
         if case.negated:
             self._negate()
         try:

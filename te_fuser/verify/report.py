@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from te_fuser.compare import Row
 
 _FEW = 5  # failures that are named
+
+
+TELL: ContextVar[Callable[[str], object]] = ContextVar("TELL", default=str)  # takes the name of a case that begins
+
+
+@contextmanager
+def progress(title: str, told: bool = True) -> Iterator[None]:
+    """Inside, stderr shows the case that TELL took last, and how many there were, if it is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = TimeElapsedColumn(), TextColumn("verify {task.description}", markup=False)
+    quiet = not (told and sys.stderr.isatty())
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet
+    ) as shown:
+        task, number = shown.add_task(title), itertools.count(1)
+        before = TELL.set(lambda c: shown.update(task, description=f"{title}, case {next(number)}: {c}", refresh=True))
+        try:
+            yield
+        finally:
+            TELL.reset(before)
 
 
 class VerificationError(AssertionError):

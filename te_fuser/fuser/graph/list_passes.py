@@ -193,11 +193,7 @@ class _Walk:
     """The list from its first op to its last, for the ranks of one group."""
 
     def __init__(
-        self,
-        listed: Sequence[ListedOp],
-        group: Group,
-        shapes: Mapping[Key, tuple[int, ...]],
-        needing: frozenset[str],
+        self, listed: Sequence[ListedOp], group: Group, shapes: Mapping[Key, tuple[int, ...]], needing: frozenset[str]
     ) -> None:
         self._listed, self._group, self._shapes, self._needing = listed, group, shapes, needing
         self._place = 0

@@ -14,15 +14,7 @@ from te_fuser.codegen.description import NotOneKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
-from te_fuser.fuser.plan.candidates import (
-    NO_TENSOR,
-    Edge,
-    Found,
-    Withheld,
-    find_rows,
-    fusion_task,
-    saved_by,
-)
+from te_fuser.fuser.plan.candidates import NO_TENSOR, Edge, Found, Withheld, find_rows, fusion_task, saved_by
 from te_fuser.fuser.plan.layouts import given_transposed, in_forward, row_steps, wanted_of, with_turned
 from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
-from te_fuser.fuser.plan.candidates import Placed, Withheld
+from te_fuser.fuser.plan.candidates import TICK, Placed, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.paths import Aim, Passing, Way, way_through, why_not_taken
 from te_fuser.fuser.plan.plan import Choice, Refusal
@@ -95,11 +95,11 @@ class Covering:
             held |= more
             found = self._round(aim, held, Withheld())
             assert found is not None
-        if found.demand_unmet:
-            second = self._second_round(aim, held)
-            found = found if second is None or found.length <= second.length else second
+        other = self._second_round(aim, held) if found.demand_unmet else None
+        if other is not None and other.length < found.length:
+            found, other = other, None
         backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
-        refusals = functools.partial(self._refusals, found, _WEIGHED if aim.weight else "")
+        refusals = functools.partial(self._refusals, aim, found, other)
         return Covers(forward, backward, self._choices(found), refusals)
 
     def _kept_anyway(self, found: _Round) -> frozenset[int]:
@@ -257,14 +257,31 @@ class Covering:
         there_is = [(choice, there.values[here.numbers[choice.root]]) for choice in way.choices]
         return [Choice(values[root].name, c.recomputed, c.bytes, c.seconds, root) for c, root in there_is]
 
-    def _refusals(self, found: _Round, note: str) -> list[Refusal]:
-        """Refusals of backward, then of forward, non-candidates before losers; `note` goes with losers of backward."""
+    def _refusals(self, aim: Aim, found: _Round, other: _Round | None) -> list[Refusal]:
+        """Refusals of backward, then of forward, non-candidates before losers."""
+        note = _WEIGHED if aim.weight else ""
         said = self._in_order(found.backward, lambda way: way.found.refusals)
         said += found.impossible.values()
         said += self._in_order(found.backward, lambda way: self._lost("backward", way, note))
-        said += self._in_order(found.forward, lambda way: way.found.refusals)
+        cost = self._costs_of_unmet(aim, found, other, note) if found.demand_unmet else {}
+        unmet = self._in_order(found.forward, lambda way: way.found.refusals)
+        said += [r._replace(reason=r.reason + cost.get((r.name, r.start, r.stop), "")) for r in unmet]
         said += self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
         return list(dict.fromkeys(said))
+
+    def _costs_of_unmet(
+        self, aim: Aim, found: _Round, other: _Round | None, note: str
+    ) -> dict[tuple[str, int, int], str]:
+        """Costs of forward fusions that do not give what backward reads: of a free forward, or of the `other` round."""
+        free = self._forward(aim, self._all_found((), self._free)) or []
+        lost = self._in_order(free, lambda way: self._lost("forward", way, ""))
+        costs = {(r.name, r.start, r.stop): f"; in forward alone: {r.reason}" for r in lost}
+        if other is not None:
+            more = f"{(other.length - found.length) * TICK * 1e6:.1f} us longer{note}"
+            for fusion, whole in self._matches(other.forward):
+                there = (fusion.name, *fusion.covers("forward", *whole))
+                costs[there] = f"; a plan whose backward does without that is predicted {more}"
+        return costs
 
     def _lost(self, direction: str, way: Way, note: str) -> list[Refusal]:
         def make() -> list[Refusal]:

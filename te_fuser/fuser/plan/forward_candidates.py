@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref, form_named
-from te_fuser.fuser.plan.candidates import (
-    NO_TENSOR,
-    Edge,
-    Found,
-    find_rows,
-    fusion_task,
-    saved_by,
-)
+from te_fuser.fuser.plan.candidates import NO_TENSOR, Edge, Found, find_rows, fusion_task, saved_by
 from te_fuser.fuser.plan.layouts import row_steps
 from te_fuser.fuser.plan.parameter_prep import measuring_steps, name_of_rows, why_unmeasured
 from te_fuser.fuser.steps.op_tasks import OpTask

@@ -43,11 +43,7 @@ Place = tuple[int, int]  # the ops that a step covers
 
 
 def row_steps(
-    problem: Problem,
-    prices: Prices,
-    covers: Place,
-    wanted: Sequence[Ref],
-    derive: Callable[[bool], KernelTask | None],
+    problem: Problem, prices: Prices, covers: Place, wanted: Sequence[Ref], derive: Callable[[bool], KernelTask | None]
 ) -> tuple[Step, ...]:
     """The kernel of a range, and where it cannot store what is wanted transposed, steps that turn its rows.
 

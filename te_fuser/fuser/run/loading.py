@@ -294,10 +294,7 @@ def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | 
 
 
 def execute(
-    prepared: Executable,
-    x: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
-    parameters: Sequence[torch.Tensor],
+    prepared: Executable, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
     """Run a prepared plan.
 

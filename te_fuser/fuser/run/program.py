@@ -132,11 +132,7 @@ def _naming(name: str, ops: str, runner: Runner) -> Runner:
 
 
 def run_program(
-    program: Program,
-    slots: Slots,
-    may_overwrite: bool = True,
-    backward: bool = False,
-    promised: Graph | None = None,
+    program: Program, slots: Slots, may_overwrite: bool = True, backward: bool = False, promised: Graph | None = None
 ) -> None:
     """Run a program, and tell who watches.
 

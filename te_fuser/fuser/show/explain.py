@@ -34,9 +34,10 @@ from te_fuser.fuser.show.step_rows import (
     pass_page,
     place,
     range_of,
+    rows_of,
     sources,
     span,
-    step_rows,
+    totals,
 )
 from te_fuser.ops import op_table
 
@@ -145,8 +146,7 @@ _TARGETS = {"cpp": "generated C++", "cuda": "generated CUDA C++", "torch": "PyTo
 
 def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     yield from _heading(plan, number)
-    for direction in ("forward", "backward"):
-        rows = step_rows(plan, direction, measured)
+    for direction, rows in rows_of(plan, measured).items():
         if rows:
             yield _table(direction, rows)
     if not plan.backward:
@@ -199,17 +199,12 @@ class _Fitting:
 def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     """A line a step, and totals."""
     yield from _heading(plan, number)
-    found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
+    found = rows_of(plan, measured)
     if any(found.values()):
         yield _Fitting((_short_table(found, True), _short_table(found, False)))
     kept = f"Kept for backward: {size_text(plan.kept_bytes())} of activations"
     yield Text(kept if plan.backward else _NO_BACKWARD)
-    for direction, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
-        seconds = plan.seconds(*(() if direction == "both" else (direction,)))
-        times = f"{seconds * 1e3:.3f} ms predicted"
-        times += f", {sum(r.measured or 0.0 for r in rows) * 1e3:.3f} ms measured" if measured else ""
-        moved = size_text(sum(r.read + r.written for r in rows))
-        yield Text(f"{direction:8} {times}, {moved}, {count(sum(r.launches for r in rows), 'launch', 'es')}")
+    yield from (Text(f"{name:8} {total}") for name, total in totals(plan, found, measured is not None).items())
     saved = gains(plan)
     if saved:
         yield Text(f"8 bits save {_gained(saved)[2]} ms of products, predicted")
@@ -237,7 +232,7 @@ def _short_table(found: Mapping[str, list[StepRow]], with_ops: bool) -> Table:
                 continue
             name = Text(f"{block.what} {block.name}", style=_STYLES.get(block.what, "dim"))
             covers = [", ".join(block.covers)] if with_ops else []
-            table.add_row(span(block.ops), *covers, name, *times(block), _limit(block))
+            table.add_row(span(block.ops), *covers, name, *times(block), block.bound)
     return _whole(table)
 
 
@@ -251,10 +246,6 @@ def _times(rows: Sequence[StepRow]) -> tuple[list[str], Callable[[StepRow], list
         return [f"{seconds / tick:.1f}" for seconds in (row.seconds, *([row.measured or 0.0] if measured else []))]
 
     return [f"{heading}\n{unit}" for heading in ("predicted", *(["measured"] if measured else []))], cells
-
-
-def _limit(row: StepRow) -> str:
-    return row.limit if row.share is None else f"{row.limit} {row.share:.0%}"
 
 
 def _table(direction: str, rows: list[StepRow]) -> Group:
@@ -271,8 +262,10 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
         if isinstance(block, _Again):
             table.add_row(span(block.ops), "", block.text)
             continue
-        cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", *times(block), _limit(block)]
-        table.add_row(span(block.ops), ", ".join(block.covers), _step_text(block), *cells)
+        cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", *times(block), block.bound]
+        more = (Padding(Text(text), (0, 0, 0, 2)) for text in block.more())
+        step = Group(Text(f"{block.what} {block.name}", overflow="fold"), *more)
+        table.add_row(span(block.ops), ", ".join(block.covers), step, *cells)
     return Group(Text(f"\n{direction.capitalize()}", style="bold"), _whole(table))
 
 
@@ -297,23 +290,6 @@ def _whole(table: Table) -> Table:
             lines = "\n".join(map(str, (column.header, *column.cells))).splitlines()
             column.width = max(map(len, lines))
     return table
-
-
-def _step_text(row: StepRow) -> Group:
-    lines: list[Any] = [Text(f"{row.what} {row.name}", overflow="fold")]
-    algorithm = (row.algorithm,) if row.algorithm else ()
-    lists = (
-        ("computes again", row.again),
-        ("stores", row.transposed),
-        ("keeps", row.keeps),
-        ("may store", row.over),
-        ("algorithm:", algorithm),
-        ("", (row.sends,) if row.sends else ()),
-    )
-    for verb, names in lists:
-        if names:
-            lines.append(Padding(Text(f"{verb} {', '.join(names)}".lstrip()), (0, 0, 0, 2)))
-    return Group(*lines)
 
 
 @dataclass(frozen=True)
@@ -458,14 +434,10 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
     headings = ["", *predicted, *(["measured ms"] if measured else []), "predicted bytes", "steps", "launches"]
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k else "left", no_wrap=True)
-    found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
-    for name, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
-        directions = () if name == "both" else (name,)
-        predictions = (plan.seconds(*directions), plan.device_seconds(*directions), plan.host_seconds(*directions))
-        cells = [f"{seconds * 1e3:.3f}" for seconds in predictions]
-        cells += [f"{sum(r.measured or 0.0 for r in rows) * 1e3:.3f}"] if measured else []
-        cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
-        table.add_row(name, *cells)
+    for name, of in totals(plan, rows_of(plan, measured), measured is not None).items():
+        times = (of.seconds, of.device, of.host, *(() if of.measured is None else (of.measured,)))
+        cells = [f"{seconds * 1e3:.3f}" for seconds in times]
+        table.add_row(name, *cells, size_text(of.moved), str(of.steps), str(of.launches))
     yield Padding(_whole(table), (0, 0, 0, 2))
     recorded = sum(s.recorded for s in plan.segments)
     own = f"autograd: {count(len(plan.segments) - recorded, 'node')} of its own, else PyTorch's"

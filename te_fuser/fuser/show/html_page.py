@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
-from te_fuser.fuser.show.step_rows import StepRow, count, place, range_of, span, step_rows
+from te_fuser.fuser.show.step_rows import StepRow, Total, count, place, range_of, rows_of, span, totals
 
 if TYPE_CHECKING:
     from te_fuser.fuser.show.explain import Explanation
@@ -73,13 +73,16 @@ def fragment(explanation: Explanation, name: str = "step") -> str:
 
 
 def _plan(plan: Plan, measured: Measured | None, title: str, name: str) -> Iterator[str]:
-    x, rows = plan.graph.values[0].spec, {d: step_rows(plan, d, measured) for d in _DIRECTIONS}
+    x, rows = plan.graph.values[0].spec, rows_of(plan, measured)
+    sums = totals(plan, rows, measured is not None)
     what = f"{count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {text_of(x.dtype)}, on {plan.device.name}"
     yield f'<h2>{title}</h2><p class="soft">{escape(what)}, memory {plan.memory}</p>'
     for direction, steps in rows.items():
         if steps:
-            yield from _direction(direction, steps, measured is not None, f"{name}-{direction}")
-    if not plan.backward:
+            yield from _direction(direction, steps, sums[direction], f"{name}-{direction}")
+    if plan.backward:
+        yield f"<p>Both together: {sums['both']}</p>"
+    else:
         yield "<p>No backward: nothing in this call needs a gradient.</p>"
     yield from _memory(plan, rows)
     yield from _refusals(plan)
@@ -97,10 +100,10 @@ def _kind(row: StepRow) -> str:
     return row.what if row.what in _KINDS else "torch"
 
 
-def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, name: str) -> Iterator[str]:
+def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) -> Iterator[str]:
     total = sum(map(_time, rows))
-    how = "measured" if is_measured else "predicted"
-    yield f"<h3>{direction.capitalize()}: {total * 1e3:.3f} ms {how}, {count(len(rows), 'step')}</h3>"
+    how = "predicted" if sums.measured is None else "measured"
+    yield f"<h3>{direction.capitalize()}: {sums}, {count(sums.steps, 'step')}</h3>"
     yield f'<ol class="lane" aria-label="{direction}">'
     for k, row in enumerate(rows):
         tip = "\n".join(_facts(row, total))
@@ -111,7 +114,7 @@ def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, name:
     yield "</ol><details><summary>Steps</summary>"
     table = [
         [span(row.ops), f"{row.what} {row.name}", ", ".join(row.covers), f"{_time(row) * 1e6:.1f}",
-         size_text(row.read), size_text(row.written), _limit(row), "; ".join(_more(row))]
+         size_text(row.read), size_text(row.written), row.bound, "; ".join(row.more())]
         for row in rows
     ]  # fmt: skip
     ids = [f"{name}-{k}" for k in range(len(rows))]
@@ -120,28 +123,12 @@ def _direction(direction: str, rows: Sequence[StepRow], is_measured: bool, name:
     yield "</details>"
 
 
-def _limit(row: StepRow) -> str:
-    return row.limit if row.share is None else f"{row.limit} {row.share:.0%}"
-
-
-def _more(row: StepRow) -> Iterator[str]:
-    """Further facts of a step, in words."""
-    lists = {
-        "computes again": row.again,
-        "stores transposed": row.transposed,
-        "keeps": row.keeps,
-        "may store": row.over,
-    }
-    yield from (f"{verb} {', '.join(names)}" for verb, names in lists.items() if names)
-    yield from filter(None, (row.algorithm, row.sends))
-
-
 def _facts(row: StepRow, total: float) -> Iterator[str]:
     share = f" ({_time(row) / total:.0%})" if total else ""
-    yield f"{row.name}: {_time(row) * 1e6:.1f} us{share}, limit: {_limit(row)}"
+    yield f"{row.name}: {_time(row) * 1e6:.1f} us{share}, limit: {row.bound}"
     yield f"ops {span(row.ops)}: {', '.join(row.covers)}"
     yield f"reads {size_text(row.read)}, writes {size_text(row.written)}"
-    yield from _more(row)
+    yield from row.more()
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -198,7 +185,9 @@ def _span(plan: Plan, kept: SavedTensor) -> tuple[int, int]:
 def _refusals(plan: Plan) -> Iterator[str]:
     if not plan.refusals:
         return
-    yield f"<details><summary>Considered and not taken: {len(plan.refusals)}</summary>"
+    number = count(len({r.name for r in plan.refusals}), "fusion")
+    places = count(len(plan.refusals), "place")
+    yield f"<details><summary>Considered and not taken: {number}, at {places}</summary>"
     both = {"joint": "both ways"}
     table = [
         [r.name, both.get(r.direction, r.direction), range_of(r.start, r.stop - 1), r.reason] for r in plan.refusals

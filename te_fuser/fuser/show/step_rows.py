@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,59 @@ class StepRow(StepCost, StepOutputs):
     name: str
     algorithm: str
     sends: str
+
+    @property
+    def bound(self) -> str:
+        """The limit, and the share of it."""
+        return self.limit if self.share is None else f"{self.limit} {self.share:.0%}"
+
+    def more(self) -> Iterator[str]:
+        """Further facts, in words."""
+        verbs = {"computes again": self.again, "stores": self.transposed, "keeps": self.keeps, "may store": self.over}
+        yield from (f"{verb} {', '.join(names)}" for verb, names in verbs.items() if names)
+        yield from filter(None, (self.algorithm and f"algorithm: {self.algorithm}", self.sends))
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over the steps of one direction or of both: seconds, bytes, numbers; `measured` as that of a row.
+
+    Attributes:
+        seconds: predicted for the whole: of device and host the longer one, on a CPU both.
+    """
+
+    seconds: float
+    device: float
+    host: float
+    measured: float | None
+    moved: float
+    steps: int
+    launches: int
+
+    def __str__(self) -> str:
+        measured = "" if self.measured is None else f", {self.measured * 1e3:.3f} ms measured"
+        numbers = f"{size_text(self.moved)}, {count(self.launches, 'launch', 'es')}"
+        return f"{self.seconds * 1e3:.3f} ms predicted{measured}, {numbers}"
+
+
+def totals(plan: Plan, found: Mapping[str, Sequence[StepRow]], is_measured: bool) -> dict[str, Total]:
+    """Totals of the directions whose rows are given, and of "both"."""
+    sums = {}
+    for name, rows in {**found, "both": list(itertools.chain(*found.values()))}.items():
+        of = () if name == "both" else (name,)
+        sums[name] = Total(
+            *(plan.seconds(*of), plan.device_seconds(*of), plan.host_seconds(*of)),
+            measured=sum(row.measured or 0.0 for row in rows) if is_measured else None,
+            moved=sum(row.read + row.written for row in rows),
+            steps=len(rows),
+            launches=sum(row.launches for row in rows),
+        )
+    return sums
+
+
+def rows_of(plan: Plan, measured: Measured | None = None) -> dict[str, list[StepRow]]:
+    """`step_rows` of each direction."""
+    return {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
 
 
 def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> list[StepRow]:

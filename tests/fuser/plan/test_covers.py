@@ -1,4 +1,4 @@
-"""Covers: what is computed again in backward is memory that goes."""
+"""Covers: what is computed again in backward is memory that goes, or time that a fusion costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser import Sequential, ops
+from te_fuser import Sequential, fusion, ops
+from te_fuser.fusions import Cost, unregister
 from te_fuser.ops.base import NamedInput
 from tests.twins import assert_as_meant
 
@@ -89,3 +90,29 @@ def test_to_take_a_value_costs_nothing(memory: str) -> None:
     taken = [s for s in plan.steps if s.name.startswith("take")]
     assert [s.name for s in taken] == ["take", "take.value_gradient"]
     assert all(s.seconds == s.cost.read == s.cost.written == s.cost.launches == 0 for s in taken)
+
+
+def test_a_fusion_that_gives_too_little_says_what_it_would_cost() -> None:
+    """Backward would compute the statistics of its norms again, or does so where that is cheaper."""
+    chain = [ops.LayerNorm(512), ops.GELU(), ops.LayerNorm(512), ops.GELU(), ops.LayerNorm(512)]
+
+    def planned(seconds: float) -> Any:
+        fusion(forward=[type(op) for op in chain], name="normed", cost=lambda m: Cost(seconds=seconds))(lambda m, x: x)
+        try:
+            return Sequential(*chain, memory="fast").plan(x, device="cpu")
+        finally:
+            unregister("normed")
+
+    x = torch.empty(4096, 512, requires_grad=True)
+    without = Sequential(*chain, memory="fast").plan(x, device="cpu")
+    (row,) = without.forward
+    cheap = planned(0.9 * row.seconds)
+    assert [step.name for step in cheap.forward] == ["normed"] and not cheap.refusals
+    why = "backward reads per-row statistics or op results that it does not give; "
+    longer = cheap.seconds() + 0.09 * row.seconds - without.seconds()
+    dear = f"a plan whose backward does without that is predicted {longer * 1e6:.1f} us longer"
+    dearest = f"in forward alone: predicted {0.01 * row.seconds * 1e6:.1f} us more than {row.name}"
+    for share, cost in ((0.99, dear), (1.01, dearest)):
+        plan = planned(share * row.seconds)
+        assert [step.name for step in plan.forward] == [row.name]
+        assert [r.reason for r in plan.refusals] == [why + cost]

@@ -381,7 +381,7 @@ def test_what_runs_by_itself_is_named_in_its_place_with_the_reason(measure: bool
     said, first = " ".join(text.split()), "By itself, fused with nothing:"
     convert = "no op; te_fuser.from_torch(module) makes"
     wanted = (
-        f"{first} 0 (BatchNorm1d): {convert} none of it: no op means what it does Plan 1 of 2: 2 ops",
+        f"{first} 0 (BatchNorm1d): {convert} none of it: te_fuser has no op for it Plan 1 of 2: 2 ops",
         f"{first} 2.0 (Linear), 2.1 (GELU): {convert} ops of it, with its parameters Plan 2 of 2: 2 ops",
         f"{first} 4 (Own): a call of its own {first} 5 (Linear): hooks of its own",
     )

@@ -16,6 +16,7 @@ from te_fuser.fuser.show.explain import Explanation
 from tests.recorded import recorded
 
 VOID = {"meta", "line", "polygon", "br"}
+SIDES = ("forward", "backward")
 
 
 class Reader(HTMLParser):
@@ -87,6 +88,29 @@ def test_bars_are_the_steps_as_wide_as_their_time(options: dict[str, Any]) -> No
             assert share == pytest.approx(max(taken / sum(seconds), 1e-4), abs=1e-4)
     kinds = {kind for _, kind, _ in found}
     assert {"fusion"} < kinds <= {"fusion", "kernel", "op", "torch"}
+
+
+@pytest.mark.parametrize("options", [{}, {"measure": True}, {"device": "h200"}], ids=str)
+def test_it_counts_and_sums_as_the_text_does(options: dict[str, Any]) -> None:
+    explanation = explained(**options)
+    (plan,), words = explanation.plans, Reader(explanation._repr_html_()).words
+    short, long = (str(Explanation([plan], measured=explanation.measured, details=d)) for d in (False, True))
+    lines = short.splitlines()
+    said = {
+        name: line.removeprefix(name).strip() for line in lines for name in (*SIDES, "both") if line.startswith(name)
+    }
+    assert len(said) == 3 and f"Both together: {said['both']}" in words
+    for side, steps in zip(SIDES, (plan.forward, plan.backward), strict=True):
+        assert f"{side.capitalize()}: {said[side]}, {len(steps)} steps" in words
+        assert said[side].startswith(f"{plan.seconds(side) * 1e3:.3f} ms predicted, ")
+        assert said[side].endswith(f", {sum(step.cost.launches for step in steps)} launches")
+    table = long.split("\nTotals\n")[1].splitlines()
+    for name, *cells in (line.split() for line in table if line.split()[0] in said):
+        assert cells[0] == said[name].split()[0] and cells[-1] == said[name].split()[-2]
+        assert ("measured" in said[name]) is ("measure" in options) is (f"{cells[3]} ms measured" in said[name])
+    fusions = len({refusal.name for refusal in plan.refusals})
+    assert f"Considered and not taken: {fusions} fusions, at {len(plan.refusals)} places" in words
+    assert any(line.startswith(f"{fusions} fusions considered and not taken") for line in lines)
 
 
 def test_bars_of_small_calls_have_a_colour_too() -> None:
