@@ -280,6 +280,8 @@ ELSEWHERE = {
      "test_no_exchange_is_one_by_which_gloo_breaks_memory"),
     "accelerate, Lightning, DeepSpeed ZeRO-1, torchtitan's order of calls": ("parallel/test_engines.py",
      "test_losses_are_one_processs"),
+    "transformers' `Trainer` on [converted models](how-to/convert.md)": ("convert/test_conversion_trainer.py",
+     "test_losses_are_the_originals"),
     "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_block_adapters.py", "test_lora"),
     "FSDP (`fully_shard`)": ("fuser/test_pipeline_distributed.py", "test_fsdp2"),
     "the meta device, `to_empty`, `reset_parameters`": ("fuser/test_pipeline_parameters.py", "test_meta_device_first"),
