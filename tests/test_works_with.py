@@ -283,6 +283,8 @@ ELSEWHERE = {
     "transformers' `Trainer` on [converted models](how-to/convert.md)": ("convert/test_conversion_trainer.py",
      "test_losses_are_the_originals"),
     "LoRA by peft on [converted models](how-to/convert.md)": ("convert/test_block_adapters.py", "test_lora"),
+    "Hugging Face's `kernels`": ("integrations/test_kernels.py", "test_a_model"),
+    "torchtitan": ("parallel/test_torchtitan.py", "test_values_and_gradients"),
     "FSDP (`fully_shard`)": ("fuser/test_pipeline_distributed.py", "test_fsdp2"),
     "the meta device, `to_empty`, `reset_parameters`": ("fuser/test_pipeline_parameters.py", "test_meta_device_first"),
     "Linux on x86-64": ("codegen/test_cpp.py", ""),
