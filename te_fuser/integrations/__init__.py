@@ -1,7 +1,4 @@
-"""Modules for tools of the ecosystem, each of which imports its tool; `import te_fuser` imports none of them.
-
-Here is how they let a list of ops take the place of a module's forward, bound to the module's own parameters.
-"""
+"""Modules for other tools, imported when asked for; here: how a list takes the place of a module's forward."""
 
 from __future__ import annotations
 

@@ -49,6 +49,9 @@ def _norm(op_for: Callable[[Any], FusableOperation]) -> Members:
 
 def layer_norm(m: Any) -> FusableOperation:
     """The op for torch.nn.LayerNorm over one dimension."""
+    if len(m.normalized_shape) > 1:
+        shape = list(m.normalized_shape)
+        raise TypeError(f"te_fuser's LayerNorm for kernels works over one dimension, got {shape}: leave it unmapped")
     there: dict[str, Any] = {"elementwise_affine": m.weight is not None, "bias": m.bias is not None}
     return ops.LayerNorm(m.normalized_shape, m.eps, **there, device="meta")
 

@@ -107,6 +107,12 @@ def test_hooks_and_adapters_of_a_projection_are_called() -> None:
     assert len(seen) == 1
 
 
+def test_a_layer_norm_over_several_dimensions() -> None:
+    norm = kernelized(nn.LayerNorm((3, 5)))
+    with pytest.raises(TypeError, match=r"LayerNorm .* over one dimension, got \[3, 5\]: leave it unmapped"):
+        norm(torch.randn(2, 3, 5))
+
+
 def test_a_gate_that_no_op_has() -> None:
     model = kernelized(model_of("llama"))
     model.model.layers[0].mlp.act_fn = nn.Tanh()
