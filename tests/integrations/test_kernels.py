@@ -91,6 +91,7 @@ def test_a_model(by: str, tmp_path: Path) -> None:
     assert replaced == {"LlamaRMSNorm", "LlamaMLP", "SiLUActivation"}
     assert_alike(results(model, IDS), results(original, IDS))
     twin = copy.deepcopy(model)
+    assert_alike(results(twin, IDS), results(original, IDS))
     with torch.no_grad():
         for m in (twin, original):
             m.model.norm.weight.mul_(2.0)
