@@ -105,7 +105,11 @@ def test_names_exist(path: Path) -> None:
         found, module = te_fuser, "te_fuser"
         for part in name.split(".")[1:]:
             module = f"{module}.{part}"
-            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(module)
+            try:
+                found = getattr(found, part) if hasattr(found, part) else importlib.import_module(module)
+            except ModuleNotFoundError as missing:  # of a tool that a module of integrations is for
+                assert module.startswith("te_fuser.integrations.") and missing.name != module, module
+                break
 
 
 def test_the_guide_names_every_argument() -> None:

@@ -73,6 +73,7 @@ KNOWS = {
     "sequential": {"guards", "distributed", "params", "ops", "fuser", "flatten", "fake_tensors", "fused_regions"},
     "variants": {"guards", "distributed", "params", "flatten", "sequential"},
     "convert": {"guards", "distributed", "params", "ops", "fuser", "sequential", "compare", "from_torch"},
+    "integrations": {"guards", "convert", "ops", "fuser", "sequential", "__version__"},
     "from_torch": {"guards", "distributed", "params", "ops", "sequential", "compare"},
     "verify": {
         "guards",
@@ -268,6 +269,7 @@ ASPECTS = {
         "sharding_rules",
         "two_meshes",
         "works_with",
+        "torchtitan",
     },
 }
 

@@ -26,10 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
-from te_fuser.convert.call import LayerCall, argument_names, cache_name, modules_as_they_are, scalars_of
+from te_fuser.convert.call import LayerCall, argument_names, cache_name, scalars_of
 from te_fuser.convert.layer_ops import LayerParts, become, has_own_forward, keeps_forward, why_left, why_shared
 from te_fuser.guards import Facts, still_hold
-from te_fuser.ops.hooks import GLOBAL_HOOKS
+from te_fuser.ops.hooks import GLOBAL_HOOKS, modules_as_they_are
 from te_fuser.sequential import Sequential
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):

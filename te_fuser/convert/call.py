@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from te_fuser.guards import Facts
-from te_fuser.ops.hooks import hooks_of
 
 _READ = ("attention_mask", "position_embeddings", "cache", "past_key_values")
 # Arguments that change nothing of what a layer computes by the functions that the op stands for, or are read elsewhere.
@@ -109,20 +108,6 @@ def decoders(stack: Any, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor
 
 
 _SCALARS = (bool, int, float, str, type(None))
-
-
-def modules_as_they_are(layer: nn.Module) -> Facts:
-    """The modules in a layer: which they are, of which class, with which hooks, and no forward that was put there."""
-    modules = list(layer.modules())
-    inner = modules[1:]
-    hooks = [h for m in inner for h in hooks_of(m)]
-    watched: list[dict[Any, Any]] = [*(m._modules for m in modules), *(h for h in hooks if h)]
-    return Facts(
-        members=tuple([(d, tuple(d.values())) for d in watched]),
-        empty=tuple([h for h in hooks if not h]),
-        items=tuple([(vars(m), "forward", vars(m).get("forward")) for m in inner]),
-        calls=tuple([(functools.partial(type, m), type(m)) for m in inner]),
-    )
 
 
 def scalars_of(modules: Iterable[nn.Module]) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,20 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for hooks, found in loud:
             hooks.update({key: hook for key, hook in found.items() if key in hooks})
+
+
+def modules_as_they_are(layer: torch.nn.Module) -> Facts:
+    """The modules in a layer: which they are, of which class, with which hooks, and no forward that was put there."""
+    modules = list(layer.modules())
+    inner = modules[1:]
+    hooks = [h for m in inner for h in hooks_of(m)]
+    watched: list[dict[Any, Any]] = [*(m._modules for m in modules), *(h for h in hooks if h)]
+    return Facts(
+        members=tuple([(d, tuple(d.values())) for d in watched]),
+        empty=tuple([h for h in hooks if not h]),
+        items=tuple([(vars(m), "forward", vars(m).get("forward")) for m in inner]),
+        calls=tuple([(functools.partial(type, m), type(m)) for m in inner]),
+    )
 
 
 def hook_facts(hooks: Iterable[dict[int, Any]]) -> Facts:

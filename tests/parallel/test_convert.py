@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import te_fuser
 from te_fuser.distributed.dtensor import is_dtensor
 from tests.convert.models import assert_alike, model_of, results, tokens
+from tests.convert.training import logged, trainer
 from tests.parallel.ranks import WORLD, on_ranks
 
+accelerate: Any = pytest.importorskip("accelerate")
 IDS = tokens(3, 7)
 
 
@@ -42,3 +45,22 @@ def test_tensor_parallelism_of_transformers(family: str, tmp_path: Path) -> None
 
 def gathered(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() if is_dtensor(t) else t for name, t in found.items()}
+
+
+@on_ranks
+def test_trainer(tmp_path: Path) -> None:
+    """DistributedDataParallel by transformers' Trainer: the losses of the original on as many ranks."""
+    rank, ranks = str(dist.get_rank()), str(WORLD)
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    original = model_of("llama", torch.float32)
+    models = [original, copy.deepcopy(original)]
+    te_fuser.convert(models[1])
+    with mock.patch.dict(os.environ, environment | {"MASTER_PORT": "29500"}):
+        trainers = [trainer(model, tmp_path, ddp_backend="gloo") for model in models]
+        for one in trainers:
+            one.train()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # as another test asks for another
+    want, got = (logged(one, "loss") for one in trainers)
+    assert dist.get_rank() != 0 or len(want) > 4
+    assert type(trainers[1].model_wrapped).__name__ == "DistributedDataParallel"
+    assert got == pytest.approx(want, abs=1e-5)

@@ -18,9 +18,11 @@ KINDS = {
         "pytorch-lightning": "pytorch_lightning",
         "deepspeed": "deepspeed",
         "peft": "peft",
+        "kernels": "kernels",
     },
     "torch": {"torch": "torch"},
 }
+WORDS = {"kernels"}  # that te_fuser says, too: of these imports count, strings do not
 # Prints package -> version of those in its argument. One that cannot be imported is no version that was tested.
 IMPORTED = """
 import importlib, json, sys
@@ -55,6 +57,6 @@ def named(program: str) -> set[str]:
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in WORDS:
             found.add(node.value)
     return found & set(KINDS["libraries"].values())

@@ -17,6 +17,8 @@ PAGE = table.PAGE.read_text()
 def test_names_of_libraries() -> None:
     assert packages.named("import transformers.models as m\nfrom peft import x") == {"transformers", "peft"}
     assert packages.named("def f():\n    pytest.importorskip('accelerate')") == {"accelerate"}
+    assert packages.named("from kernels import Mode") == {"kernels"}
+    assert packages.named("def f():\n    options['kernels'] = 'kernels'") == set()
     assert packages.named("'transformers is a word here'\nfrom torch import nn\nimport mypeft") == set()
 
 

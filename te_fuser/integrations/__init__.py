@@ -1,0 +1,39 @@
+"""Modules for other tools, imported when asked for; here: how a list takes the place of a module's forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_fuser.convert.layer_ops import LayerParts
+from te_fuser.guards import Facts, still_hold
+from te_fuser.ops.hooks import modules_as_they_are
+from te_fuser.sequential import Sequential
+
+Members = Callable[[LayerParts], list[nn.Module]]
+
+
+class KeptLists(dict[Members, tuple[Facts, Sequential]]):
+    """The lists of one module, with facts about its parts; a copy or a pickle of the module makes its own."""
+
+    def __reduce__(self) -> Any:
+        return KeptLists, ()
+
+
+def run_list(module: nn.Module, members: Members, x: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """y of x by a list of these members, kept by the module until one of its parts is another."""
+    if torch.compiler.is_compiling():
+        from te_fuser.fuser.run.dynamo_break import outside_tracing
+
+        return outside_tracing(functools.partial(run_list, module, members, x, **inputs))  # type: ignore[no-any-return]
+    kept = module.__dict__.setdefault("_te_fuser_lists", KeptLists())
+    facts, found = kept.get(members, (None, None))
+    if found is None or not still_hold(facts):
+        parts = LayerParts(module)
+        found = Sequential(*members(parts))
+        kept[members] = Facts.of([modules_as_they_are(module), parts.facts()]), found
+    return found(x, **inputs)  # type: ignore[no-any-return]
