@@ -7,8 +7,8 @@ import pytest
 from tests.weight import figures
 
 CEILINGS = {
-    "lines of te_fuser and csrc": 69_342,
-    "files in te_fuser": 274,
+    "lines of te_fuser and csrc": 69_334,
+    "files in te_fuser": 273,
     "files flat in te_fuser/ops": 31,
     "lines of tests": 75_129,
     "lines of docs/design.md": 449,

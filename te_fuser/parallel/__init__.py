@@ -2,12 +2,11 @@
 
 from te_fuser.distributed.placement import Partial, Placement, Replicated, Shard
 from te_fuser.fuser.run.delayed import backward_dw
-from te_fuser.parallel.buckets import write_into_buckets
 from te_fuser.parallel.context import cut_sequence
 from te_fuser.parallel.derive import derived_plan
+from te_fuser.parallel.gradients import leave_sums_to_engine, write_into_buckets
 from te_fuser.parallel.parallelize import parallelize
 from te_fuser.parallel.styles import Column, Heads, Row
-from te_fuser.parallel.sums import leave_sums_to_engine
 from te_fuser.sharding.rules import ShardingContext, ShardingRule, sharding_rule
 
 __all__ = [
