@@ -1,4 +1,4 @@
-"""Presets as type checkers see them: comments stand where mypy is to find a fault; ./dev lint fails where it does not."""
+"""Presets as type checkers see them: comments stand where mypy is to find a fault, or ./dev lint fails."""
 
 import torch
 
