@@ -106,7 +106,10 @@ class Row:
             whose, to_do = "float32", "keep the dtype of the inputs in all that is computed"
         elif self.passed or self.share > _LIKE_ROUNDING or not to_do:
             return said
-        return f"{said}; this looks like rounding to {whose} rather than a wrong formula: {to_do}"
+        if self.dtype == "float64":
+            return f"{said}; this looks like rounding to {whose} rather than a wrong formula: {to_do}"
+        wider = "float64" if whose == "float32" else "float32"
+        return f"{said}; this is rounding to {whose} if {wider} passes, else a wrong formula: {to_do}"
 
 
 def _share(error: float, allowed: float) -> float:

@@ -512,7 +512,9 @@ def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
             plans += 1
             continue
         module, why = part.module, runs_itself(part.module)
-        if not isinstance(module, (FusableOperation, OpList)):
+        if hasattr(module, "by_itself"):  # of converted models
+            why = str(module.by_itself)
+        elif not isinstance(module, (FusableOperation, OpList)):
             none = _why_none(module)
             made = f"makes none of it: {none}" if none else "makes ops of it, with its parameters"
             why = f"{why}; te_fuser.from_torch(module) {made}"

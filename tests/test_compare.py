@@ -164,9 +164,9 @@ ONCE, BY_SUM = "compute in float32, and round once at the end", "add up many ter
 
 @pytest.mark.parametrize(
     ("dtype", "error", "allowed", "words"),
-    [("bfloat16", 3e-2, 1e-2, f"rounding to bfloat16 rather than a wrong formula: {ONCE}"),
-     ("float16", 3e-3, 1e-3, f"rounding to float16 rather than a wrong formula: {ONCE}"),
-     ("float32", 2.9e-7, 3e-8, f"rounding to float32 rather than a wrong formula: {BY_SUM}"),
+    [("bfloat16", 3e-2, 1e-2, f"this is rounding to bfloat16 if float32 passes, else a wrong formula: {ONCE}"),
+     ("float16", 3e-3, 1e-3, f"this is rounding to float16 if float32 passes, else a wrong formula: {ONCE}"),
+     ("float32", 2.9e-7, 3e-8, f"this is rounding to float32 if float64 passes, else a wrong formula: {BY_SUM}"),
      ("float64", 3e-13, 1e-13, f"rounding to float64 rather than a wrong formula: {BY_SUM}"),
      ("float64", 1e-7, 1e-13, "rounding to float32 rather than a wrong formula: keep the dtype of the inputs"),
      ("float64", 1e-4, 1e-13, ""), ("float32", 3.1e-7, 3e-8, ""), ("bfloat16", 0.9, 1e-2, ""), ("int64", 2.0, 1.0, ""),
@@ -179,8 +179,8 @@ def test_a_failure_of_the_size_of_rounding_says_so(dtype: str, error: float, all
     ):
         said = str(row)
         assert f"error {error:.2e} of its scale, allowed {allowed:.2e}" in said and not row.passed
-        assert ("looks like" in said) == bool(words) and words in said
-    assert "looks like" not in str(Row("case", "output", allowed, allowed, dtype=dtype))
+        assert ("rounding to" in said) == bool(words) and words in said
+    assert "rounding to" not in str(Row("case", "output", allowed, allowed, dtype=dtype))
 
 
 def test_rows_name_the_dtype_of_their_tensor() -> None:

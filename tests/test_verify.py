@@ -307,8 +307,9 @@ def test_what_cannot_be_verified() -> None:
     for lists in ([], [ops.GELU()]):
         with pytest.raises(TypeError, match=r"ops are lists of ops, verify\(fusion, ops=\[\[MatMul"):
             te_fuser.verify(entry, ops=lists)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"a model or an op, got <class .*GELU'>; of a class make one"):
-        te_fuser.verify(ops.GELU)  # type: ignore[arg-type]
+    for wrong, said in ((ops.GELU, "the class GELU: make one"), (torch.nn.Linear(3, 3), "Linear")):
+        with pytest.raises(TypeError, match=f"a Sequential, a preset or an op, got {said}"):
+            te_fuser.verify(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outputs and named inputs are those of a call with x: give x"):
         te_fuser.verify(ops.GELU(), outputs=("before",))
 

@@ -166,6 +166,8 @@ class DecoderBlock(ops.Together):
             words = f"called with {', '.join(unknown)}, which lists of ops know nothing of"
             self.__dict__["_te_fuser_unknown"] = f"it was {words}"
             warnings.warn(f"{type(self).__name__} is {words}: it runs as transformers has it", stacklevel=3)
+        else:
+            self.__dict__.pop("_te_fuser_unknown", None)
         return bool(unknown)
 
     def run(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,10 +75,14 @@ class Conversion:
             device, details, source: as those of `Sequential.explain`.
 
         Raises:
+            TypeError: for other arguments of `Sequential.explain`.
             ValueError: when no layer runs by te_fuser in this call.
         """
         from te_fuser.fuser.show.explain import Explanation
 
+        if others := call.keys() & inspect.signature(Sequential.explain).parameters.keys() - {"x", "inputs"}:
+            words = f"takes no {', '.join(sorted(others))}; te_fuser.profile(model, ids) measures a converted model"
+            raise TypeError(f"explain of a conversion {words}")
         ran: list[tuple[str, Sequential, Any, dict[str, Any]]] = []
         found: dict[str, tuple[list[str], Explanation]] = {}
 
@@ -88,7 +93,8 @@ class Conversion:
                 explained = listed.explain(x, device=device, details=details, source=source, **tensors)
                 found.setdefault(str(explained), ([], explained))[0].append(path)
         if not found:
-            raise ValueError("no layer runs by te_fuser in this call: `left` says what runs by itself, and why")
+            why = "; ".join(f"{path} is left: {why}" for path, why in self.left.items())
+            raise ValueError(f"no layer runs by te_fuser in this call; {why or 'the model calls none of them'}")
         plans: list[Plan] = []
         borders: list[tuple[int, str]] = []
         for paths, explained in found.values():

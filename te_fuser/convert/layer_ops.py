@@ -27,6 +27,8 @@ class Theirs(nn.Module):
     They are the model's, and so no submodules of this one.
     """
 
+    by_itself = "it is not converted: see `left` of the conversion"
+
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
         self.__dict__["_run"] = modules

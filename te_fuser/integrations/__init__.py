@@ -17,6 +17,19 @@ from te_fuser.sequential import Sequential
 Members = Callable[[LayerParts], list[nn.Module]]
 
 
+class OwnForward(nn.Module):
+    """The forward of a module's class, as a member of the list that stands for the module."""
+
+    by_itself = "its weight or bias is no parameter"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_run"] = functools.partial(type(module).forward, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.__dict__["_run"](x)  # type: ignore[no-any-return]
+
+
 class KeptLists(dict[Members, tuple[Facts, Sequential]]):
     """The lists of one module, with facts about its parts; a copy or a pickle of the module makes its own."""
 
@@ -29,7 +42,11 @@ def run_list(module: nn.Module, members: Members, x: torch.Tensor, **inputs: tor
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.dynamo_break import outside_tracing
 
-        return outside_tracing(functools.partial(run_list, module, members, x, **inputs))  # type: ignore[no-any-return]
+        return outside_tracing(functools.partial(_run_list, module, members, x, inputs))  # type: ignore[no-any-return]
+    return _run_list(module, members, x, inputs)
+
+
+def _run_list(module: nn.Module, members: Members, x: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     kept = module.__dict__.setdefault("_te_fuser_lists", KeptLists())
     facts, found = kept.get(members, (None, None))
     if found is None or not still_hold(facts):

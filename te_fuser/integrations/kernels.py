@@ -19,29 +19,32 @@ from torch import nn
 
 from te_fuser import __version__, ops
 from te_fuser.convert.layer_ops import LayerParts, has_own_forward
-from te_fuser.integrations import Members, run_list
+from te_fuser.integrations import Members, OwnForward, run_list
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
 
 _DEVICES = ("cpu", "cuda")
 
 
-def _layer(members: Members) -> type[nn.Module]:
+def _layer(members: Members, argument: str = "input") -> type[nn.Module]:
     """A class with a `forward` alone, as `kernels` asks: it becomes a method of the module that it is put into."""
-
-    class Layer(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return run_list(self, members, x)
-
-    return Layer
+    forwards: dict[str, Callable[..., torch.Tensor]] = {
+        "x": lambda self, x: run_list(self, members, x),
+        "input": lambda self, input: run_list(self, members, input),
+        "hidden_states": lambda self, hidden_states: run_list(self, members, hidden_states),
+    }
+    return type("Layer", (nn.Module,), {"forward": forwards[argument]})
 
 
 def _norm(op_for: Callable[[Any], FusableOperation]) -> Members:
     """The op for a norm, bound to its parameters."""
 
     def members(parts: LayerParts) -> list[nn.Module]:
-        parts.note_eps(parts.owner)
-        names = {name: name for name, p in parts.owner._parameters.items() if p is not None}
+        owner: Any = parts.owner
+        parts.note_eps(owner)
+        names = {name: name for name, p in owner._parameters.items() if p is not None}
+        if any(getattr(owner, name, None) is not None and name not in names for name in ("weight", "bias")):
+            return [OwnForward(owner)]  # a parametrization's, or a buffer
         return [ops.Bound(op_for(parts.owner), parts.owner, **names)]
 
     return members
@@ -70,18 +73,27 @@ def gated_mlp(parts: LayerParts) -> list[nn.Module]:
     return [*parts.linear("gate_proj", "up_proj"), gate, *parts.linear("down_proj")]
 
 
+def gelu(parts: LayerParts) -> list[nn.Module]:
+    """torch.nn.GELU or transformers' exact one."""
+    kept = parts.owner.__dict__
+    parts.numbers.append((kept, "approximate"))
+    return [ops.GELU(kept.get("approximate", "none"))]
+
+
 # Name of a layer, as transformers has it -> the class whose forward takes the place of a module's.
 LAYERS = {
-    "RMSNorm": _layer(_norm(lambda m: ops.RMSNorm(m.weight.shape[0], m.variance_epsilon, device="meta"))),
+    "RMSNorm": _layer(
+        _norm(lambda m: ops.RMSNorm(m.weight.shape[0], m.variance_epsilon, device="meta")), "hidden_states"
+    ),
     "RMSNormZeroCentered": _layer(
-        _norm(lambda m: ops.RMSNorm(m.weight.shape[0], m.eps, zero_centered_gamma=True, device="meta"))
+        _norm(lambda m: ops.RMSNorm(m.weight.shape[0], m.eps, zero_centered_gamma=True, device="meta")), "x"
     ),
     "LayerNorm": _layer(_norm(layer_norm)),
     "SiLU": _layer(lambda parts: [ops.SiLU()]),
-    "GeLU": _layer(lambda parts: [ops.GELU("none")]),
+    "GeLU": _layer(gelu),
     **dict.fromkeys(("GeluTanh", "NewGELU", "FastGELU"), _layer(lambda parts: [ops.GELU()])),
     "QuickGELU": _layer(lambda parts: [ops.QGELU()]),
-    **dict.fromkeys(("SwiGLUMLP", "GeGLUMLP"), _layer(gated_mlp)),
+    **dict.fromkeys(("SwiGLUMLP", "GeGLUMLP"), _layer(gated_mlp, "x")),
 }
 _FORWARDS = {layer.forward for layer in LAYERS.values()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,6 +20,7 @@ from te_fuser.params.gradient_sums import LEFT, with_sum
 from te_fuser.presets.keyword_arguments import (
     OPTIONS,
     SETTLED,
+    ClassSignature,
     Common,
     Fill,
     PlacementArguments,
@@ -131,11 +131,11 @@ class Preset(Together, Variants):
     arguments: ClassVar[type[PlacementArguments]] = Common
     common: Any
     _listed: frozenset[str] = frozenset()  # names of the ops of the list
-    __signature__: ClassVar[inspect.Signature]
+    __signature__: ClassVar[ClassSignature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = signature_of(cls.__init__, cls.arguments)  # for help, and for whoever looks for `device`
+        cls.__signature__ = ClassSignature(signature_of(cls, cls.arguments))  # who looks for `device` finds it
 
     def __new__(cls: type[Made], *args: Any, **keywords: Any) -> Made:
         check_positions(cls, args)

@@ -249,14 +249,29 @@ def _asks_nothing(arguments: type[PlacementArguments], name: str, keywords: Mapp
     return name.startswith("ub_") and not overlaps
 
 
-def signature_of(init: Callable[..., Any], arguments: type[PlacementArguments]) -> inspect.Signature:
-    """The signature of a constructor, with its `**keywords` written out where it has some."""
-    signature = inspect.signature(init)
+class ClassSignature:
+    """`__signature__` of a class, for help(); its objects have that of their calls."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        return self.signature
+
+
+def signature_of(preset: type, arguments: type[PlacementArguments]) -> inspect.Signature:
+    """The signature of a constructor, with its `**keywords` written out where it has some: they reach those above."""
+    signature = inspect.signature(preset.__init__)  # type: ignore[misc]
     _, *own = signature.parameters.values()
     if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
         return signature.replace(parameters=own)
     there = {parameter.name for parameter in own}
-    said = [(f.name, f.default, f.type) for f in fields(arguments)]
+    typed = str(own[-1].annotation).startswith("Unpack")  # all that it takes
+    above = () if typed else inspect.signature(preset.__mro__[1]).parameters.values()
+    said = [(p.name, p.default, p.annotation) for p in above if p.kind is p.POSITIONAL_OR_KEYWORD]
+    said += [(f.name, f.default, f.type) for f in fields(arguments) if f.name not in {name for name, *_ in said}]
     said += [(name, None, kind) for name, kind in OPTIONS.items()]
     keywords = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

@@ -101,8 +101,9 @@ def _check_given(x: object, dtypes: object) -> None:
 
 def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:
     """The subject as a list that is called as one: a forward that promises to flatten may take other arguments."""
-    if not isinstance(subject, torch.nn.Module):
-        raise TypeError(f"verify takes a fusion or its name, a model or an op, got {subject!r}; of a class make one")
+    if not isinstance(subject, (Sequential, FusableOperation)):
+        kind = f"the class {subject.__name__}: make one" if isinstance(subject, type) else type(subject).__name__
+        raise TypeError(f"verify takes a fusion or its name, a Sequential, a preset or an op, got {kind}")
     if not isinstance(subject, Sequential):
         return Sequential(subject, kernels=kernels)
     if type(subject).forward is Sequential.forward or runs_itself(subject):

@@ -85,6 +85,8 @@ def test_arguments_that_lists_do_not_know_run_as_transformers_has_them(own_cache
     assert conversion.left == {"model.layers.0": f"it was called with {named}, which lists of ops know nothing of"}
     if own_cache:
         assert caches[0].told == caches[1].told != []  # type: ignore[union-attr]
+    model(tokens())
+    assert conversion.left == {}  # of the last call
     te_fuser.revert(model)
     assert not any(name.startswith("_te_fuser") for name in vars(layer_of(model)))
 

@@ -42,6 +42,12 @@ def test_what_it_takes_and_leaves() -> None:
         model(tokens(), past_key_values=cache)
         conversion.explain(tokens(2, 1), past_key_values=cache)
         assert cache.get_seq_length() == 9  # the call that was explained put nothing there
+    with pytest.raises(TypeError, match="takes no measure, passes; te_fuser.profile"):
+        conversion.explain(tokens(), measure=True, passes=True)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="in this call; model.layers.0 .* with detials"):
+        conversion.explain(tokens(), detials=True)
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *given: None)
+    assert "(Theirs): it is not converted: see `left` of the" in " ".join(str(conversion.explain(tokens())).split())
     te_fuser.revert(model)
-    with pytest.raises(ValueError, match="no layer runs by te_fuser in this call"):
+    with pytest.raises(ValueError, match="in this call; model.layers.0 is left: it was reverted"):
         conversion.explain(tokens())

@@ -108,6 +108,31 @@ def test_hooks_and_adapters_of_a_projection_are_called() -> None:
     assert len(seen) == 1
 
 
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * x
+
+
+@pytest.mark.parametrize("how", ["parametrization", "buffer", "approximate", "keyword"])
+def test_a_module_is_what_it_is(how: str) -> None:
+    """A weight that is no parameter, an attribute that changes the formula, arguments by their names."""
+    norm, x = llama.LlamaRMSNorm(13), torch.randn(5, 13, generator=torch.Generator().manual_seed(0))
+    if how == "parametrization":
+        nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+    elif how == "buffer":
+        del norm.weight
+        norm.register_buffer("weight", torch.rand(13))
+    module = nn.GELU("tanh") if how == "approximate" else norm
+    ours = kernelized(module)
+    torch.testing.assert_close(ours(hidden_states=x) if how == "keyword" else ours(x), module(x))
+
+
+def test_export_that_is_not_strict_says_what_it_cannot_take() -> None:
+    with pytest.raises(Exception, match="te_fuser") as raised:
+        torch.export.export(kernelized(model_of("llama")).model.norm, (torch.randn(3, 64),), strict=False)
+    assert not isinstance(raised.value, RecursionError)
+
+
 def test_a_layer_norm_over_several_dimensions() -> None:
     norm = kernelized(nn.LayerNorm((3, 5)))
     with pytest.raises(TypeError, match=r"LayerNorm .* over one dimension, got \[3, 5\]: leave it unmapped"):

@@ -147,6 +147,15 @@ def test_signature_of_a_subclass_is_its_own() -> None:
 
     assert list(inspect.signature(Small).parameters) == ["features"]
     assert Small(3)(torch.ones(2, 3)).shape == (2, 3)
+    assert inspect.signature(Small(3)) == inspect.signature(torch.nn.Linear(2, 3))  # of its calls
+
+    class Square(te_fuser.Linear):
+        def __init__(self, features: int, **keywords: Any) -> None:
+            super().__init__(features, features, **keywords)
+
+    assert {"features", "bias", "device", "verify"} < inspect.signature(Square).parameters.keys()
+    with pytest.raises(TypeError, match=r"Square\(\) takes no argument 'bais'; did you mean 'bias'"):
+        Square(3, bais=False)
     made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
     assert made.weight.shape == (6, 4) and not made.weight.is_meta
 

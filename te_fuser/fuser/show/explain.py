@@ -209,7 +209,10 @@ def _short_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[
     if saved:
         yield Text(f"8 bits save {_gained(saved)[2]} ms of products, predicted")
     refused = len({r.name for r in plan.refusals})
-    yield Text(f"{count(refused, 'fusion')} considered and not taken: explain(x, details=True) says why", style="dim")
+    if refused:
+        yield Text(
+            f"{count(refused, 'fusion')} considered and not taken: explain(x, details=True) says why", style="dim"
+        )
     for note in plan.notes:
         yield Text(f"Note: {note}")
 
