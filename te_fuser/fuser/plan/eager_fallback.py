@@ -117,9 +117,6 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
     return bool(marked or several or roots)
 
 
-# --------------------------------------------------------------------------------------------- functions of a segment
-
-
 def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | None:
     """Calls of functions for some ops, in their order; None where one of them has no function."""
     graph, found = problem.graph, list[_FunctionCall]()

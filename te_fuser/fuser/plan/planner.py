@@ -69,8 +69,7 @@ def _within(budget: int, make: MakePlan) -> Plan:
             more = make(Keeping(weight, held)) if held else plan
             return more if more.kept_bytes() <= budget else plan
     least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
-    note = f"no plan keeps within {budget} bytes; {least}"
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, f"no plan keeps within {budget} bytes; {least}"))
 
 
 def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:

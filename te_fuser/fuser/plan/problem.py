@@ -396,12 +396,8 @@ class Problem:
 
     def read_in_match(self, fusion: Fusion, nodes: tuple[Node, ...]) -> tuple[str, ...]:
         """The names that a fusion's backward reads here: one that ends with "?" only where there is such a tensor."""
-        found = []
-        for name in fusion.reads:
-            plain = name.removesuffix("?")
-            if plain == name or self._named_in_match(nodes, plain) is not None:
-                found.append(plain)
-        return tuple(found)
+        named = ((name, name.removesuffix("?")) for name in fusion.reads)
+        return tuple([n for name, n in named if n == name or self._named_in_match(nodes, n) is not None])
 
     def _named_in_match(self, nodes: tuple[Node, ...], name: str) -> Ref | None:
         if name == "input":

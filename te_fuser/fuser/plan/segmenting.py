@@ -201,7 +201,11 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     would count.
     """
     graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
-    taken = _seconds_before(problem, covers)
+    taken = [0.0] * (len(problem.nodes) + 2)  # seconds, before each op, of both directions' steps; last, of all steps
+    for placed in (*covers.forward, *covers.backward):
+        for step in [s for e in placed.edges for s in e.steps]:
+            taken[step.start + placed.by + 1] += step.seconds
+    taken = [*itertools.accumulate(taken)]
     ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
     ends = _beside_exchanges(problem, ends)
     cuts, size, counted = [0], 0, set()
@@ -223,16 +227,6 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     if short and len(cuts) > 1:
         cuts.pop()
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
-
-
-def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
-    """Seconds, for each op, of the steps of both directions that begin before it; last, those of all steps."""
-    seconds = [0.0] * (len(problem.nodes) + 1)
-    for placed in (*covers.forward, *covers.backward):
-        by = placed.by
-        for step in [s for e in placed.edges for s in e.steps]:
-            seconds[step.start + by] += step.seconds
-    return [0.0, *itertools.accumulate(seconds)]
 
 
 def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
