@@ -133,15 +133,14 @@ class JoinedBinding(WeakBinding):
         parts = self.parts()
         together = lie_together([own_part(p) for p in parts])
         with torch.inference_mode(False), torch.enable_grad():  # later calls may be recorded
-            by_autograd = not together and not any(map(is_dtensor, parts))
-            if by_autograd:
+            if not together and not any(map(is_dtensor, parts)):
                 whole = torch.cat(parts)  # type: ignore[arg-type]
             else:
                 whole = in_one_buffer([own_part(p) for p in parts]) if together else _concatenated(*parts)
-            if not by_autograd and any(p.requires_grad for p in parts):
-                whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
-                if together:
-                    whole.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+                if any(p.requires_grad for p in parts):
+                    whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
+                if together and whole.grad_fn is not None:
+                    whole.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
         whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts), not together)
         if together:
             wholes[self.name] = whole

@@ -49,8 +49,12 @@ class ForwardCandidates:
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
         find_rows(self.problem, found, self._row)
         found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
-        for fusion, whole in _matches(section, forced):
-            _, stop = fusion.covers("forward", *whole)
+        # A match for each fusion and the ops that its forward covers: a forced one, else the first.
+        matches: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
+        for fusion, start, stop in section.matches:
+            matches.setdefault((fusion, *fusion.covers("forward", start, stop)), (start, stop))
+        matches |= {(fusion, *fusion.covers("forward", *whole)): whole for fusion, whole in forced}
+        for (fusion, _, stop), whole in matches.items():
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or (fusion, whole) in forced or silent):
                 edge = self._fusion(fusion, whole, (fusion, whole) in forced, found)
@@ -211,16 +215,6 @@ class ForwardCandidates:
 def _forms(fusion: Fusion) -> list[str]:
     """Names of what a fusion's forward takes in a form of its own choice."""
     return [name for name in fusion.takes if form_named(name)[1] is not None] if fusion.has_forward else []
-
-
-def _matches(section: Section, forced: Iterable[MatchOf]) -> list[MatchOf]:
-    """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
-    found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
-    for fusion, *whole in section.matches:
-        found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
-    for fusion, match in forced:
-        found[(fusion, *fusion.covers("forward", *match))] = match
-    return [(fusion, match) for (fusion, _, _), match in found.items()]
 
 
 def _spared(groups: list[list[list[Edge]]], forced: Iterable[MatchOf]) -> list[list[list[Edge]]]:

@@ -141,11 +141,7 @@ class DerivedStretch:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
-        """A kernel of this stretch, derived where no equal one was asked for it.
-
-        Raises:
-            NotOneKernel: where there is none.
-        """
+        """A kernel of this stretch, derived where no equal one was asked for it; NotOneKernel where there is none."""
         if key not in self._made:
             made: Any = self._known.get(key, _MISSING)
             if made is _MISSING:

@@ -105,7 +105,15 @@ def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
         if not found[-1].waits_for_host:
             break
         found.append(_covered(problem, prices, covering, share))
-    return min(found, key=lambda plan: _price(plan, problem.options)).chosen(), prices
+    options = problem.options
+
+    def price(plan: Plan) -> tuple[float, float]:
+        """Bytes beyond a budget, then seconds, with what keeping is worth."""
+        if isinstance(options.memory, int):
+            return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
+        return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
+
+    return min(found, key=price).chosen(), prices
 
 
 def _covered(problem: Problem, prices: Prices, covering: Covering, share: float = 0.0) -> Plan:
@@ -120,13 +128,6 @@ def _covered(problem: Problem, prices: Prices, covering: Covering, share: float 
         return weighed(keeping).choices if recordable else covers.choices
 
     return plan_for_memory(problem.options.memory, weighed, choices)
-
-
-def _price(plan: Plan, options: Options) -> tuple[float, float]:
-    """Key by which plans are compared: bytes beyond a budget, then seconds, with what keeping is worth."""
-    if isinstance(options.memory, int):
-        return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
-    return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
 def add_notes(plan: Plan, prices: Prices) -> Plan:

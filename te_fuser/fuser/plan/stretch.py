@@ -150,11 +150,7 @@ class Stretch:
     # ------------------------------------------------------------------------------------ ranges
 
     def batch_dim(self, start: int, stop: int) -> int | None:
-        """The batch dimension the ops of a range agree on.
-
-        Raises:
-            NotOneKernel: when they disagree.
-        """
+        """The batch dimension the ops of a range agree on; NotOneKernel when they disagree."""
         found = {d for n in self.graph.nodes[start:stop] if (d := n.op.batch_dim()) is not None}
         if len(found) > 1:
             raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
