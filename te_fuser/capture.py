@@ -96,11 +96,7 @@ class _Captured:
         self._main_grads = [(label, t, address, _over(t)) for label, t in held if (address := _main_grad_at(t))]
 
     def check(self) -> None:
-        """Compare with the model as it is.
-
-        Raises:
-            ValueError: naming what is another than at the capture, and what to do.
-        """
+        """Compare with the model as it is; ValueError naming what is another than at the capture, and what to do."""
         if [child for m in self._modules for child in m._modules.values()] != self._children:
             raise ValueError("a module of this model was added, removed or replaced since the capture: capture again")
         if [m.training for m in self._modules] != self._modes:
@@ -121,7 +117,11 @@ class _Captured:
                 )
         for name, facts in self._ops:
             if not still_hold(facts):
-                raise self._changed_op(name)
+                changed = self._modules[self._names.index(name)]
+                raise ValueError(
+                    f"an attribute of {name or 'the model'} ({type(changed).__name__}) was set since the capture, and "
+                    "the graph goes by the old one: capture again"
+                )
         for name, group, ranks in self._groups:
             if group.process_group() is not ranks:
                 raise ValueError(
@@ -137,22 +137,13 @@ class _Captured:
                     "again, or leave it and fill main_grad with zeros before a step"
                 )
 
-    def _changed_op(self, name: str) -> ValueError:
-        """Error for an op with other attributes."""
-        changed = self._modules[self._names.index(name)]
-        return ValueError(
-            f"an attribute of {name or 'the model'} ({type(changed).__name__}) was set since the capture, and the "
-            "graph goes by the old one: capture again"
-        )
-
     def _wrong_mode(self) -> ValueError:
         """Error for the first module in another mode, where the model is the first of all."""
         pairs = zip(self._names, self._modules, self._modes, strict=True)
         name, training = next((n, before) for n, m, before in pairs if m.training != before)
         mode = "train" if training else "eval"
-        if not name:
-            return ValueError(f"this graph was captured in {mode} mode: call model.{mode}(), or cuda_graph again")
-        return ValueError(f"this graph was captured with {name} in {mode} mode: call its {mode}(), or cuda_graph again")
+        within, whose = (f"with {name} in", "its ") if name else ("in", "model.")
+        return ValueError(f"this graph was captured {within} {mode} mode: call {whose}{mode}(), or cuda_graph again")
 
 
 def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 3) -> GraphedModel:

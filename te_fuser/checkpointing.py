@@ -111,8 +111,7 @@ def _keeping_a_part(
         except RankMismatchError as error:
             words = f"in the backward pass of a checkpoint, which gathers x {list(shape)}: {error}"
             raise RankMismatchError(words) from error
-        whole = gathered[: shape.numel()].view(shape)
-        return function(whole.requires_grad_(needs_grad), *others, **kwargs)
+        return function(gathered[: shape.numel()].view(shape).requires_grad_(needs_grad), *others, **kwargs)
 
     return run, (own, *others)
 

@@ -59,15 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-# ------------------------------------------------------------------------------------------------------ devices
-
-
 def _devices(_: argparse.Namespace) -> int:
     from te_fuser.fuser.plan.device import DEVICES
 
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    heading = ["device", "copy", *dtypes, "other float32", "launch", "capability"]
-    table = [heading]
+    table = [["device", "copy", *dtypes, "other float32", "launch", "capability"]]
     for d in DEVICES.values():
         rates = [_rate(d.matrix_rate[dtype]) for dtype in dtypes]
         capability = "-" if d.capability is None else ".".join(map(str, d.capability))

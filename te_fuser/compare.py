@@ -159,6 +159,10 @@ def judge(
     scales = _sizes(exact)
     other = exact if turned is None else turned(doubled(data))
     plain = {name: distance(other[name], t) for name, t in exact.items()}
+    # Error that the longest sums may have in float32 beyond plain PyTorch's, as a share of their scale.
+    terms = [max(t.shape[-1], t.numel() // max(t.shape[-1], 1)) for t in data.values() if t.dim()]
+    runs = min(max([*terms, _RUNS[0]]), _RUNS[1])
+    of_sums = _FLOAT32_EPS / 2 * (math.sqrt(runs) - math.sqrt(_RUNS[0]))
     rows: list[Row] = []
     for number in range(_NEIGHBOURS + 1):
         sample = neighbour(data, number - 1, coarsest) if number else data
@@ -170,7 +174,8 @@ def judge(
             moved = evaluate(doubled(sample), True)
             erred = {name: d + distance(moved[name], exact[name]) for name, d in erred.items()}
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
-        room = {name: plain[name] * _TIMES_PLAIN + scales[name] * _of_sums(data, found[name].dtype) for name in exact}
+        sums = {name: 0.0 if found[name].dtype == torch.float64 else of_sums for name in exact}
+        room = {name: plain[name] * _TIMES_PLAIN + scales[name] * sums[name] for name in exact}
         rows = [_row(case, name, found[name], exact[name], shown[name], room[name], scales[name]) for name in exact]
         if settled(_settled(rows, number)):
             break
@@ -265,16 +270,6 @@ def _row(
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
     shares = error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms
     return Row(case, name, *shares, dtype=text_of(found.dtype))
-
-
-def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
-    """Error that the longest sums of the data may have in float32 beyond plain PyTorch's, as a share of their scale."""
-    if dtype == torch.float64:
-        return 0.0
-    shortest, longest = _RUNS
-    terms = max((max(t.shape[-1], t.numel() // max(t.shape[-1], 1)) for t in data.values() if t.dim()), default=0)
-    runs = min(max(terms, shortest), longest)
-    return _FLOAT32_EPS / 2 * (math.sqrt(runs) - math.sqrt(shortest))
 
 
 def _kind(t: torch.Tensor) -> str:

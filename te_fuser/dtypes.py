@@ -48,11 +48,7 @@ def text_of(dtype: torch.dtype) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype that a value may have.
-
-    Raises:
-        TypeError: for one that no value has.
-    """
+    """The name of a dtype that a value may have; TypeError for one that no value has."""
     if dtype not in _NAMES:
         raise TypeError(f"values are in {', '.join(TABLE)}, got {text_of(dtype)}")
     return _NAMES[dtype]

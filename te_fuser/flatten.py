@@ -74,11 +74,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
     _around: ListOptions  # the options of the list around, for one that runs by its own __call__ in there
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Add a module as torch.nn.Module does, of what can be called.
-
-        Raises:
-            TypeError: for None, which torch.nn.Sequential takes and cannot call.
-        """
+        """Add what can be called, as torch.nn.Module does; TypeError for None, which torch.nn.Sequential takes."""
         if module is None:
             kind = type(self).__name__
             raise TypeError(f"{kind} takes modules, got None as {name!r}: leave it out, or put ops.Identity() there")
@@ -86,11 +82,7 @@ class OpList(torch.nn.Sequential, TakesArguments):
         super().add_module(name, module)
 
     def _check_module(self, module: Any) -> None:
-        """Refuse what no list can run.
-
-        Raises:
-            TypeError: saying what to write.
-        """
+        """Refuse what no list can run; TypeError saying what to write."""
         runs = isinstance(module, torch.nn.Module) and getattr(module.forward, "__func__", None) is not _NO_FORWARD
         if not (module is None or runs):
             raise no_module(type(self).__name__, module)
@@ -148,7 +140,12 @@ def flatten(root: OpList, holding: Facts | None = None, entering: Entering | Non
     all_found = flattener.found or [_Consecutive(_Planning(root.options()))]
     for found in reversed(all_found):
         if isinstance(found, Border):
-            part: Part = replace(found, entering=_entering_border(found, known))
+            inside = (ahead for (path, _), ahead in known.items() if f"{path}.".startswith(f"{found.path}."))
+            own = {  # what enters it, by the names that it calls things
+                group: replace(at, named={n: at.named[name] for n, name in found.reads.items() if name in at.named})
+                for group, at in next(inside, {}).items()
+            }
+            part: Part = replace(found, entering=own)
         else:
             part = _group(found, holding if len(all_found) == 1 else None, known)
         parts.insert(0, replace(part, later=later))
@@ -175,21 +172,8 @@ def _entering_each(root: OpList, entering: Entering) -> dict[_Place, Entering]:
     return known
 
 
-def _entering_border(border: Border, known: Mapping[_Place, Entering]) -> Entering:
-    """Facts of what enters a border that runs ops of the list, by the names that it calls things."""
-    inside = (found for (path, _), found in known.items() if f"{path}.".startswith(f"{border.path}."))
-    return {
-        group: replace(at, named={own: at.named[name] for own, name in border.reads.items() if name in at.named})
-        for group, at in next(inside, {}).items()
-    }
-
-
 def qualified(parts: Iterable[Part], name: str) -> str:
-    """The qualified name of the output that callers call `name`.
-
-    Raises:
-        ValueError: when there is none, or several.
-    """
+    """The qualified name of the output that callers call `name`; ValueError when there is none, or several."""
     given = [n for part in parts for n in (*part.gives, *getattr(part, "outputs", ()))]
     known = [n for n in given if "//" not in n]
     close = [n for n in known if exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
@@ -321,9 +305,14 @@ class _Flattener:
             inside.run(module)
             free, of_call = set[str](), list[str]()
             for item in inside.items():
-                read, called, given_out = _names_of(item)
+                if isinstance(item, ListedOp):
+                    read, called = [*item.names_in.values()], [_of_call(item, own) for _, own in _held(item)]
+                    given_out = item.names_out if op_table.exports.of(type(item.lowered.op)) else ()
+                else:
+                    read, called = ([n for n in item.reads.values() if ("." in n) == own] for own in (False, True))
+                    given_out = tuple(item.outputs)
                 free |= {n for n in read if "/" not in n}
-                of_call += called
+                of_call += called  # what calls give in place of parameters
                 for n in given_out:
                     to, _, plain = n.rpartition("/")
                     outputs[f"{here}.{to}/{plain}" if to else f"{here}/{plain}"] = exported(n)
@@ -370,15 +359,6 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
         if name in scope:
             return scope[name]
     return name
-
-
-def _names_of(item: ListedOp | Border) -> tuple[Iterable[str], Iterable[str], Iterable[str]]:
-    """The names of its inputs, of what calls give in place of parameters, and of what it exports."""
-    if isinstance(item, ListedOp):
-        called = [_of_call(item, own) for _, own in _held(item)]
-        return item.names_in.values(), called, item.names_out if op_table.exports.of(type(item.lowered.op)) else ()
-    names = item.reads.values()
-    return [n for n in names if "." not in n], [n for n in names if "." in n], item.outputs
 
 
 def _of_call(item: ListedOp, own: str) -> str:

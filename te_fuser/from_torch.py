@@ -166,18 +166,17 @@ class _Converter:
     done: set[nn.Module] = field(default_factory=set)
 
     def convert(self, module: nn.Module, path: str) -> Any:
-        """The module as ops.
-
-        Raises:
-            _Cannot: when it is none of those that are known, or is changed.
-        """
+        """The module as ops; _Cannot when it is none of those that are known, or is changed."""
         if isinstance(module, _OPS):
             self.done.update(module.modules())
             return module
         if id(module) not in self.made:
             _check_plain(module)
             made = self._converted(module, path)
-            _check_names(module, made)
+            mine, theirs = ({n: id(t) for n, t in _tensors(m)} for m in (made, module))
+            if mine != theirs:
+                other = ", ".join(sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n)))
+                raise _Cannot(f"it has parameters or buffers that the op has not: {other}")
             self._settle(made, module.training)
             self.made[id(module)] = made
         return self.made[id(module)]
@@ -229,18 +228,6 @@ def _check_plain(module: nn.Module) -> None:
         raise _Cannot("its parameters are computed: parametrize the op in its place")
     if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
         raise _Cannot("it has a forward of its own")
-
-
-def _check_names(module: nn.Module, made: nn.Module) -> None:
-    """Hold that the ops have the module's parameters and buffers, all of them, under their names.
-
-    Raises:
-        _Cannot: naming those that are the module's alone.
-    """
-    mine, theirs = ({n: id(t) for n, t in _tensors(m)} for m in (made, module))
-    if mine != theirs:
-        other = ", ".join(sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n)))
-        raise _Cannot(f"it has parameters or buffers that the op has not: {other}")
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -330,11 +317,6 @@ def _encoder_layer(conversion: _Converter, m: nn.TransformerEncoderLayer, path: 
     return conversion.parts(listed, path)
 
 
-def _encoder(conversion: _Converter, m: nn.TransformerEncoder, path: str) -> Any:
-    layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers")}
-    return conversion.parts(layers if m.norm is None else {**layers, "norm": m.norm}, path)
-
-
 def _decoder(conversion: _Converter, m: nn.Module, path: str) -> Any:
     raise _Cannot("it attends to keys and values of another tensor, an input that a list of ops has to name")
 
@@ -362,7 +344,9 @@ _BLOCKS: dict[type[nn.Module], Callable[[_Converter, Any, str], Any]] = {
     nn.Sequential: lambda conversion, m, path: conversion.parts(m._modules, path),
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,
-    nn.TransformerEncoder: _encoder,
+    nn.TransformerEncoder: lambda conversion, m, path: conversion.parts(
+        {"layers": conversion.parts(m.layers._modules, f"{path}.layers"), "norm": m.norm}, path
+    ),
     **dict.fromkeys((nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.Transformer), _decoder),
 }
 _COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what a module computes
@@ -424,12 +408,7 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
 def _by_module(
     module: nn.Module, inputs: Sequence[torch.Tensor], hidden: torch.Tensor | None, what: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The first input that the module takes, and its results for that.
-
-    Raises:
-        ValueError: when it takes none of them.
-        TypeError: when it gives no tensor.
-    """
+    """The first input that the module takes, with results; ValueError for none, TypeError for no tensor."""
     failed: list[Exception] = []
     for x in inputs:
         try:

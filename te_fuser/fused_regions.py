@@ -52,11 +52,7 @@ class Border:
         return self._named(made, asked, values)
 
     def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
-        """Stand-in for the module's result, where x and `values` are stand-ins: nothing of the module runs.
-
-        Raises:
-            NotSeenError: where that takes a real call.
-        """
+        """Stand-in for the result where x and `values` are stand-ins; NotSeenError where that takes a real call."""
         given, asked = self._given(values), self._asked(wanted)
         gave = self.last.gave(self.module, (x, *given.values()), asked)
         with looking() as look:

@@ -129,20 +129,18 @@ def _named(text: str) -> Any:
         found = getattr(_module(place), name, None)
         if found is None:
             raise UsageError(f"{place} has no {name!r}")
-        return _called(text, found) if callable(found) and not isinstance(found, torch.nn.Module) else found
+        if not callable(found) or isinstance(found, torch.nn.Module):
+            return found
+        with contextlib.suppress(ValueError):  # some of C have no signature
+            try:
+                inspect.signature(found).bind()
+            except TypeError as error:
+                raise UsageError(f"{text} takes arguments ({error}): name a function without") from error
+        return found()
     except SystemExit as error:
         raise UsageError(f"{text} ends the process, with status {error.code}, before there is a model") from error
     finally:
         sys.argv = own
-
-
-def _called(text: str, make: Callable[[], Any]) -> Any:
-    with contextlib.suppress(ValueError):  # some of C have no signature
-        try:
-            inspect.signature(make).bind()
-        except TypeError as error:
-            raise UsageError(f"{text} takes arguments ({error}): name a function without") from error
-    return make()
 
 
 def _module(place: str) -> ModuleType:
@@ -279,7 +277,13 @@ def bench(chosen: argparse.Namespace) -> int:
         for name, why in left_out.items():
             print(f"{name:<14} left out: {why}")
     if figure is not None:
-        _plot(figure, times, chosen)
+        axes = figure.add_subplot()
+        bars = axes.barh(list(times)[::-1], list(times.values())[::-1], color="#3f6fa3")
+        axes.bar_label(bars, fmt="%.3f", padding=3)
+        axes.set_xlabel(f"ms a call of {chosen.model}, {chosen.input} {chosen.dtype}")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(chosen.plot)
+        print(f"{chosen.plot}", file=sys.stderr)
     return 0
 
 
@@ -321,13 +325,3 @@ def _figure(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path}: {error}") from error
     return figure
-
-
-def _plot(figure: Any, times: dict[str, float], chosen: argparse.Namespace) -> None:
-    axes = figure.add_subplot()
-    bars = axes.barh(list(times)[::-1], list(times.values())[::-1], color="#3f6fa3")
-    axes.bar_label(bars, fmt="%.3f", padding=3)
-    axes.set_xlabel(f"ms a call of {chosen.model}, {chosen.input} {chosen.dtype}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(chosen.plot)
-    print(f"{chosen.plot}", file=sys.stderr)

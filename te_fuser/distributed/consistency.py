@@ -76,11 +76,7 @@ def compare(groups: Sequence[Group], lines: Sequence[Line], doing: str = "", val
 
 
 def gather_values(groups: Sequence[Group], what: str, value: Any) -> list[Any]:
-    """The value of each rank, where all do this together, in words.
-
-    Raises:
-        RuntimeError: for a group that is not in this process, and as `compare`.
-    """
+    """The value of each rank, by words for it; RuntimeError as `compare`, and for a group not in this process."""
     for group in groups:
         group.process_group()
     return compare(groups, [("together", what)], value=value)

@@ -100,11 +100,7 @@ class Exchange:
         return Exchange(self.join, self.cut, self.parts, self.balanced)
 
     def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """The shape of what a rank has in the end.
-
-        Raises:
-            ValueError: when its own cannot be cut or joined so.
-        """
+        """The shape of what a rank has in the end; ValueError when its own cannot be cut or joined so."""
         sizes = list(shape)
         for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
             if dim is not None and not -len(sizes) <= dim < len(sizes):
@@ -171,7 +167,12 @@ class Exchange:
     def _cut(self, x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
         """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
         if dim == -1 and len(self.parts) > 1:
-            return _blocks_of_parts(x, self.parts, n)
+            *rows, features = x.shape
+            made = x.new_empty(n, *rows, features // n)
+            targets = made.split(_sizes(self.parts, features // n), -1)
+            for target, part in zip(targets, x.split(_sizes(self.parts, features), -1), strict=True):
+                target.copy_(part.unflatten(-1, (n, part.shape[-1] // n)).movedim(-2, 0))
+            return made.flatten(0, 1)
         if dim != -1 and self.balanced:  # of 2 n blocks the first and the last, the second and the last but one, ...
             halves = x.chunk(2 * n, dim)
             x = torch.cat([halves[k] for rank in range(n) for k in (rank, 2 * n - 1 - rank)], dim)
@@ -198,18 +199,8 @@ def _sizes(parts: tuple[int, ...], features: int) -> list[int]:
     return [features * part // sum(parts) for part in parts]
 
 
-def _blocks_of_parts(x: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
-    """[.., F] -> [n .., F / n]: a block for each rank, of each of the parts of the features its block."""
-    *rows, features = x.shape
-    made = x.new_empty(n, *rows, features // n)
-    targets = made.split(_sizes(parts, features // n), -1)
-    for target, part in zip(targets, x.split(_sizes(parts, features), -1), strict=True):
-        target.copy_(part.unflatten(-1, (n, part.shape[-1] // n)).movedim(-2, 0))
-    return made.flatten(0, 1)
-
-
 def _joined_parts(blocks: torch.Tensor, parts: tuple[int, ...], n: int) -> torch.Tensor:
-    """[n .., F / n] -> [.., F]: the same the other way round."""
+    """[n .., F / n] -> [.., F]: of each rank's block, its share of each of the parts."""
     apart = blocks.unflatten(0, (n, blocks.shape[0] // n))
     features = n * blocks.shape[-1]
     made = blocks.new_empty(*apart.shape[1:-1], features)

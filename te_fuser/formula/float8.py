@@ -48,19 +48,14 @@ def _nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limits = torch.finfo(dtype)
     within = x.clamp(-limits.max, limits.max).masked_fill(x.isnan(), math.nan)
     if x.dtype == torch.float64:  # to as many binary places here: by way of float32 it would be rounded twice
-        smallest = math.frexp(limits.smallest_normal)[1]
-        exponent = torch.frexp(within)[1].clamp_min(smallest).double() - 1.0
+        exponent = torch.frexp(within)[1].clamp_min(math.frexp(limits.smallest_normal)[1]).double() - 1.0
         step = torch.exp2(exponent) * limits.eps
         within = torch.where(within.isfinite(), (within / step).round() * step, within)
     return within.to(dtype)
 
 
 def check_float8(dtype: torch.dtype) -> None:
-    """Refuse what is no dtype of 8 bits.
-
-    Raises:
-        TypeError: naming what there is.
-    """
+    """Refuse what is no dtype of 8 bits; TypeError naming what there is."""
     if dtype not in FLOAT8.values():
         raise TypeError(f"numbers are quantized to torch.{' or torch.'.join(FLOAT8)}, got {dtype!r}")
 

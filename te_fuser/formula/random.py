@@ -28,11 +28,7 @@ _LOW = 0xFFFFFFFF
 
 
 def threshold(probability: float) -> int:
-    """The number of the 65,536 draws that drop.
-
-    Raises:
-        ValueError: when the probability is not in [0, 1].
-    """
+    """The number of the 65,536 draws that drop; ValueError when the probability is not in [0, 1]."""
     if not 0.0 <= probability <= 1.0:
         raise ValueError(f"a drop probability lies in [0, 1], got {probability}")
     return round(probability * 65536)
@@ -161,11 +157,7 @@ _current: contextvars.ContextVar[RandomStream | None] = contextvars.ContextVar("
 
 
 def current() -> RandomStream:
-    """The stream of the op being computed.
-
-    Raises:
-        RuntimeError: outside `using`.
-    """
+    """The stream of the op being computed; RuntimeError outside `using`."""
     stream = _current.get()
     if stream is None:
         raise RuntimeError("keep_mask needs a random stream: call the op or the model, not its compute()")

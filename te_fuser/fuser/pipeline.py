@@ -379,11 +379,7 @@ def with_questions(make: Callable[[Questions | None], Result], questions: Questi
 
 
 def check_options(memory: str | int, kernels: str, fallback: str) -> None:
-    """Check the options of a Fuser or Sequential.
-
-    Raises:
-        ValueError: naming what was given and what there is.
-    """
+    """Check the options of a Fuser or Sequential; ValueError naming what was given and what there is."""
     if kernels not in _MODES:
         raise ValueError(f"kernels is one of {', '.join(_MODES)}, got {kernels!r}")
     if fallback not in _FALLBACKS:

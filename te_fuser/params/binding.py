@@ -89,11 +89,7 @@ class WeakBinding(Binding):
 
     @property
     def owner(self) -> torch.nn.Module:  # type: ignore[override]
-        """The module that has the parameter.
-
-        Raises:
-            ReferenceError: when it is gone.
-        """
+        """The module that has the parameter; ReferenceError when it is gone."""
         found: torch.nn.Module | None = self.__dict__["_owner"]()
         if found is None:
             raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")

@@ -133,7 +133,14 @@ class JoinedBinding(WeakBinding):
         parts = self.parts()
         together = lie_together([own_part(p) for p in parts])
         with torch.inference_mode(False), torch.enable_grad():  # later calls may be recorded
-            whole = _viewed(parts) if together else _copied(parts)
+            if not together and not any(map(is_dtensor, parts)):
+                whole = torch.cat(parts)  # type: ignore[arg-type]
+            else:
+                whole = in_one_buffer([own_part(p) for p in parts]) if together else _concatenated(*parts)
+                if any(p.requires_grad for p in parts):
+                    whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
+                if together and whole.grad_fn is not None:
+                    whole.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
         whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts), not together)
         if together:
             wholes[self.name] = whole
@@ -226,24 +233,6 @@ def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors that `lie_together` as one, joined along dimension 0: a view of the first one's memory."""
     first = parts[0].detach()
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
-
-
-def _viewed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """View of parts that `lie_together` as one, with a node of autograd where a part needs a gradient."""
-    whole = in_one_buffer([own_part(p) for p in parts])
-    if not any(p.requires_grad for p in parts):
-        return whole
-    whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
-    whole.grad_fn._set_sequence_nr(_FIRST)
-    return whole
-
-
-def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy of parts as one tensor, joined along dimension 0."""
-    if not any(map(is_dtensor, parts)):
-        return torch.cat(parts)  # type: ignore[arg-type]
-    whole = _concatenated(*parts)
-    return InOneBuffer.apply(whole, *parts) if any(p.requires_grad for p in parts) else whole  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any], ...]:
@@ -346,11 +335,7 @@ class TransposedBinding(WeakBinding):
         return True
 
     def get(self) -> torch.Tensor:
-        """The transpose.
-
-        Raises:
-            ValueError: when the parameter is no matrix.
-        """
+        """The transpose; ValueError when the parameter is no matrix."""
         found: torch.Tensor = getattr(self.owner, self.__dict__["_plain"])
         if found.dim() != 2:
             raise ValueError(f"{self.name} of {type(self.owner).__name__} is read of a matrix, got {list(found.shape)}")

@@ -266,12 +266,8 @@ def _scales_in(
             owner = module.get_submodule(path)
         except AttributeError:
             continue  # which the load calls unexpected
-        if (owner is module or loads_plainly(owner)) and _fits(owner, name, found):
+        if not isinstance(found, torch.Tensor) or not (owner is module or loads_plainly(owner)):
+            continue
+        fits = found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3
+        if fits and any(p.dim() > 1 for p in owner.parameters()):  # as a module with products has it
             yield key, owner, name, found
-
-
-def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
-    """True where a tensor of a checkpoint is one of those that a module with products has."""
-    if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
-        return False
-    return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3

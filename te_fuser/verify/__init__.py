@@ -74,7 +74,11 @@ def verify(
         RankMismatchError: on all ranks that share ops of the model, where one of them raised or verifies something
             else.
     """
-    _check_given(x, dtypes)
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise no_tensor("verify(model, x)", x)
+    listed = isinstance(dtypes, Sequence) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+    if dtypes is not None and not listed:
+        raise TypeError(f"dtypes are a list of PyTorch's, verify(model, dtypes=[torch.float32]), got {dtypes!r}")
     if isinstance(subject, (str, Fusion)):
         return _verify_fusion(subject, ops, dtypes or _DTYPES, device, kernels, raise_on_failure)
     if x is None and (outputs or inputs):
@@ -88,15 +92,6 @@ def verify(
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
         raise VerificationError(f"{report.title}: no example input fits, so nothing was verified: {reasons}; give x")
     return _finished(report, raise_on_failure)
-
-
-def _check_given(x: object, dtypes: object) -> None:
-    """Refuse what is no tensor and what are no dtypes."""
-    if x is not None and not isinstance(x, torch.Tensor):
-        raise no_tensor("verify(model, x)", x)
-    listed = isinstance(dtypes, Sequence) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
-    if dtypes is not None and not listed:
-        raise TypeError(f"dtypes are a list of PyTorch's, verify(model, dtypes=[torch.float32]), got {dtypes!r}")
 
 
 def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:
@@ -155,8 +150,7 @@ def _model_rows(
                 rows += subject.check(case, call.to(dtype))
         return rows, []
     features = first_features(model, 48)
-    first = next(whole.parameters(), torch.empty(0))
-    where = torch.device(device or first.device)
+    where = torch.device(device or next(whole.parameters(), torch.empty(0)).device)
     skipped: list[tuple[str, str]] = []
     for dtype in dtypes or _DTYPES:
         subject = Subject(model, dtype, where, ranks)

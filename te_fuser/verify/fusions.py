@@ -44,11 +44,7 @@ class FusionCheck:
         self.skipped: list[tuple[str, str]] = []
 
     def report(self) -> VerifyReport:
-        """Run every case of every list.
-
-        Raises:
-            ValueError: when no list can be made.
-        """
+        """Run every case of every list; ValueError when no list can be made."""
         with only(self.fusion):
             for features, example, whole in self._examples():
                 self._check_list(features, example, whole)

@@ -77,8 +77,7 @@ class Subject:
         for module in self.owned.modules():
             for name, p in [*module._parameters.items()]:
                 if p is not None and is_dtensor(p):  # plain parameters: this rank's part
-                    plain = own_part(p.detach())
-                    module.register_parameter(name, torch.nn.Parameter(plain, p.requires_grad))
+                    module.register_parameter(name, torch.nn.Parameter(own_part(p.detach()), p.requires_grad))
         self.fused = _list_of(self.owned)
         for module in self.fused.modules():
             if isinstance(module, Sequential):
@@ -103,7 +102,10 @@ class Subject:
         if case.negated:
             self._negate()
         try:
-            rows = self._both_ways(case, call)
+            with registry.disabled(registry.RECORDED):
+                rows = _Run(self, case, call).rows()
+            # Where so small a call would run as PyTorch's functions, by these, too.
+            rows += _Run(self, case, call).rows() if self._records(call) else []
         finally:
             if case.negated:
                 self._negate()
@@ -124,12 +126,6 @@ class Subject:
                 p.data.view(torch.uint8).bitwise_xor_(0x80)
             else:
                 p.data.neg_()
-
-    def _both_ways(self, case: Case, call: VerifiedCall) -> list[Row]:
-        """Rows by nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
-        with registry.disabled(registry.RECORDED):
-            rows = _Run(self, case, call).rows()
-        return rows + (_Run(self, case, call).rows() if self._records(call) else [])
 
     def _records(self, call: VerifiedCall) -> bool:
         """True where a part of the model would run as PyTorch's functions."""
@@ -157,7 +153,10 @@ class _Run:
     def __init__(self, subject: Subject, case: Case, call: VerifiedCall) -> None:
         self.subject, self.case, self.call = subject, case, call
         self.wanted = self._wanted()
-        self.data = self._data()
+        self.data = {_INPUT: LAYOUTS[case.layout](call.x.detach())}
+        self.data |= {f"{_INPUT} {name}": t.detach() for name, t in call.inputs.items()}
+        self.data |= {_PARAMETER + name: p.detach().clone() for name, p in subject.owned.named_parameters()}
+        self.data |= {_BUFFER + name: b.detach().clone() for name, b in subject.owned.named_buffers()}
         self.upstream: dict[str, torch.Tensor] = {}
         self.drawn: dict[str, torch.Tensor] = {}  # the same, where nobody writes
 
@@ -170,15 +169,7 @@ class _Run:
         groups = {"none": everything, "input": [*named, *parameters], "parameters": [*floating, *named], "all": []}
         if isinstance(self.case.frozen, frozenset):
             return [name for name in everything if name.removeprefix(_PARAMETER) not in self.case.frozen]
-        alone = _PARAMETER + self.case.frozen.removeprefix("all but ")
-        return groups.get(self.case.frozen, [alone])
-
-    def _data(self) -> dict[str, torch.Tensor]:
-        layout = LAYOUTS[self.case.layout]
-        data = {_INPUT: layout(self.call.x.detach())}
-        data |= {f"{_INPUT} {name}": t.detach() for name, t in self.call.inputs.items()}
-        data |= {_PARAMETER + name: p.detach().clone() for name, p in self.subject.owned.named_parameters()}
-        return data | {_BUFFER + name: b.detach().clone() for name, b in self.subject.owned.named_buffers()}
+        return groups.get(self.case.frozen, [_PARAMETER + self.case.frozen.removeprefix("all but ")])
 
     def plan(self) -> Plan:
         model = self.subject.fused
@@ -187,9 +178,8 @@ class _Run:
         (group,) = model._prepared()
         names = model._wanted(self.call.outputs)
         assert isinstance(group, FusedRegion)
-        return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names)[
-            0
-        ].plan
+        inputs = {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}
+        return group.fuser.prepare(leaves[_INPUT], inputs, names)[0].plan
 
     def rows(self) -> list[Row]:
         try:
@@ -203,7 +193,10 @@ class _Run:
     def _checked(self) -> list[Row]:
         self._set_modes()
         before = {name: t.clone() for name, t in self.data.items()}
-        found, again = self._fused()
+        leaves = self._fused_leaves()
+        found, backward = self._results(self.subject.fused, leaves)
+        # A second backward and a second run must give the same.
+        again = [*backward().items(), *self._results(self.subject.fused, leaves)[0].items()]
         broken = self._watched()
         changed = [n for n, t in before.items() if not n.startswith(_BUFFER) and not same_bits(t, self._now(n))]
         changed += [f"gradient that came for {n}" for n, t in self.drawn.items() if not same_bits(t, self.upstream[n])]
@@ -215,31 +208,18 @@ class _Run:
         notes += [(name, "lies in the memory of an earlier call's") for name in self._reused(found, again)]
         notes += [("a step", what) for what in broken]
         rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
-        data = {**before, **self.drawn}
-        turned = self._turned if self._quantizes() else None
-        return rows + judge(
-            self.case.name,
-            found,
-            data,
-            self._reference,
-            coarsest=self._coarsest(),
-            turned=turned,
-            settled=self.subject.settled,
-        )
+        given = {op.output_dtype(torch.float32) for op in self.subject.fused.operations() if isinstance(op, RowOp)}
+        turned = None if given.isdisjoint(FLOAT8.values()) else self._turned
+        data, coarsest = {**before, **self.drawn}, self._coarsest(given)
+        how: dict[str, Any] = {"coarsest": coarsest, "turned": turned, "settled": self.subject.settled}
+        return rows + judge(self.case.name, found, data, self._reference, **how)
 
-    def _coarsest(self) -> float:
+    def _coarsest(self, given: set[torch.dtype]) -> float:
         """The eps of the narrowest dtype that an op gives."""
-        rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
-        dtypes = {op.output_dtype(torch.float32) for op in rows} & {*FLOATING.values()}
-        kind = self.call.x.device.type
+        dtypes, kind = given & {*FLOATING.values()}, self.call.x.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
         return max((torch.finfo(dtype).eps for dtype in dtypes - {torch.float32}), default=0.0)
-
-    def _quantizes(self) -> bool:
-        """True where an op rounds to 8 bits."""
-        rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
-        return any(op.output_dtype(torch.float32) in FLOAT8.values() for op in rows)
 
     def _turned(self, data: Tensors) -> dict[str, torch.Tensor]:
         """The exact results with ties of 8 bits rounded the other way."""
@@ -257,14 +237,6 @@ class _Run:
                 module.training = self.subject.modes[name] != self.case.other_mode
 
     # ------------------------------------------------------------------------------------- running
-
-    def _fused(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
-        """The results of the fused run; and of a second backward and a second run, which must be the same."""
-        leaves = self._fused_leaves()
-        results, backward = self._results(self.subject.fused, leaves)
-        again = list(backward().items())
-        repeated, _ = self._results(self.subject.fused, leaves)
-        return results, [*again, *repeated.items()]
 
     def _watched(self) -> list[str]:
         """Promises that steps do not keep, found in a run of its own."""

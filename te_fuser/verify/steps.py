@@ -221,7 +221,9 @@ class _CheckedRunner:
         self.nodes = watch.graph.nodes[step.start : step.stop]
         self.inputs = [(name, ref, slots[ref]) for name, ref in step.inputs]
         self.outputs = [(ref, slots[ref]) for ref in step.writes()]
-        self.into_main_grad = self._into_main_grad()
+        marked = [n.parameters[name] for n in self.nodes for g in n.gradients for name in g.by_attributes]
+        written = {_number(ref) for ref, _ in self.outputs if ref.kind in _CHECKED}
+        self.into_main_grad = [p for p in marked if p in written]  # whose gradient goes there in this step
         self.together = any(one.takes is None for one in joint_ops([node.op for node in self.nodes]))
         self.label = self.promises.label
 
@@ -240,12 +242,6 @@ class _CheckedRunner:
                 self._check_forward(slots)
             else:
                 self._check_backward(slots, given, main_grads)
-
-    def _into_main_grad(self) -> list[int]:
-        """The parameters whose gradient goes to their main_grad in this step."""
-        marked = [n.parameters[name] for n in self.nodes for g in n.gradients for name in g.by_attributes]
-        written = {_number(ref) for ref, _ in self.outputs if ref.kind in _CHECKED}
-        return [p for p in marked if p in written]
 
     def _run(self, slots: Slots) -> dict[int, torch.Tensor]:
         """Run the step; what it gave to main_grads, by the number of the parameter."""
@@ -276,7 +272,10 @@ class _CheckedRunner:
         found: dict[str, torch.Tensor] = {}
         for ref, k in self.outputs:
             if ref.kind in _CHECKED:
-                self._add(found, ref, main_grads.get(_number(ref), self._as_returned(ref, slots[k])))
+                t = slots[k]
+                if ref.kind is PARAMETER_GRADIENT:  # under autocast in the cast's dtype; autograd gives the parameter's
+                    t = t.to(self.watch.graph.parameter_specs[ref.index].dtype)
+                self._add(found, ref, main_grads.get(_number(ref), t))
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             return self._gradients(data, exact, leaving)
@@ -329,10 +328,6 @@ class _CheckedRunner:
         """The rows of what lies transposed."""
         spec = ref.by_rows.spec(self.watch.graph)
         return t if spec is None else t[:, : spec.rows].mT.reshape(spec.shape)
-
-    def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
-        """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
-        return t.to(self.watch.graph.parameter_specs[ref.index].dtype) if ref.kind is PARAMETER_GRADIENT else t
 
     def _name(self, ref: Ref) -> str:
         """A tensor of the step in words."""

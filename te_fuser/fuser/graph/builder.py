@@ -150,11 +150,7 @@ class Names:
         self._exported: dict[str, list[tuple[str, int]]] = {}
 
     def bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
-        """Bind a name, from here on, to what an op gives.
-
-        Raises:
-            ValueError: when somebody opened it before, and nobody read it yet.
-        """
+        """Bind a name, from here on, to what an op gives; ValueError when one opened before was not read yet."""
         if op_table.exports.of(type(op)):
             self._exported.setdefault(name, []).append((label, value))
             return
@@ -175,11 +171,7 @@ class Names:
         return self._bound[name]
 
     def exported(self, name: str) -> int:
-        """Value that a caller gets who asks for this output.
-
-        Raises:
-            ValueError: when there is none, or several.
-        """
+        """Value that a caller gets who asks for this output; ValueError when there is none, or several."""
         close = [n for n in self._exported if plain(n) == name]
         found = self._exported.get(name) or (self._exported[close[0]] if len(close) == 1 else [])
         if len(found) > 1:
@@ -196,12 +188,7 @@ class Names:
         )
 
     def check(self) -> None:
-        """Refuse, at the end of a list, what nobody read.
-
-        Raises:
-            ValueError: for a name that an op opened.
-            TypeError: for a named input of the call.
-        """
+        """Refuse what nobody read at the end: ValueError for an op's open name, TypeError for a named input."""
         for name, label in self._opened.items():
             # An op that runs alone opens nothing for others.
             if name not in self._read and name not in self._call.outputs and len(self._lowered) > 1:

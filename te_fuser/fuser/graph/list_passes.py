@@ -17,7 +17,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp
 from te_fuser.ops import op_table
 from te_fuser.ops.autocast import AUTOCAST, cast_to
-from te_fuser.ops.base import LoweredOp, Spec, output_specs
+from te_fuser.ops.base import LoweredOp, output_specs
 from te_fuser.ops.operations import marked_parameters
 from te_fuser.sharding.rules import ShardingContext, joint_ops, rule_of
 
@@ -105,7 +105,10 @@ class _Flow:
     def run(self, item: ListedOp) -> Iterable[ListedOp]:
         """One op, and what comes before it."""
         runs_in = AUTOCAST.of(type(item.lowered.op)).runs_in
-        wanted = _dtype_of(runs_in, self.x, self.target)
+        wanted: torch.dtype | None = None  # that torch.autocast runs the op in; None where it leaves the op alone
+        if runs_in not in (None, "follow") and self.x.dtype != torch.float64 and self.x.dtype.is_floating_point:
+            in_float32 = torch.float32 if self.x.device.type == "cuda" else None
+            wanted = self.target if runs_in == "lower" else in_float32
         if wanted is not None and self.x.dtype != wanted:
             cast = LoweredOp(cast_to(wanted), {})
             yield ListedOp(cast, f"{item.path}.cast", {}, (), stream=item.stream)
@@ -123,15 +126,6 @@ class _Flow:
         except (ValueError, TypeError, LookupError):
             return  # the graph says which op it is
         self.x = found["output"]
-
-
-def _dtype_of(runs_in: str | None, x: Spec, target: torch.dtype) -> torch.dtype | None:
-    """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
-    if runs_in in (None, "follow") or x.dtype == torch.float64 or not x.dtype.is_floating_point:
-        return None
-    if runs_in == "lower":
-        return target
-    return torch.float32 if x.device.type == "cuda" else None
 
 
 def _casts(
@@ -199,11 +193,7 @@ class _Walk:
         self._place = 0
 
     def found(self, entry: Entry) -> Sequence[ListedOp]:
-        """The list with sums, and of each op what enters it, where this enters the first.
-
-        Raises:
-            ValueError: naming the op that does not take what it gets.
-        """
+        """The list with sums, and what enters each op where this enters the first; ValueError naming an op."""
         try:
             return list(self._from(entry))
         except ValueError as error:
@@ -267,11 +257,7 @@ def _share(x: Placement, group: Group, other: Share | None) -> Share:
 
 
 def add_collectives(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
-    """The list as each rank runs it.
-
-    Raises:
-        ValueError: when an op cannot be cut into equal parts.
-    """
+    """The list as each rank runs it; ValueError when an op cannot be cut into equal parts."""
     if not [item for item in listed if item.entering]:
         return listed
     return [new for place, item in enumerate(listed) for new in _on_rank(place, item)]

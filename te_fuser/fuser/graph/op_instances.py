@@ -252,11 +252,7 @@ class Parameters:
         return found
 
     def looked_at(self) -> list[torch.Tensor]:
-        """The parameters as they are now, and what stands for those that are computed.
-
-        Raises:
-            NotSeenError: where that takes a real call.
-        """
+        """The parameters, and what stands for those computed; NotSeenError where that takes a real call."""
         return [self._look_at(b, k) if b.computed else b.get() for k, b in enumerate(self.bindings)]
 
     def _look_at(self, binding: Binding, number: int) -> torch.Tensor:

@@ -206,17 +206,14 @@ class BackwardCandidates:
         nodes = self.nodes[start:stop]
         if not self.graph.needs_grad(nodes[-1].output):
             return None
-        made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
+        made: Edge | str | None = self._why_no_fusion(fusion, *whole)
+        if made is None:
+            fit = _Fit(fusion, whole, self.problem.match(*whole), nodes, saved_by(fusion, whole))
+            made = self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
         if isinstance(made, str):
             found.refuse(fusion.direction, start, stop, fusion.name, made)
             return None
         return made
-
-    def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
-        """The candidate, or the reason for which there is none."""
-        match = self.problem.match(*whole)
-        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, whole))
-        return self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:
         """Candidate of a fusion that is one step, or the reason for which there is none."""
@@ -252,8 +249,7 @@ class BackwardCandidates:
                 continue
             idle = ", ".join(sorted(set(gradient.produces) - wanted - inner.keys()))
             if idle:
-                made = ", ".join(sorted(wanted))
-                return f"nobody needs the gradient of {idle}, which it makes with {made}"
+                return f"nobody needs the gradient of {idle}, which it makes with {', '.join(sorted(wanted))}"
             step = self._node_of_fusion(fit, k, targets)
             if step is None:
                 return _WITHHELD

@@ -108,8 +108,7 @@ def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> li
         if kernel is None or idle.isdisjoint(step.writes()):
             found.append(step)
         elif (less := _without(kernel, idle)) is not None:
-            made = kernel_step(problem, prices, less, step.start, step.stop)
-            found.append(replace(made, chain=step.chain))
+            found.append(replace(kernel_step(problem, prices, less, step.start, step.stop), chain=step.chain))
     return found
 
 

@@ -88,10 +88,11 @@ class Covering:
     def cover(self, keeping: Keeping, share: float) -> Covers:
         """The cheapest covers that fit together, where so much of the host's time is weighed."""
         aim = self._once((share, keeping.weight), lambda: Aim(self.prices, keeping.weight, share))
-        held = keeping.held
+        held, value_of = keeping.held, self.problem.graph.value_of
         found = self._round(aim, held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
-        while more := self._kept_anyway(found) - held:
+        # Values that are computed again although other steps read their memory, under whatever name, are kept anyway.
+        while more := {*map(value_of, found.again & (found.read | self._viewed(found)))} - held:
             held |= more
             found = self._round(aim, held, Withheld())
             assert found is not None
@@ -101,11 +102,6 @@ class Covering:
         backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
         refusals = functools.partial(self._refusals, aim, found, other)
         return Covers(forward, backward, self._choices(found), refusals)
-
-    def _kept_anyway(self, found: _Round) -> frozenset[int]:
-        """The values that are computed again although other steps read their memory, under whatever name."""
-        graph = self.problem.graph
-        return frozenset(map(graph.value_of, found.again & (found.read | self._viewed(found))))
 
     def _viewed(self, found: _Round) -> set[Ref]:
         """The memory of which backward reads views."""
@@ -191,12 +187,11 @@ class Covering:
             self._known[key] = candidates.edges(section)
         return self._known[key]  # type: ignore[no-any-return]
 
-    def _each_found(self, candidates: Candidates) -> list[Found]:
-        return [self._found(candidates, section) for section in self.sections]
-
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
         """Candidates of each section, found once for each kind of candidates and `key`."""
-        return self._once((type(candidates), key), lambda: self._each_found(candidates))  # type: ignore[no-any-return]
+        return self._once(  # type: ignore[no-any-return]
+            (type(candidates), key), lambda: [self._found(candidates, section) for section in self.sections]
+        )
 
     def _forward(self, aim: Aim, found: list[Found]) -> list[Way] | None:
         ways = {f: self._once((f, aim), functools.partial(way_through, aim, f)) for f in dict.fromkeys(found)}

@@ -271,12 +271,7 @@ DEVICES: dict[str, Device] = {d.name: d for d in (_CPU, *_GPUS)}
 
 
 def device_named(name: str) -> Device:
-    """The device of that name.
-
-    Raises:
-        ValueError: when it is unknown.
-        TypeError: when it is no name.
-    """
+    """The device of that name; ValueError when it is unknown, TypeError when it is no name."""
     known = f"known: {', '.join(DEVICES)}; to plan for the device that x is on, leave device= out"
     if not isinstance(name, str):
         raise TypeError(f"a device to plan for is a name, like 'h200', got {name!r}; {known}")
@@ -291,20 +286,17 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return DEVICES["cpu"]
     name = torch.cuda.get_device_name(device)
-    found = _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+    # The GPU that the driver's name means, by whole words; the one that says most of it.
+    words = _words(name)
+    known = [d for d in _GPUS if _words(d.name) <= words] if not words & _A_PART_OR_LESS else []
+    best = max(known, key=lambda d: len(_words(d.name)), default=None)
+    found = best or _estimated(name, torch.cuda.get_device_properties(device))
     return replace(found, replayed=True) if capturing.get() else found
 
 
 # ------------------------------------------------------------------------------------------------ GPUs at hand
 
 _A_PART_OR_LESS = {"mig", "laptop", "max"}  # a GPU with such a word in its name is not the one that the others name
-
-
-def _known(name: str) -> Device | None:
-    """The GPU that this name of a driver's means, by whole words; the one that says most of it."""
-    words = _words(name)
-    found = [d for d in _GPUS if _words(d.name) <= words] if not words & _A_PART_OR_LESS else []
-    return max(found, key=lambda d: len(_words(d.name)), default=None)
 
 
 def _words(name: str) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from te_fuser.fusions.match import Cost
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Named, Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -63,16 +63,14 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
         fits = budget is None or other.kept_bytes() <= max(budget, plan.kept_bytes())
         gain = price(plan) - price(other)
         if fits and gain > _LEAST_GAIN * plan.seconds():
-            plan = replace(other, refusals=(*plan.refusals, *_displaced(segment, gain)))
+            covers = f"ops {segment.start}-{segment.stop - 1}"
+            why = f"predicted {gain * 1e6:.1f} us more than PyTorch's functions for {covers}"
+            lost = list(plan.refusals)
+            for direction in DIRECTIONS:  # the fusions that it would have run
+                names = {(s.name, s.start, s.stop) for s in segment.steps(direction) if s.task.what == "fusion"}
+                lost += [Refusal(direction, start, stop, name, why) for name, start, stop in sorted(names)]
+            plan = replace(other, refusals=tuple(lost))
     return plan
-
-
-def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
-    """The fusions that a segment would have run."""
-    reason = f"predicted {gain * 1e6:.1f} us more than PyTorch's functions for ops {segment.start}-{segment.stop - 1}"
-    for direction in DIRECTIONS:
-        names = {(s.name, s.start, s.stop) for s in segment.steps(direction) if s.task.what == "fusion"}
-        yield from (Refusal(direction, start, stop, name, reason) for name, start, stop in sorted(names))
 
 
 def _recorded(
@@ -115,9 +113,6 @@ def _needs_own_node(problem: Problem, node: Node) -> bool:
     roots = {graph.roots[v] for v in node.named_out} - {graph.roots[node.output]}
     marked = any(gradient.by_attributes or gradient.delayed for gradient in node.gradients)
     return bool(marked or several or roots)
-
-
-# --------------------------------------------------------------------------------------------- functions of a segment
 
 
 def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_FunctionCall] | None:

@@ -49,8 +49,12 @@ class ForwardCandidates:
         found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
         find_rows(self.problem, found, self._row)
         found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.traits.is_row)
-        for fusion, whole in _matches(section, forced):
-            _, stop = fusion.covers("forward", *whole)
+        # A match for each fusion and the ops that its forward covers: a forced one, else the first.
+        matches: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
+        for fusion, start, stop in section.matches:
+            matches.setdefault((fusion, *fusion.covers("forward", start, stop)), (start, stop))
+        matches |= {(fusion, *fusion.covers("forward", *whole)): whole for fusion, whole in forced}
+        for (fusion, _, stop), whole in matches.items():
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or (fusion, whole) in forced or silent):
                 edge = self._fusion(fusion, whole, (fusion, whole) in forced, found)
@@ -79,13 +83,11 @@ class ForwardCandidates:
 
     def _row(self, found: Found, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
-        for node in self.nodes[start:stop]:
-            for value in (node.output, *node.named_out):
-                if self.graph.ref(value) in self.demands:
-                    stores[self.graph.first(value)] = None
+        inside = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
+        stores |= dict.fromkeys(self.graph.first(v) for v in inside if self.graph.ref(v) in self.demands)
         made = [v for v in stores if (p := self.graph.makers[v]) is not None and start <= p < stop]
         digests = [d for d in self._statistics.get(stretch.start, ()) if start <= stretch.exact.first_made(d) < stop]
-        turned = self._transposed_in(start, stop)
+        turned = list(dict.fromkeys(self.graph.first(v) for v in inside if self.graph.ref(v) in self._turned))
         by_rows = [*made, *[v for v in turned if v not in made]]
 
         def derive(transposed: bool) -> KernelTask | None:
@@ -99,15 +101,7 @@ class ForwardCandidates:
         except NotOneKernel as why:
             found.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []
-        name = name_of_rows(steps)
-        return [Edge(start, stop, name, steps)]
-
-    def _transposed_in(self, start: int, stop: int) -> list[int]:
-        """The values of a range that backward reads transposed."""
-        if not self._turned:
-            return []
-        made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
-        return list(dict.fromkeys(self.graph.first(v) for v in made if self.graph.ref(v) in self._turned))
+        return [Edge(start, stop, name_of_rows(steps), steps)]
 
     @functools.cached_property
     def _turned(self) -> frozenset[Ref]:
@@ -121,8 +115,6 @@ class ForwardCandidates:
         for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
             found.setdefault(stretch, []).append(name)
         return found
-
-    # ------------------------------------------------------------------------------------ opaque ops
 
     def _opaque(self, node: Node) -> Edge:
         step = self.prices.once(("forward", node.index), lambda: self._opaque_step(node))
@@ -149,16 +141,18 @@ class ForwardCandidates:
         if impossible is not None:
             found.refuse(fusion.direction, start, stop, fusion.name, impossible)
             return None
-        inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
-        owed = self._owed(nodes, inside)
+        made = [v for n in nodes for v in (n.output, *n.named_out)]
+        inside = {self.graph.ref(v) for v in made}
+        outside = {self.graph.ref(v) for v in made if self.problem.read_outside(v, start, stop)}
+        owed = (self.demands | self._turned) & inside | outside  # of what is demanded transposed, a step makes that
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
             found.demand_unmet = True
             found.refuse(fusion.direction, start, stop, fusion.name, why)
             return None
-        outputs = self._fusion_outputs(fusion, nodes, owed)
-        if joint:
-            outputs += saved_by(fusion, whole)
+        last, emitted = self.graph.ref(nodes[-1].output), self.problem.emitted(fusion, nodes).items()
+        outputs = [("output", last), *[(name, ref) for name, ref in emitted if ref in owed and ref != last]]
+        outputs += saved_by(fusion, whole) if joint else []
         step = self.prices.once(
             ("forward", fusion, whole, tuple(outputs)),
             lambda: self._fusion_step(fusion, nodes, whole, self._fusion_inputs(fusion, nodes, inside), outputs),
@@ -180,14 +174,6 @@ class ForwardCandidates:
             return NO_TENSOR
         unmeasured = why_unmeasured(nodes, forward=True)
         return unmeasured or self.problem.why_not_there(fusion, nodes, _forms(fusion), stored=True)
-
-    def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> Set[Ref]:
-        """The values of a range that backward or somebody outside it reads."""
-        start, stop = nodes[0].index, nodes[-1].index + 1
-        made = [v for n in nodes for v in (n.output, *n.named_out)]
-        outside = {self.graph.ref(v) for v in made if self.problem.read_outside(v, start, stop)}
-        turned = self._turned & inside  # of the output of a fusion a step makes the other form
-        return self.demands & inside | outside | turned
 
     def _why_no_fusion(
         self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref], inside: set[Ref], joint: bool
@@ -213,11 +199,6 @@ class ForwardCandidates:
             inputs += [(name, ref) for name, ref in named if ref not in inside]
         return [*inputs, *([("seed", SEED)] if any(n.traits.draws for n in nodes) else [])]
 
-    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref]) -> list[tuple[str, Ref]]:
-        last = self.graph.ref(nodes[-1].output)
-        emitted = self.problem.emitted(fusion, nodes).items()
-        return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
-
     def _owes(self, node: Node) -> bool:
         """True where backward reads what an op emits, or one of its per-row statistics."""
         if not node.traits.is_row:
@@ -234,16 +215,6 @@ class ForwardCandidates:
 def _forms(fusion: Fusion) -> list[str]:
     """Names of what a fusion's forward takes in a form of its own choice."""
     return [name for name in fusion.takes if form_named(name)[1] is not None] if fusion.has_forward else []
-
-
-def _matches(section: Section, forced: Iterable[MatchOf]) -> list[MatchOf]:
-    """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
-    found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
-    for fusion, *whole in section.matches:
-        found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
-    for fusion, match in forced:
-        found[(fusion, *fusion.covers("forward", *match))] = match
-    return [(fusion, match) for (fusion, _, _), match in found.items()]
 
 
 def _spared(groups: list[list[list[Edge]]], forced: Iterable[MatchOf]) -> list[list[list[Edge]]]:

@@ -49,9 +49,7 @@ class DerivedStretch:
 
     def _describe(self, nodes: Sequence[Node]) -> Any:
         """Key of all that the kernels depend on, apart from the formulas."""
-        number = self._inward["values"]
-        parameter = self._inward["parameters"]
-        first = self._first_stream
+        number, parameter, first = self._inward["values"], self._inward["parameters"], self._first_stream
         ops = tuple(
             (
                 n.traits.role,
@@ -117,7 +115,9 @@ class DerivedStretch:
         Raises:
             NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
         """
-        readable, silent = readable & self._made_in(start, stop), silent & self.exact.gives_statistics
+        made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
+        readable = readable.intersection(map(self._graph.roots.__getitem__, made))  # by storage
+        silent = silent & self.exact.gives_statistics
         sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
         turned = frozenset(map(self._numbered, transposed))
         key = ("backward", start - self.start, stop - self.start, self._numbers(recompute), *sets, turned, measuring)
@@ -135,22 +135,13 @@ class DerivedStretch:
             self._leaving[start, stop] = self._graph.leaving(start, stop)
         return self._leaving[start, stop]
 
-    def _made_in(self, start: int, stop: int) -> frozenset[int]:
-        """The values that ops of a range make, by storage."""
-        made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
-        return frozenset(map(self._graph.roots.__getitem__, made))
-
     # ------------------------------------------------------------------------------------------ sharing
 
     def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
-        """A kernel of this stretch, derived where no equal one was asked for it.
-
-        Raises:
-            NotOneKernel: where there is none.
-        """
+        """A kernel of this stretch, derived where no equal one was asked for it; NotOneKernel where there is none."""
         if key not in self._made:
             made: Any = self._known.get(key, _MISSING)
             if made is _MISSING:

@@ -73,8 +73,7 @@ def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> S
     spec = ref.spec(problem.graph)
     assert spec is not None
     task = transpose_task(spec.dtype, problem.options.target == "cuda")
-    price = Price("of_launch", (inputs, outputs, 0.0))
-    return prices.step("transposed8", covers, inputs, outputs, task, price)
+    return prices.step("transposed8", covers, inputs, outputs, task, Price("of_launch", (inputs, outputs, 0.0)))
 
 
 def wanted_of(problem: Problem, start: int, stop: int, again: Iterable[Ref]) -> list[Ref]:
@@ -170,9 +169,6 @@ def _limits(options: Options) -> Limits:
     return limits_of(options.device.arch)
 
 
-# --------------------------------------------------------------------------------------------- who and whom
-
-
 def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Handover]:
     """Handovers in these steps, each of a tensor that one reader alone reads."""
     readers = [(k, blocks) for k, step in enumerate(steps) if (blocks := step.task.takes_blocks) is not None]
@@ -187,9 +183,6 @@ def _pairs(steps: Sequence[Step], limits: Limits) -> list[_Handover]:
         if maker is not None and plain and _making(steps[maker], steps[k], ref, limits) is not None:
             found.append(_Handover(maker, k, ref))
     return found
-
-
-# ------------------------------------------------------------------------------------------------ both steps
 
 
 def _making(step: Step, reader: Step, ref: Ref, limits: Limits) -> Task | None:

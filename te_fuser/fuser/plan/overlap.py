@@ -249,8 +249,7 @@ class _StepsByFreedom:
         ways = {r: s for s in flying if awaited(s) for r in s.writes()}
 
         def behind(step: Step) -> int:
-            places = [behind(ways[r]) if r in ways else made_by.get(r, -1) for r in step.reads()]
-            return max(places, default=-1)
+            return max([behind(ways[r]) if r in ways else made_by.get(r, -1) for r in step.reads()], default=-1)
 
         begun = {ref: s for s in flying if (ref := started(s)) is not None}
         again = tuple([(begun[ref], s) for ref, s in _pairs(flying)])

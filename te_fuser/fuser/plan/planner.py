@@ -69,8 +69,7 @@ def _within(budget: int, make: MakePlan) -> Plan:
             more = make(Keeping(weight, held)) if held else plan
             return more if more.kept_bytes() <= budget else plan
     least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
-    note = f"no plan keeps within {budget} bytes; {least}"
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, f"no plan keeps within {budget} bytes; {least}"))
 
 
 def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:
@@ -106,7 +105,15 @@ def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
         if not found[-1].waits_for_host:
             break
         found.append(_covered(problem, prices, covering, share))
-    return min(found, key=lambda plan: _price(plan, problem.options)).chosen(), prices
+    options = problem.options
+
+    def price(plan: Plan) -> tuple[float, float]:
+        """Bytes beyond a budget, then seconds, with what keeping is worth."""
+        if isinstance(options.memory, int):
+            return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
+        return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
+
+    return min(found, key=price).chosen(), prices
 
 
 def _covered(problem: Problem, prices: Prices, covering: Covering, share: float = 0.0) -> Plan:
@@ -121,13 +128,6 @@ def _covered(problem: Problem, prices: Prices, covering: Covering, share: float 
         return weighed(keeping).choices if recordable else covers.choices
 
     return plan_for_memory(problem.options.memory, weighed, choices)
-
-
-def _price(plan: Plan, options: Options) -> tuple[float, float]:
-    """Key by which plans are compared: bytes beyond a budget, then seconds, with what keeping is worth."""
-    if isinstance(options.memory, int):
-        return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
-    return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
 def add_notes(plan: Plan, prices: Prices) -> Plan:

@@ -156,7 +156,11 @@ class CostModel:
             return Cost(launches=0)
         c = self.of_launch(inputs, outputs, flops_of(self.graph, [node]) * work)
         if sent and (group := rule_of(node.op).group(node.op)).size > 1:
-            c = replace(c, sent=sent, ranks=group.size, beside=1.0, hidden=self._hidden(outputs))
+            # Sending is expected to be hidden in part: in backward, beside gradients of parameters.
+            backward = any(r.kind in (GRADIENT, RECOMPUTED) for _, r in outputs)
+            link = self.problem.options.device.link
+            hidden = link.hidden if backward and any(self.graph.parameter_needs) else 0.0
+            c = replace(c, sent=sent, ranks=group.size, beside=1.0, hidden=hidden)
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
         if not extra:
             return c
@@ -165,11 +169,6 @@ class CostModel:
         calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.traits.draws else 0)) * scratch
         c = replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES)
         return replace(c, seconds=seconds, calls=calls)
-
-    def _hidden(self, outputs: Named) -> float:
-        """The share of sending that is expected to be hidden: in backward, beside gradients of parameters."""
-        backward = any(r.kind in (GRADIENT, RECOMPUTED) for _, r in outputs)
-        return self.problem.options.device.link.hidden if backward and any(self.graph.parameter_needs) else 0.0
 
     def of_fusion(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named

@@ -66,19 +66,16 @@ class Options:
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """Match of the ops start..stop-1, as a fusion's condition and cost see it."""
     nodes = graph.nodes[start:stop]
-    ops = tuple([_matched(graph, n) for n in nodes])
+    ops = []
+    for node in nodes:  # with parameters and named inputs by the dtypes in which they are read
+        parameters = {name: graph.parameter_tensors[p] for name, p in node.parameters.items()}
+        inputs = {name: graph.values[v].spec for name, v in node.named_in.items()}
+        own = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
+        read = {**own, **node.casts, **{name: spec.dtype for name, spec in inputs.items()}}
+        ops.append(MatchedOp(node.op, parameters, read, inputs, own))
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
     dy = y.gradient_spec if y.needs_grad else None
-    return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
-
-
-def _matched(graph: Graph, node: Node) -> MatchedOp:
-    """An op as fusions see it, with parameters and named inputs by the dtypes in which they are read."""
-    parameters = {name: graph.parameter_tensors[p] for name, p in node.parameters.items()}
-    inputs = {name: graph.values[v].spec for name, v in node.named_in.items()}
-    own = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
-    read = {**own, **node.casts, **{name: spec.dtype for name, spec in inputs.items()}}
-    return MatchedOp(node.op, parameters, read, inputs, own)
+    return Match(tuple(ops), x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
@@ -92,7 +89,14 @@ def _find_matches(
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     forms: dict[Hashable, int] = {}
-    runs, alike = _Runs(ops), [forms.setdefault(_likeness(graph, n), len(forms)) for n in graph.nodes]
+    runs, alike = _Runs(ops), []
+    for n in graph.nodes:  # one number for ops whose places a condition that sees no parameter cannot tell apart
+        x, y = graph.values[n.input], graph.values[n.output]
+        parameters = [(name, graph.parameter_specs[p].key) for name, p in n.parameters.items()]
+        named = [(name, graph.values[v].spec.key) for name, v in n.named_in.items()]
+        ends = x.spec.key, y.spec.key, y.gradient, y.needs_grad
+        form = n.traits.number, *ends, *n.casts.items(), *parameters, *named
+        alike.append(forms.setdefault(form, len(forms)))
     known: dict[Hashable, str | None] = {}
     with standing_in(graph.stand_ins):
         for fusion in registry.active():
@@ -112,15 +116,6 @@ def _find_matches(
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
-
-
-def _likeness(graph: Graph, node: Node) -> Hashable:
-    """Key, equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
-    x, y = graph.values[node.input], graph.values[node.output]
-    parameters = [(name, graph.parameter_specs[p].key) for name, p in node.parameters.items()]
-    named = [(name, graph.values[v].spec.key) for name, v in node.named_in.items()]
-    ends = x.spec.key, y.spec.key, y.gradient, y.needs_grad
-    return node.traits.number, *ends, *node.casts.items(), *parameters, *named
 
 
 def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -396,12 +391,8 @@ class Problem:
 
     def read_in_match(self, fusion: Fusion, nodes: tuple[Node, ...]) -> tuple[str, ...]:
         """The names that a fusion's backward reads here: one that ends with "?" only where there is such a tensor."""
-        found = []
-        for name in fusion.reads:
-            plain = name.removesuffix("?")
-            if plain == name or self._named_in_match(nodes, plain) is not None:
-                found.append(plain)
-        return tuple(found)
+        named = ((name, name.removesuffix("?")) for name in fusion.reads)
+        return tuple([n for name, n in named if n == name or self._named_in_match(nodes, n) is not None])
 
     def _named_in_match(self, nodes: tuple[Node, ...], name: str) -> Ref | None:
         if name == "input":

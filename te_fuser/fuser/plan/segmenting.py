@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import FLOAT8
@@ -99,6 +99,11 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
     kept = kept_by(problem, prices, backward)
+    # The gradient of each tensor that enters; None for one that needs none.
+    gradients = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
+    for ref in [r for r in takes if r.kind is not VALUE]:
+        needed = ref.kind is PARAMETER and graph.parameter_needs[ref.index]
+        gradients.append(parameter_gradient_ref(ref.index) if needed else None)
     return SegmentPlan(
         *part,
         tuple(forward),
@@ -109,18 +114,9 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         tuple(takes),
         tuple(map(graph.ref, values_out)),
         arriving,
-        tuple([r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)]),
+        tuple([r if r in made or r in arriving else None for r in gradients]),
         kept,
     )
-
-
-def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> Iterator[Ref | None]:
-    """The gradient of each tensor that enters a segment, the values first; None for one that needs none."""
-    yield from (gradient_ref(v) if graph.needs_grad(v) else None for v in values)
-    for ref in takes:
-        if ref.kind is not VALUE:
-            needed = ref.kind is PARAMETER and graph.parameter_needs[ref.index]
-            yield parameter_gradient_ref(ref.index) if needed else None
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -201,7 +197,11 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     would count.
     """
     graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
-    taken = _seconds_before(problem, covers)
+    taken = [0.0] * (len(problem.nodes) + 2)  # seconds, before each op, of both directions' steps; last, of all steps
+    for placed in (*covers.forward, *covers.backward):
+        for step in [s for e in placed.edges for s in e.steps]:
+            taken[step.start + placed.by + 1] += step.seconds
+    taken = [*itertools.accumulate(taken)]
     ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
     ends = _beside_exchanges(problem, ends)
     cuts, size, counted = [0], 0, set()
@@ -223,16 +223,6 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     if short and len(cuts) > 1:
         cuts.pop()
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
-
-
-def _seconds_before(problem: Problem, covers: Covers) -> list[float]:
-    """Seconds, for each op, of the steps of both directions that begin before it; last, those of all steps."""
-    seconds = [0.0] * (len(problem.nodes) + 1)
-    for placed in (*covers.forward, *covers.backward):
-        by = placed.by
-        for step in [s for e in placed.edges for s in e.steps]:
-            seconds[step.start + by] += step.seconds
-    return [0.0, *itertools.accumulate(seconds)]
 
 
 def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -61,12 +62,11 @@ class Stretch:
     # ---------------------------------------------------------------------------------- building
 
     def _trace(self) -> None:
-        counts: dict[str, int] = {}
-        first = self.graph.nodes[self.start]
-        self._enter("x", first.input)
+        counts = Counter[str]()
+        self._enter("x", self.graph.nodes[self.start].input)
         for node in self.graph.nodes[self.start : self.stop]:
             role = node.traits.role
-            counts[role] = counts.get(role, 0) + 1
+            counts[role] += 1
             role = role if counts[role] == 1 else f"{role}{counts[role]}"
             self.roles[node.index] = role
             self.env |= self._trace_node(node, role)
@@ -121,12 +121,10 @@ class Stretch:
     def _argument(self, node: Node, role: str, name: str) -> Expr | None:
         if name in node.parameters:
             return self._parameter(node, role, name)
-        if name in node.named_in:
-            value = node.named_in[name]
-            if value not in self.env:
-                self._enter(f"{role}.{name}", value)
-            return self.env[value]
-        return None
+        value = node.named_in.get(name)
+        if value is not None and value not in self.env:
+            self._enter(f"{role}.{name}", value)
+        return None if value is None else self.env[value]
 
     def _parameter(self, node: Node, role: str, name: str) -> Expr:
         index = node.parameters[name]
@@ -152,11 +150,7 @@ class Stretch:
     # ------------------------------------------------------------------------------------ ranges
 
     def batch_dim(self, start: int, stop: int) -> int | None:
-        """The batch dimension the ops of a range agree on.
-
-        Raises:
-            NotOneKernel: when they disagree.
-        """
+        """The batch dimension the ops of a range agree on; NotOneKernel when they disagree."""
         found = {d for n in self.graph.nodes[start:stop] if (d := n.op.batch_dim()) is not None}
         if len(found) > 1:
             raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
@@ -169,9 +163,7 @@ class Stretch:
 
     def _cut_at(self, start: int) -> Range:
         earlier = {name: v for name, v in self.marks.items() if (p := self.graph.makers[v]) is not None and p < start}
-        leaves = dict(self.leaves)
-        for name, value in earlier.items():
-            leaves[name] = self._value_leaf(value)
+        leaves = {**self.leaves, **{name: self._value_leaf(value) for name, value in earlier.items()}}
         nodes = topological(self.env.values())
 
         def as_leaf(e: Expr) -> Expr | None:
@@ -373,11 +365,9 @@ class Stretch:
             if not v.needs_grad:
                 continue
             leaf = cut.of(self.env[value])
-            axes = leaf.axes
-            dtype = dtypes.name_of(v.gradient_dtype)
-            shape = None if axes & (Axes.OUTER | Axes.BATCH) else v.spec.shape
-            output = KernelOutput(gradient_ref(value), axes, leaf.width, dtype, shape)
-            name = leaf.attrs[0]
+            shape = None if leaf.axes & (Axes.OUTER | Axes.BATCH) else v.spec.shape
+            dtype, name = dtypes.name_of(v.gradient_dtype), leaf.attrs[0]
+            output = KernelOutput(gradient_ref(value), leaf.axes, leaf.width, dtype, shape)
             wanted[name if name not in wanted else f"{name}_{value}"] = (leaf if name not in wanted else None, output)
         for index in parameters:
             if not self.graph.parameter_needs[index]:
@@ -407,8 +397,7 @@ class Stretch:
             leaves[name] = Leaf(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             return expr.leaf(name, Axes.ROWS)
 
-        reduced = substitute(roots, as_leaf)
-        return reduced, Range({}, [], {}, leaves)
+        return substitute(roots, as_leaf), Range({}, [], {}, leaves)
 
     def _kernel(self, start: int, stop: int, direction: str, cut: Range, gives: Gives) -> KernelTask | None:
         if gives.nothing():
@@ -429,8 +418,7 @@ class Stretch:
         if shared:
             description = replace(description, shared=tuple(zip(description.streams, shared, strict=True)))
         outputs = (*gives.outputs, *gives.sum_outputs)
-        batch_dim = self.batch_dim(start, stop)
-        aliases, raised = tuple(gives.aliases), tuple(gives.raised)
+        batch_dim, aliases, raised = self.batch_dim(start, stop), tuple(gives.aliases), tuple(gives.raised)
         return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
 
     def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
@@ -444,8 +432,7 @@ class Stretch:
             return None, []
         if len(shares) < len(drawing) or len({(s.rows, s.dim, s.columns) for s in shares}) > 1:
             raise NotOneKernel("the ops draw for values that ranks share in different ways")
-        specs = [self.graph.values[n.input].spec for n in drawing]
-        each = zip(shares, drawing, specs, strict=True)
+        each = zip(shares, drawing, [self.graph.values[n.input].spec for n in drawing], strict=True)
         return shares[0], [s.shared(n.op.batch_dim(), len(x.shape)) for s, n, x in each]
 
     def _drawing(self) -> str:

@@ -68,11 +68,7 @@ class TunedChoices(EntryFile):
         self.change(lambda entries: entries.update({key: found}))
 
     def check(self) -> None:
-        """Check that `put` can write its file.
-
-        Raises:
-            OSError: when the file cannot be written, with what to do.
-        """
+        """Check that `put` can write its file; OSError when the file cannot be written, with what to do."""
         try:
             self.change(lambda entries: None)
         except OSError as error:

@@ -257,11 +257,7 @@ class GuardedCall(NamedTuple):
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The named inputs of a call; None counts as not given.
-
-    Raises:
-        TypeError: when one is not a plain, dense tensor.
-    """
+    """The named inputs of a call; None counts as not given; TypeError when one is not a plain, dense tensor."""
     found = {name: t if type(t) in PLAIN else waited(t) for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in PLAIN and not stands_in(t):
@@ -285,11 +281,7 @@ def _remedy(t: torch.Tensor) -> str | None:
 
 
 def check_tensor(x: Any, where: str = "") -> None:
-    """Check that an input is a tensor, which is all that a reference asks.
-
-    Raises:
-        TypeError: when it is none.
-    """
+    """Check that an input is a tensor, which is all that a reference asks; TypeError when it is none."""
     refuse_proxy(x)
     if not isinstance(x, torch.Tensor):
         raise no_tensor(f"te_fuser{where}", x)
@@ -335,11 +327,7 @@ _INSTEAD = (
 
 
 def refuse_tracers() -> None:
-    """Refuse a call that this thread traces.
-
-    Raises:
-        TypeError: naming the tracer, and what to trace instead.
-    """
+    """Refuse a call that this thread traces; TypeError naming the tracer, and what to trace instead."""
     if _C._get_tracing_state() is not None:  # type: ignore[attr-defined]
         raise TypeError(f"te_fuser does not run under torch.jit.trace, which would record no kernel; {_INSTEAD}")
     before = _C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch)  # make_fx(pre_dispatch=True)
@@ -350,11 +338,7 @@ def refuse_tracers() -> None:
 
 
 def refuse_proxy(x: Any) -> None:
-    """Refuse what torch.fx.symbolic_trace hands in, before anything of the model is looked at.
-
-    Raises:
-        TypeError: saying what to do.
-    """
+    """Refuse what torch.fx.symbolic_trace hands in, before the model is looked at; TypeError saying what to do."""
     if isinstance(x, torch.fx.Proxy):
         raise TypeError(
             "te_fuser does not run under torch.fx.symbolic_trace, whose proxies have no shape to plan for; make the "
@@ -363,11 +347,7 @@ def refuse_proxy(x: Any) -> None:
 
 
 def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse a call one of whose tensors has a tangent; asked within a dual level alone.
-
-    Raises:
-        TypeError: saying what to differentiate instead.
-    """
+    """Refuse a call with a tensor that has a tangent, in a dual level; TypeError saying what to do instead."""
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise TypeError(
             "te_fuser has no forward-mode derivatives, and the result would have no tangent; differentiate "

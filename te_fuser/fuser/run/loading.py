@@ -247,8 +247,7 @@ def _as_run(plan: Plan) -> tuple[Any, ...]:
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs, s.task.identity) for s in plan.steps]
     nodes = [(n.op.kind, n.path, n.draw.stream, n.casts, n.draw.share) for n in plan.graph.nodes]
     values = [(v.spec.dtype, v.gradient_dtype, v.alias_of, v.needs_grad) for v in plan.graph.values]
-    parts = [(s.start, s.stop) for s in plan.segments]
-    return steps, nodes, values, parts, measured_schedules(plan)
+    return steps, nodes, values, [(s.start, s.stop) for s in plan.segments], measured_schedules(plan)
 
 
 def measured_schedules(plan: Plan) -> tuple[Any, ...]:

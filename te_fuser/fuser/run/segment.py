@@ -273,8 +273,7 @@ class SegmentFunction(torch.autograd.Function):
         if back.written:
             saved = _exchanged(saved, back.written, ctx.written)
         if ranks.parts:
-            own = [own_part(saved[place]) for place, _ in ranks.parts]
-            saved = _exchanged(saved, ranks.parts, own)
+            saved = _exchanged(saved, ranks.parts, [own_part(saved[place]) for place, _ in ranks.parts])
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -407,6 +406,13 @@ def _build_backward(
     backward, slots = build_program(steps, given, [*now, *read], loaded)
     gradients = _places(segment.returned, now, backward, slots)
     marked = marked_refs(graph.nodes[segment.start : segment.stop])
+    late = None
+    if made:
+        weights = [r for r in segment.returned if r in made]
+        program, own = build_program(segment.late, read, weights, loaded)
+        places = tuple(k for k, r in enumerate(segment.returned) if r in made)
+        picker = _picker(_places(segment.returned, weights, program, own))
+        late = Late(program, tuple(slots[r] for r in read), places, picker)
     return Backward(
         backward,
         _picker(tuple(forward_slots[r] for r in kept)),
@@ -420,20 +426,13 @@ def _build_backward(
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         tuple(slots[r] for r in kept if r in known.zeroed),
         slots.numbers.get(LEFT, -1),
-        _late(segment, read, [r for r in segment.returned if r in made], slots, loaded) if made else None,
+        late,
     )
 
 
 def _places(returned: Sequence[Ref | None], made: Container[Ref], program: Program, slots: SlotMap) -> tuple[int, ...]:
     """The slots of gradients that a program makes; of others the empty one."""
     return tuple(slots[r] if r is not None and r in made else program.size for r in returned)
-
-
-def _late(segment: SegmentPlan, read: Sequence[Ref], made: Sequence[Ref], before: SlotMap, loaded: Loaded) -> Late:
-    program, slots = build_program(segment.late, read, made, loaded)
-    weights = tuple(k for k, r in enumerate(segment.returned) if r in made)
-    picker = _picker(_places(segment.returned, made, program, slots))
-    return Late(program, tuple(before[r] for r in read), weights, picker)
 
 
 def _build(

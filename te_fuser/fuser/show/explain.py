@@ -18,7 +18,7 @@ from rich.text import Text
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import SEED, VALUE
-from te_fuser.fuser.plan.plan import Plan, Refusal, SavedTensor, size_text
+from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
 from te_fuser.fuser.show.html_page import fragment, page
 from te_fuser.fuser.show.step_rows import (
     Gain,
@@ -290,8 +290,7 @@ def _whole(table: Table) -> Table:
     """The table, with every column of numbers as wide as its longest line: only words wrap."""
     for column in table.columns:
         if column.no_wrap:
-            lines = "\n".join(map(str, (column.header, *column.cells))).splitlines()
-            column.width = max(map(len, lines))
+            column.width = max(map(len, "\n".join(map(str, (column.header, *column.cells))).splitlines()))
     return table
 
 
@@ -330,9 +329,6 @@ def _repetition(keys: Sequence[Any], at: int) -> tuple[int, int]:
     return best
 
 
-# ------------------------------------------------------------------------------------------------ what is kept
-
-
 def _kept_page(plan: Plan) -> Iterable[Any]:
     if not plan.kept:
         return
@@ -349,8 +345,7 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     for (_, size), entries in grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
         name, maker = _kept_name(plan, entries[0])
         where = f" of {maker}" if maker else ""
-        more = and_others(len(entries))
-        grid.add_row(f"{multiple(len(entries))}{size_text(size)}", f"{name}{where}{more}")
+        grid.add_row(f"{multiple(len(entries))}{size_text(size)}", f"{name}{where}{and_others(len(entries))}")
     grid.add_row(size_text(plan.kept_bytes()), "activations together", style="bold")
     for owner, words in _OTHERS.items():
         entries = [k for k in plan.kept if k.owner == owner]
@@ -389,22 +384,18 @@ def _refused_page(plan: Plan) -> Iterable[Any]:
     if not plan.refusals:
         return
     yield Text("\nConsidered and not taken", style="bold")
-    groups = grouped(plan.refusals, lambda r: r.reason)
-    lines = [_refusal_text(entries) for entries in groups.values()]
+    lines = []  # one for each reason; where that is of several fusions, their names stand for the places
+    for entries in grouped(plan.refusals, lambda r: r.reason).values():
+        what = ", ".join(dict.fromkeys(r.name for r in entries))
+        if what == entries[0].name:
+            ranges = list(dict.fromkeys(range_of(r.start, r.stop - 1) for r in entries))
+            direction = {"joint": "both ways"}.get(entries[0].direction, entries[0].direction)
+            what += f" ({direction}; {'; '.join(few(ranges, 3))})"
+        lines.append(f"{what}: {entries[0].reason}")
     left = len(lines) - _FEW_REFUSALS
     if left > 1:
         lines = [*lines[:_FEW_REFUSALS], f"... and {left} more; all are in plan.refusals"]
     yield Padding(Text("\n".join(lines)), (0, 0, 0, 2))
-
-
-def _refusal_text(entries: Sequence[Refusal]) -> str:
-    """A line for what was refused for one reason; where that is several fusions, their names stand for the places."""
-    names = list(dict.fromkeys(r.name for r in entries))
-    if len(names) > 1:
-        return f"{', '.join(names)}: {entries[0].reason}"
-    ranges = list(dict.fromkeys(range_of(r.start, r.stop - 1) for r in entries))
-    direction = {"joint": "both ways"}.get(entries[0].direction, entries[0].direction)
-    return f"{entries[0].name} ({direction}; {'; '.join(few(ranges, 3))}): {entries[0].reason}"
 
 
 def _gains_page(plan: Plan) -> Iterable[Any]:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import text_of
-from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
+from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.show.step_rows import StepRow, Total, count, place, range_of, rows_of, span, totals
 
 if TYPE_CHECKING:
@@ -86,18 +86,18 @@ def _plan(plan: Plan, measured: Measured | None, title: str, name: str) -> Itera
         yield "<p>No backward: nothing in this call needs a gradient.</p>"
     yield from _memory(plan, rows)
     yield from _refusals(plan)
-    yield from _list(plan)
+    yield "<details><summary>The list</summary>"
+    table = []
+    for node in plan.graph.nodes:
+        spec = plan.graph.values[node.output].spec
+        table.append([str(node.index), place(node), repr(node.op), f"{list(spec.shape)} {text_of(spec.dtype)}"])
+    yield from _table(("op", "place", "as written", "output"), table)
+    yield "</details>"
     yield from (f"<p>Note: {escape(note)}</p>" for note in plan.notes)
 
 
 def _time(row: StepRow) -> float:
     return row.seconds if row.measured is None else row.measured
-
-
-def _kind(row: StepRow) -> str:
-    if row.limit == "link" or row.sends:
-        return "link"
-    return row.what if row.what in _KINDS else "torch"
 
 
 def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) -> Iterator[str]:
@@ -106,9 +106,17 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
     yield f"<h3>{direction.capitalize()}: {sums}, {count(sums.steps, 'step')}</h3>"
     yield f'<ol class="lane" aria-label="{direction}">'
     for k, row in enumerate(rows):
-        tip = "\n".join(_facts(row, total))
+        share = f" ({_time(row) / total:.0%})" if total else ""
+        tip = "\n".join([
+            f"{row.name}: {_time(row) * 1e6:.1f} us{share}, limit: {row.bound}",
+            f"ops {span(row.ops)}: {', '.join(row.covers)}",
+            f"reads {size_text(row.read)}, writes {size_text(row.written)}",
+            *row.more(),
+        ])  # fmt: skip
+        sends = row.limit == "link" or row.sends
+        kind = "link" if sends else row.what if row.what in _KINDS else "torch"
         yield (
-            f'<li style="flex-grow:{max(_time(row) / total if total else 1.0, 1e-4):.5f}"><a class="{_kind(row)}" '
+            f'<li style="flex-grow:{max(_time(row) / total if total else 1.0, 1e-4):.5f}"><a class="{kind}" '
             f'href="#{name}-{k}">{escape(row.name)}</a><span class="tip">{escape(tip)}</span></li>'
         )
     yield "</ol><details><summary>Steps</summary>"
@@ -123,24 +131,17 @@ def _direction(direction: str, rows: Sequence[StepRow], sums: Total, name: str) 
     yield "</details>"
 
 
-def _facts(row: StepRow, total: float) -> Iterator[str]:
-    share = f" ({_time(row) / total:.0%})" if total else ""
-    yield f"{row.name}: {_time(row) * 1e6:.1f} us{share}, limit: {row.bound}"
-    yield f"ops {span(row.ops)}: {', '.join(row.covers)}"
-    yield f"reads {size_text(row.read)}, writes {size_text(row.written)}"
-    yield from row.more()
-
-
-# -------------------------------------------------------------------------------------------------------- memory
-
-
 def _memory(plan: Plan, rows: dict[str, list[StepRow]]) -> Iterator[str]:
     """Activations kept for backward: a curve over both directions, and a table of what is kept and until when."""
     kept = [k for k in plan.kept if k.owner == "activation" and k.bytes]
     if not kept:
         return
     forward, backward = (list(map(_time, rows[d])) for d in _DIRECTIONS)
-    spans = {k.ref: _span(plan, k) for k in kept}
+    spans = {}  # the step of forward that makes it, and the last one of backward that reads it
+    for ref in [k.ref for k in kept]:
+        made = next((k for k, step in enumerate(plan.forward) if ref in step.writes()), 0)
+        reads = [k for k, step in enumerate(plan.backward) if ref in step.reads()]
+        spans[ref] = made, max(reads, default=len(plan.backward) - 1)
     changes = [0] * (len(forward) + len(backward) + 1)
     for k in kept:
         made, last = spans[k.ref]
@@ -172,16 +173,6 @@ def _memory(plan: Plan, rows: dict[str, list[StepRow]]) -> Iterator[str]:
     yield "</details>"
 
 
-def _span(plan: Plan, kept: SavedTensor) -> tuple[int, int]:
-    """The step of forward that makes it and the last one of backward that reads it."""
-    made = next((k for k, step in enumerate(plan.forward) if kept.ref in step.writes()), 0)
-    reads = [k for k, step in enumerate(plan.backward) if kept.ref in step.reads()]
-    return made, max(reads, default=len(plan.backward) - 1)
-
-
-# --------------------------------------------------------------------------------------------- refusals, the list
-
-
 def _refusals(plan: Plan) -> Iterator[str]:
     if not plan.refusals:
         return
@@ -193,16 +184,6 @@ def _refusals(plan: Plan) -> Iterator[str]:
         [r.name, both.get(r.direction, r.direction), range_of(r.start, r.stop - 1), r.reason] for r in plan.refusals
     ]
     yield from _table(("fusion", "direction", "where", "reason"), table)
-    yield "</details>"
-
-
-def _list(plan: Plan) -> Iterator[str]:
-    yield "<details><summary>The list</summary>"
-    table = []
-    for node in plan.graph.nodes:
-        spec = plan.graph.values[node.output].spec
-        table.append([str(node.index), place(node), repr(node.op), f"{list(spec.shape)} {text_of(spec.dtype)}"])
-    yield from _table(("op", "place", "as written", "output"), table)
     yield "</details>"
 
 

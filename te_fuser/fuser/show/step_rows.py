@@ -233,8 +233,7 @@ def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
         return "link", 0.0
     if step.cost.seconds is not None:
         return "stated", step.cost.seconds
-    dtype = name_of(plan.graph.arithmetic(first))
-    limits = plan.device.limits(step.cost, dtype)
+    limits = plan.device.limits(step.cost, name_of(plan.graph.arithmetic(first)))
     calls = {"launch": limits.pop("launch")}
     if plan.device.kind == "cpu":
         calls = {"host": step.host}

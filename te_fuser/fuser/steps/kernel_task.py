@@ -261,8 +261,6 @@ def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
     return _FIXED
 
 
-# ---------------------------------------------------------------------------------------------- huge pages
-
 # The C library gives blocks beyond 32 MiB back to the system as soon as they are free, so that each large tensor is
 # made of pages that were never touched. A page fault for each 4 KiB of it takes longer than the kernel that fills it.
 LARGE = 32 * 2**20  # bytes; glibc's largest threshold for giving back

@@ -168,17 +168,13 @@ class OpRunner:
             slots[self._outputs[0][1]] = call.emitted, made
             return
         if forward:
-            self._store_forward(slots, call, made)
+            given = values_made(node.label, node.op, made)
+            for name, k in self._outputs:
+                slots[k] = given[name] if name in given else emission_made(node.label, call.emitted, name)
             return
         for name, k in self._outputs:
             found = gradient_made(node.label, made, name)
             slots[k] = found.to(self._casts[name]) if name in self._casts else found
-
-    def _store_forward(self, slots: Slots, call: OpCall, made: Any) -> None:
-        label = self._node.label
-        given = values_made(label, self._node.op, made)
-        for name, k in self._outputs:
-            slots[k] = given[name] if name in given else emission_made(label, call.emitted, name)
 
 
 def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
@@ -198,11 +194,7 @@ def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, tor
 
 
 def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Tensor that a forward emitted by that name.
-
-    Raises:
-        RuntimeError: when it did not.
-    """
+    """Tensor that a forward emitted by that name; RuntimeError when it did not."""
     if name not in made:
         raise RuntimeError(f"{label} declares {name!r} but did not emit it; call emit({name!r}, tensor) in its forward")
     return made[name]
@@ -327,8 +319,7 @@ class FusionTask(Task):
         """The tensors that its body is a plain function of; none: it is called with what it covers."""
         if self.gradient is not None:
             return self.gradient.takes
-        joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
-        if joint_backward:
+        if self.fusion.direction == "joint" and self.direction == "backward":
             return ()
         return tuple([taken for name in self.fusion.takes for taken in self.forms_of(self._from_start(name))])
 
