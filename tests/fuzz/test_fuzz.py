@@ -1,6 +1,6 @@
 """Random lists: the plan and the reference agree in values and in all gradients.
 
-`python -m tests.fuzz --lists 10000` runs any number of them.
+A few of them, always the same ones: `python -m tests.fuzz --lists 10000` runs any number, 300 of each kind in minutes.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ REPEATABLE = settings(
 )
 
 
-@settings(REPEATABLE, max_examples=150)
+@settings(REPEATABLE, max_examples=100)
 @given(fuzz_cases())
 def test_lists_run_by_pytorch_operations(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
-@settings(REPEATABLE, max_examples=300)
+@settings(REPEATABLE, max_examples=100)
 @given(fuzz_cases(kernels="auto"))
 def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
-@settings(REPEATABLE, max_examples=60)
+@settings(REPEATABLE, max_examples=40)
 @given(fuzz_cases(quantizes=True))
 def test_lists_with_numbers_of_8_bits(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
-@settings(REPEATABLE, max_examples=60)
+@settings(REPEATABLE, max_examples=40)
 @given(fuzz_cases(regions=True))
 def test_lists_in_regions(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
-@settings(REPEATABLE, max_examples=60)
+@settings(REPEATABLE, max_examples=30)
 @given(fuzz_cases(kernels="auto", regions=True))
 def test_lists_in_regions_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()

@@ -20,14 +20,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
 
 
 @pytest.mark.parametrize("name", wrong_fusions.WRONG)
-def test_a_wrong_fusion_is_found(name: str) -> None:
+def test_a_wrong_fusion_is_found(name: str, request: pytest.FixtureRequest) -> None:
     wrong, words, given = wrong_fusions.WRONG[name]
+    if not name.startswith("size"):
+        request.getfixturevalue("few_rows")
     options = {"dtypes": [torch.float32], "kernels": "reference", "device": "cpu", **given}
     report = te_fuser.verify(wrong, raise_on_failure=False, **options)
     said = [str(row) for row in report.failures]
     assert any(re.search(words, text) for text in said), said[:4]
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind another"])
 @pytest.mark.parametrize("kind", wrong_ops.WRONG)
 def test_a_wrong_op_is_found(kind: type[ops.UnfusedOperation], behind: bool) -> None:
@@ -63,6 +66,7 @@ class SaysTooFewBytes(wrong_ops.EmitsTheFirstRow):
         return x / x.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_what_it_does_not_see_stands_in_its_page() -> None:
     page = " ".join(PAGE.read_text().split("## What it does not see")[1].split("\n## ")[0].split())
     large = fusion(forward=[ops.Bias, ops.SiLU], emits=["0.output"], details=Details(registered=False))
