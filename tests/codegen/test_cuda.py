@@ -135,17 +135,6 @@ def test_every_kind_of_schedule_compiles_and_waits_before_it_touches_memory(arch
     assert {s.ahead for k in kernels for s in k.schedules if s.kind == Kind.SHARED} == {1, 2, 3}
 
 
-@needs_compiler
-@pytest.mark.parametrize("name", VARIED)
-def test_every_kind_of_schedule_gives_the_same(name: str, tmp_path: Path) -> None:
-    d = CORPUS[name]
-    kernels = build(str(COMPILER), [cuda.generate(d, schedules=s) for s in variants(d)], tmp_path)
-    for kernel in kernels:
-        check(kernel, d, 0)
-        check(kernel, d, 11)
-        check(kernel, d, 24, (4, 3))
-
-
 # The widths at which something else is picked: registers, shared memory, stores and sums in two kernels.
 @needs_compiler
 @pytest.mark.parametrize("width", [4096, *(pytest.param(w, marks=pytest.mark.slow) for w in (5000, 16384, 65536))])
