@@ -112,12 +112,10 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
         a, b = a.double(), b.double()
         apart = (a - b).abs_()
         if not apart.max().isfinite():
-            same = (a == b) | (a.isnan() & b.isnan())
-            apart = torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf, posinf=torch.inf)
+            apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, apart).nan_to_num(torch.inf, torch.inf)
         largest.append(apart.max())
         squares.append(apart.square().sum())
-    square = torch.stack(squares).sum() / exact.numel()
-    return Distance(torch.stack(largest).max().item(), square.sqrt().item())
+    return Distance(torch.stack(largest).max().item(), (torch.stack(squares).sum() / exact.numel()).sqrt().item())
 
 
 def judge(
@@ -207,8 +205,7 @@ def _settled(rows: list[Row], neighbours: int) -> bool:
 
 def _plain(data: Tensors, evaluate: Evaluate, exact: Tensors | None) -> tuple[Tensors, dict[str, Distance]]:
     """The results of plain PyTorch, and how far they are from exact, which is evaluated where it is not given."""
-    shown = evaluate(data, False)
-    exact = evaluate(doubled(data), True) if exact is None else exact
+    shown, exact = evaluate(data, False), exact or evaluate(doubled(data), True)
     erred = {name: distance(t, exact[name]) for name, t in shown.items()}
     if any(t.dtype == torch.float64 for t in data.values()):
         narrow = {name: t.float() if t.dtype == torch.float64 else t for name, t in data.items()}

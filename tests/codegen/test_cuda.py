@@ -269,17 +269,6 @@ def test_text_says_what_it_is(name: str) -> None:
     assert kinds.count("load") == len(d.loads) and kinds.count("stream") == len(d.streams)
 
 
-def test_names_are_roles_and_cannot_clash() -> None:
-    x, w = expr.leaf("row", Axes.FULL, 8), expr.leaf("layer_norm.weight", Axes.FEATURE, 8)
-    same = expr.leaf("layer_norm_weight", Axes.FEATURE, 8)
-    feature = (Axes.FEATURE, 8, "float32")
-    tensors = {"row": (Axes.FULL, 8, "float32"), "layer_norm.weight": feature, "layer_norm_weight": feature}
-    d = describe("2 in one", [Target("float", x * w + same, Axes.FULL, 8, "float32")], [], tensors)
-    source = cuda.generate(d).source
-    for text in ("v_2_in_one(", "row_2,", "layer_norm_weight,", "layer_norm_weight_2,", "float_2,"):
-        assert text in source
-
-
 def test_text_is_the_same_in_every_process() -> None:
     """In C++, too."""
     script = textwrap.dedent("""
