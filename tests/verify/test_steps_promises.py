@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,30 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fusions import Details, fusion
 from te_fuser.ops.base import OpCall, Spec
-from te_fuser.verify import VerificationError
+from te_fuser.verify import Row, VerificationError
+from te_fuser.verify.fusions import FusionCheck
 from tests.verify import wrong_fusions, wrong_ops
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
 
 
 @pytest.mark.parametrize("name", wrong_fusions.WRONG)
-def test_a_wrong_fusion_is_found(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_wrong_fusion_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes behind the first case that finds it is not run."""
     wrong, words, given = wrong_fusions.WRONG[name]
-    if not name.startswith("size"):
-        request.getfixturevalue("few_rows")
     options = {"dtypes": [torch.float32], "kernels": "reference", "device": "cpu", **given}
+    check_case = FusionCheck._check_case
+
+    def found(rows: Iterable[Row]) -> bool:
+        return any(re.search(words, str(row)) for row in rows if not row.passed)
+
+    def until_found(self: FusionCheck, *case: Any) -> None:
+        if not found(self.rows):
+            check_case(self, *case)
+
+    monkeypatch.setattr(FusionCheck, "_check_case", until_found)
     report = te_fuser.verify(wrong, raise_on_failure=False, **options)
-    said = [str(row) for row in report.failures]
-    assert any(re.search(words, text) for text in said), said[:4]
+    assert found(report.failures), report.failures[:4]
 
 
 @pytest.mark.usefixtures("few_rows")
