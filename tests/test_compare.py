@@ -61,8 +61,12 @@ def test_what_passes_at_once_is_evaluated_once_in_each_way() -> None:
         asked.append(exact)
         return {"y": 2 * data["x"]}
 
-    (row,) = judge("case", {"y": torch.ones(3)}, {"x": torch.full((3,), 0.5)}, evaluate)
+    data = {"x": torch.full((3,), 0.5)}
+    (row,) = judge("case", {"y": torch.ones(3)}, data, evaluate)
     assert row.passed and sorted(asked) == [False, True]
+    # Plain PyTorch doubles every neighbour exactly: that they are other numbers allows nothing.
+    (row,) = judge("case", {"y": torch.full((3,), 1 + 2 * EPS)}, data, evaluate)
+    assert not row.passed
 
 
 def test_hopeless_differences_are_not_looked_at_for_long() -> None:
