@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_fuser import fusions
+from te_fuser.verify import examples
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 from tests.settings import CPUS, settle
 
@@ -49,6 +50,12 @@ def _same_fusions() -> Iterator[None]:
     for name in set(fusions.names()) - before:
         fusions.unregister(name)
     assert set(fusions.names()) == before
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples that verify draws up have at most 1,031 rows: for tests that do not ask what it finds at more."""
+    monkeypatch.setattr(examples, "_MANY_ROWS", 0)
 
 
 @pytest.fixture(scope="session")

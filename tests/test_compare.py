@@ -53,6 +53,22 @@ def test_what_overflows_on_other_data_allows_nothing() -> None:
     assert not row.passed
 
 
+def test_what_passes_at_once_is_evaluated_once_in_each_way() -> None:
+    """In float64 a model takes twice the time that it takes in float32."""
+    asked: list[bool] = []
+
+    def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
+        asked.append(exact)
+        return {"y": 2 * data["x"]}
+
+    data = {"x": torch.full((3,), 0.5)}
+    (row,) = judge("case", {"y": torch.ones(3)}, data, evaluate)
+    assert row.passed and sorted(asked) == [False, True]
+    # Plain PyTorch doubles every neighbour exactly: that they are other numbers allows nothing.
+    (row,) = judge("case", {"y": torch.full((3,), 1 + 2 * EPS)}, data, evaluate)
+    assert not row.passed
+
+
 def test_hopeless_differences_are_not_looked_at_for_long() -> None:
     asked: list[int] = []
 

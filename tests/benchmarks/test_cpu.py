@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import common, cpu, models, presets
-from benchmarks.common import ROOT
+from tests.benchmarks.forked import forked
 
 
 def test_command_measures_and_writes_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    command = [sys.executable, "-m", "benchmarks.cpu", "--quick", "--threads", "1", "--record", str(path)]
+    command = ["-m", "benchmarks.cpu", "--quick", "--threads", "1", "--record", str(path)]
     command += ["--case", "host", "swiglu", "--size", "8x16"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "host 8x16 fp32 forward+backward" in done.stdout
+    assert "host 8x16 fp32 forward+backward" in forked(command)
     record = json.loads(path.read_text())
     assert record["machine"]["threads"] == 1 and record["versions"]["torch"] == torch.__version__
     assert record["command"].startswith("python -m benchmarks.cpu --quick --threads 1 --record record.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import te_fuser
-from benchmarks.common import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import tests as gpu_tests
 from benchmarks.gpu.contest import child, measure
@@ -22,6 +20,7 @@ from benchmarks.gpu.contest.bench import TOY as TOY_SCALE
 from benchmarks.gpu.contest.bench import Bench
 from benchmarks.gpu.contest.entries import Entry, compared
 from benchmarks.gpu.parts.table import PARTS, Part
+from tests.benchmarks.forked import forked
 from tests.benchmarks.pretended import PretendedGpu, result
 
 
@@ -91,10 +90,7 @@ def test_a_child_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_the_command_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     arguments = ["--toy", "--part", "mlp", "--record", str(path), "--commit", "abc"]
-    called = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    done = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "te_fuser" in done.stdout
+    assert "te_fuser" in forked(["-m", "benchmarks.gpu", *arguments])
     arguments[2] = "host"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", types.SimpleNamespace(name="benchmarks.gpu.__main__"))
     monkeypatch.setattr(sys, "argv", ["", *arguments])

@@ -119,8 +119,9 @@ def test_k(k):
     ids=["one fails", "package", "package and another", "none", "broken"],
 )
 def test_a_part_names_what_failed_and_what_is_not_installed(
-    text: str, expected: gpu_tests.Counts, tmp_path: Path
+    text: str, expected: gpu_tests.Counts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which take a second, and are not asked here
     path = tmp_path / "test_of_a_gpu.py"
     path.write_text(text)
     counts = gpu_tests.run(gpu_tests.Part((str(path),)))

@@ -5,11 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import runpy
-import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from rich.console import Console
 
 import te_fuser
 from benchmarks import models
-from benchmarks.common import ROOT
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.contest import entries
 from benchmarks.gpu.contest.bench import Bench
@@ -28,9 +22,9 @@ from benchmarks.gpu.parts.table import PARTS
 from benchmarks.gpu.record import tables
 from benchmarks.models import rivals
 from tests import fake_cuda
+from tests.benchmarks.forked import forked
 from tests.benchmarks.pretended import ABOUT, TOY
 from tests.needs import needs_compiler
-from tests.parallel.ranks import forking
 
 SLOW = ("first-call", "train", "train-exact", "train-fp8")  # they start processes
 
@@ -42,30 +36,6 @@ def assert_tabled(entries: list[dict[str, Any]]) -> None:
         assert len(entry["contenders"]) >= 2 and any(n.startswith("te_fuser") for n in entry["contenders"])
     header, rows = tables.table_of(entries)
     assert all(len(row) == len(header) for row in rows) and rows[0][0] == entries[0]["case"]
-
-
-def forked(command: Sequence[str], **environment: str) -> str:
-    """As `output_of`, in a process that has PyTorch at once."""
-    with tempfile.NamedTemporaryFile("r") as out:
-        process = forking().Process(target=_run, args=(command, environment, out.name))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, out.read()
-        return out.read()
-
-
-def _run(command: Sequence[str], environment: dict[str, str], out: str) -> None:
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    with open(out, "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    torch.set_num_threads(1)
-    sys.argv = [*command[command[0] == "-m" :]]
-    sys.path.insert(0, str(ROOT / Path(sys.argv[0]).parent))
-    run = runpy.run_module if command[0] == "-m" else runpy.run_path
-    run(sys.argv[0], run_name="__main__")
-    sys.stdout.flush()
 
 
 @pytest.mark.slow

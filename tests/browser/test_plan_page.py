@@ -46,11 +46,7 @@ def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:
     {script} }})())), 50));</script></body>"""
     copy.write_text(page.read_text().replace("</body>", ending))
     text = run(
-        folder / "profile",
-        f"--window-size={width},900",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        f"file://{copy}",
+        folder / "profile", f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", f"file://{copy}"
     )
     assert "data-error" not in text.partition("<body")[2].partition(">")[0]
     found = re.search(r'data-found="([^"]*)"', text)

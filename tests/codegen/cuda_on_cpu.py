@@ -62,12 +62,13 @@ class Emulated:
                 self._launch(launch, blocks, [values[p.kind, p.name] for p in launch.parameters])
 
     def _launch(self, launch: CudaLaunch, blocks: int, values: Sequence[torch.Tensor | int | None]) -> None:
-        held = [_boxed(v, p) for v, p in zip(values, launch.parameters, strict=True)]
+        held = [boxed(v, p) for v, p in zip(values, launch.parameters, strict=True)]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         getattr(self.library, f"emulate_{self.number}_{launch.symbol}")(blocks, launch.threads, pointers)
 
 
-def _boxed(value: torch.Tensor | int | None, parameter: Parameter) -> ctypes._SimpleCData:  # type: ignore[type-arg]
+def boxed(value: torch.Tensor | int | None, parameter: Parameter) -> ctypes._SimpleCData:  # type: ignore[type-arg]
+    """An argument as a launch takes it: an address, or a number of the parameter's type."""
     if value is None or isinstance(value, torch.Tensor):
         return ctypes.c_void_p(None if value is None else value.data_ptr())
     return (ctypes.c_longlong if parameter.ctype == "long long" else ctypes.c_int)(value)

@@ -6,7 +6,6 @@ import ctypes
 import math
 import mmap
 import platform
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -358,7 +357,3 @@ def test_a_long_chain_of_operations(cache: Path) -> None:
 )  # fmt: skip
 def test_literals(value: float, text: str) -> None:
     assert cpp_scope.literal(float(value)) == text
-
-
-def test_symbols_are_identifiers() -> None:
-    assert all(re.fullmatch(r"[a-z]\w+", cpp.symbol_of(d)) for d in CORPUS.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cpp, cuda, in_place, nvrtc, schedule
+from te_fuser.codegen import cpp, cuda, in_place, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import compile_kernel
@@ -56,17 +56,6 @@ def test_a_kernel_that_is_cut_because_it_would_spill_overwrites_nothing(cache: P
         assert kernel.schedules == compile_kernel(plain, "sm_90a", cache=cache)[0].schedules
         assert not [r for r in made.resources if r.spilled_bytes > 16]
         assert "may be stored over" not in kernel.source
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_kernels_wait_before_they_touch_memory(arch: str) -> None:
-    """They are launched so that they may start while the kernels before them still run."""
-    names = ["layer_norm_bwd-1024-bf16-f32", "dropout_add_layer_norm_bwd-1024-bf16-f32", "scale_shift_bwd-17-f32"]
-    kernels = [cuda.generate(CORPUS[n], arch, schedules=s) for n in names for s in variants(CORPUS[n])]
-    # The text is the same for both: of the newer one a schedule of each kind will do.
-    looked = kernels if arch == "sm_90a" else one_of_each_kind(kernels)
-    assert not [complaint for k in looked for complaint in ptx.too_early(k.source, arch)]
 
 
 @needs_nvrtc
@@ -131,28 +120,19 @@ def one_of_each_kind(kernels: list[cuda.CudaKernel]) -> list[cuda.CudaKernel]:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_every_kind_of_schedule_compiles(arch: str, cache: Path) -> None:
+def test_every_kind_of_schedule_compiles_and_waits_before_it_touches_memory(arch: str) -> None:
+    """Kernels are launched so that they may start while those before them still run, from Hopper on."""
     names = ["layer_norm_bwd-1024-bf16-f32", "dropout_add_layer_norm_fwd-257-f32", "scale_shift_bwd-17-f32"]
     kernels = [cuda.generate(CORPUS[n], arch, schedules=s) for n in names for s in variants(CORPUS[n])]
     compiled = kernels if arch == "sm_90a" else one_of_each_kind(kernels)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda k: nvrtc.compile_source(k.source, arch, cache=cache), compiled))
+        texts = [text for text, _ in pool.map(lambda k: ptx.compiled(k.source, arch), compiled)]
+    assert arch == "sm_80" or not [complaint for text in texts for complaint in ptx.too_early_in(text)]
     used = {(s.kind, s.sums) for k in kernels for s in k.schedules}
     assert used >= {(kind, Sums.NONE) for kind in (Kind.REGISTERS, Kind.SHARED, Kind.REREAD)}
     assert used >= {(kind, Sums.REGISTERS) for kind in (Kind.COLUMNS, Kind.REGISTERS, Kind.SHARED)}
     assert (Kind.SHARED, Sums.SHARED) in used
     assert {s.ahead for k in kernels for s in k.schedules if s.kind == Kind.SHARED} == {1, 2, 3}
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", VARIED)
-def test_every_kind_of_schedule_gives_the_same(name: str, tmp_path: Path) -> None:
-    d = CORPUS[name]
-    kernels = build(str(COMPILER), [cuda.generate(d, schedules=s) for s in variants(d)], tmp_path)
-    for kernel in kernels:
-        check(kernel, d, 0)
-        check(kernel, d, 11)
-        check(kernel, d, 24, (4, 3))
 
 
 # The widths at which something else is picked: registers, shared memory, stores and sums in two kernels.
@@ -289,28 +269,17 @@ def test_text_says_what_it_is(name: str) -> None:
     assert kinds.count("load") == len(d.loads) and kinds.count("stream") == len(d.streams)
 
 
-def test_names_are_roles_and_cannot_clash() -> None:
-    x, w = expr.leaf("row", Axes.FULL, 8), expr.leaf("layer_norm.weight", Axes.FEATURE, 8)
-    same = expr.leaf("layer_norm_weight", Axes.FEATURE, 8)
-    feature = (Axes.FEATURE, 8, "float32")
-    tensors = {"row": (Axes.FULL, 8, "float32"), "layer_norm.weight": feature, "layer_norm_weight": feature}
-    d = describe("2 in one", [Target("float", x * w + same, Axes.FULL, 8, "float32")], [], tensors)
-    source = cuda.generate(d).source
-    for text in ("v_2_in_one(", "row_2,", "layer_norm_weight,", "layer_norm_weight_2,", "float_2,"):
-        assert text in source
-
-
 def test_text_is_the_same_in_every_process() -> None:
     """In C++, too."""
     script = textwrap.dedent("""
         from te_fuser.codegen import cpp, cuda
         from tests.codegen.corpus import descriptions
-        for d in {d.name: d for d in descriptions().values()}.values():
+        for d in [*{d.name: d for d in descriptions().values()}.values()][::2]:
             print(cpp.generate(d).source, cuda.generate(d, "sm_90a").source)
     """)
     env = {"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
-    once = {d.name: d for d in CORPUS.values()}.values()
+    once = [*{d.name: d for d in CORPUS.values()}.values()][::2]
     here = [f"{cpp.generate(d).source} {cuda.generate(d, 'sm_90a').source}\n" for d in once]
     assert done.stdout == "".join(here)
 

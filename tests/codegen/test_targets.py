@@ -28,12 +28,12 @@ from tests.needs import needs_compiler, needs_nvrtc
 CORPUS = descriptions()
 
 
-def named(weight: str, *roles: str) -> KernelDescription:
+def named(kernel: str, weight: str, *roles: str) -> KernelDescription:
     """Tensors of these names, parameters called so behind them, and outputs that are words."""
     kit, total = Kit(), expr.ZERO
     for role in roles:
         total = total + f.exp(kit.full(role, 3)) * kit.feature(f"{role}.{weight}", 3)
-    return kit.forward("default", {"int": (total, 3), "double": (total * 2, 3), "bitand": (total * 3, 3)})
+    return kit.forward(kernel, {"int": (total, 3), "double": (total * 2, 3), "bitand": (total * 3, 3)})
 
 
 def scalars() -> KernelDescription:
@@ -65,8 +65,8 @@ OF_CUDA = ("decltype", "wchar_t", "row", "te", "lane", "x_row", "x", "t_1", "2nd
 SPECIAL = {
     "scalars": scalars(),
     "odds and ends": odds_and_ends(),
-    "words of C++": named("weight", *OF_CPP),
-    "words of CUDA": named("_weight", *OF_CUDA),
+    "words of C++": named("default", "weight", *OF_CPP),
+    "words of CUDA": named("2 in one", "_weight", *OF_CUDA),
 }
 ALL = {**CORPUS, **SPECIAL}
 kernels = compiled(ALL)

@@ -120,18 +120,6 @@ def test_torchs_pool_is_the_only_pool_and_a_forked_process_has_its_own(cpu_libra
     assert run_script(script, cpu_library) == "0 0 openmp"
 
 
-def test_importing_leaves_the_default_device_alone() -> None:
-    """Whoever made CUDA the default before has no context from the import, and no error where there is no GPU."""
-    text = """
-        import torch
-        torch.set_default_device("cuda")
-        import te_fuser
-        assert not torch.cuda.is_initialized()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="'tbb' is unknown"):
         _native.set_thread_backend("tbb")

@@ -1,11 +1,12 @@
 """Random lists: the plan and the reference agree in values and in all gradients.
 
-`python -m tests.fuzz --lists 10000` runs any number of them.
+A few of them, always the same ones: `python -m tests.fuzz --lists 10000` runs any number, 300 of each kind in minutes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -22,36 +23,27 @@ REPEATABLE = settings(
 )
 
 
-@settings(REPEATABLE, max_examples=150)
-@given(fuzz_cases())
-def test_lists_run_by_pytorch_operations(case: FuzzCase) -> None:
-    assert not case.check(), case.script()
+LISTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "by PyTorch's operations": (100, {}),
+    "by generated kernels": (100, {"kernels": "auto"}),
+    "with numbers of 8 bits": (40, {"quantizes": True}),
+    "in regions": (40, {"regions": True}),
+    "in regions by generated kernels": (30, {"kernels": "auto", "regions": True}),
+}
 
 
-@pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
-@settings(REPEATABLE, max_examples=300)
-@given(fuzz_cases(kernels="auto"))
-def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
-    assert not case.check(), case.script()
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_as_their_references(name: str) -> None:
+    number, options = LISTS[name]
+    if "kernels" in options and compiler.find_compiler() is None:
+        pytest.skip("no C++ compiler")
 
+    @settings(REPEATABLE, max_examples=number)
+    @given(fuzz_cases(**options))
+    def check(case: FuzzCase) -> None:
+        assert not case.check(), case.script()
 
-@settings(REPEATABLE, max_examples=60)
-@given(fuzz_cases(quantizes=True))
-def test_lists_with_numbers_of_8_bits(case: FuzzCase) -> None:
-    assert not case.check(), case.script()
-
-
-@settings(REPEATABLE, max_examples=60)
-@given(fuzz_cases(regions=True))
-def test_lists_in_regions(case: FuzzCase) -> None:
-    assert not case.check(), case.script()
-
-
-@pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
-@settings(REPEATABLE, max_examples=60)
-@given(fuzz_cases(kernels="auto", regions=True))
-def test_lists_in_regions_by_generated_kernels(case: FuzzCase) -> None:
-    assert not case.check(), case.script()
+    check()
 
 
 def test_a_case_is_the_same_whatever_ran_before() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from te_fuser.codegen import nvrtc
-from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, Parameter
+from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
 from tests.codegen.cuda_calls import Values, sizes_of
+from tests.codegen.cuda_on_cpu import boxed
 
 
 def arch() -> str:
@@ -80,7 +81,7 @@ class GpuKernel:
     def _step(self, launch: CudaLaunch, blocks: int, values: Values) -> Callable[[], None]:
         from cuda.bindings import driver
 
-        held = [_boxed(values[p.kind, p.name], p) for p in launch.parameters]
+        held = [boxed(values[p.kind, p.name], p) for p in launch.parameters]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         function, stream = self.functions[launch.symbol], driver.CUstream(torch.cuda.current_stream().cuda_stream)
 
@@ -93,9 +94,3 @@ class GpuKernel:
             )  # fmt: skip
 
         return step
-
-
-def _boxed(value: torch.Tensor | int | None, parameter: Parameter) -> Any:
-    if value is None or isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    return (ctypes.c_longlong if parameter.ctype == "long long" else ctypes.c_int)(value)

@@ -1,12 +1,120 @@
-"""Lists of ops that a pattern stands for, made to be verified."""
+"""Ops, lists and layouts that verify makes: ops by their class or a user's row, lists by what a pattern stands for."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from typing import Any
+
+import pytest
 import torch
 
 from te_fuser import ops
 from te_fuser.fusions import Details, OneOf, Optional, Repeat, fusion
-from te_fuser.verify.examples import examples, expand
+from te_fuser.ops.attention.heads import PackedHeads
+from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.verify import example
+from te_fuser.verify.examples import EXAMPLES, LAYOUTS, example_of, examples, expand
+
+# Bases, and what is made of other ops.
+_OTHERS = {
+    ops.Bound, ops.Collective, ops.Cut, ops.Float8MatMul, ops.FusableOperation, ops.FusedOperation, ops.GatedUnit,
+    ops.Norm, ops.OfHeads, ops.OfPositions, ops.OwnScalesMatMul, ops.PartlyFloat8MatMul, ops.RowOp, ops.SharedAttention,
+    ops.UnfusedOperation,
+}  # fmt: skip
+KINDS: list[type[FusableOperation]] = [
+    kind
+    for name in ops.__all__
+    if inspect.isclass(kind := getattr(ops, name)) and issubclass(kind, FusableOperation) and kind not in _OTHERS
+]
+
+
+def made(kind: type[FusableOperation], features: int, **changed: Any) -> Any:
+    return example_of(kind, features, torch.Generator().manual_seed(3), "free", **changed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_op_of_every_class(kind: type[FusableOperation]) -> None:
+    """It takes so many features, names only what is free, and draws from the generator that it gets alone."""
+    before = torch.get_rng_state()
+    first, second = made(kind, 48), made(kind, 48)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(first) is kind and not any(p.is_meta for p in first.parameters())
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b) and a.unique().numel() == a.numel()
+    if "name" in inspect.signature(kind).parameters:
+        assert first.name == "free"
+
+
+@pytest.mark.parametrize("features", [3, 7, 16, 24, 100, 768])
+@pytest.mark.parametrize("changed", [{}, {"mask": "causal", "packing": "blocked"}, {"layout": "batch_first"}], ids=str)
+def test_attention_of_so_many_features(changed: dict[str, str], features: int) -> None:
+    op = made(ops.DotProductAttention, features, **changed)
+    out = op.infer(Spec((7, 2, features), torch.float32, torch.device("cpu")))
+    assert out.features == op.heads * op.head_dim and not op.named_inputs()
+
+
+@pytest.mark.parametrize("features", [6, 9, 16, 64, 100, 768])
+def test_a_rotation_of_so_many_features(features: int) -> None:
+    op, x = made(ops.RotaryEmbedding, features), Spec((7, 2, features), torch.float32, torch.device("cpu"))
+    assert op.infer(x) == x and op.rotary_dim % 2 == 0 < op.rotary_dim <= op.packed.head_dim
+
+
+def test_features_that_no_heads_have() -> None:
+    assert made(ops.DotProductAttention, 48).packed == PackedHeads(2, 2, 8)
+    with pytest.raises(ValueError, match="no packed queries, keys and values have 2 features"):
+        made(ops.DotProductAttention, 2)
+    with pytest.raises(ValueError, match="no packed queries, keys and values have 7 features"):
+        made(ops.RotaryEmbedding, 7)
+
+
+@example(arguments=lambda features, name: {"scale": f"{name}_scale"}, normal=lambda op: (op.center, 1e-3))
+class Centred(ops.RowOp):
+    """y = weight x + scale."""
+
+    def __init__(self, features: int, *, scale: str, center: float = 3.0, device: Any = None) -> None:
+        super().__init__()
+        self.scale, self.center = scale, center
+        self.weight = torch.nn.Parameter(torch.empty(features, device=device))
+
+    def compute(self, x: Any, weight: Any) -> Any:
+        return x * weight
+
+
+class Heir(Centred):
+    """One with its base's row."""
+
+
+@pytest.mark.parametrize("kind", [Centred, Heir])
+def test_a_row_of_a_user(kind: type[Centred]) -> None:
+    op = made(kind, 5, center=7.0)
+    assert type(op) is kind and op.scale == "free_scale" and EXAMPLES.of(kind) is EXAMPLES.of(Centred)
+    torch.testing.assert_close(op.weight.detach(), torch.full((5,), 7.0), rtol=0.0, atol=0.01)
+
+
+def test_a_row_says_what_it_may_say() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'argument'"):
+        example(argument={"p": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "decorator"),
+    [
+        ("example", lambda self, features, rng: self, "@example of te_fuser.verify"),
+        ("prototype_arguments", {"p": 0.25}, "@example of te_fuser.verify"),
+        ("other_choices", {}, "@example of te_fuser.verify"),
+        ("autocast", "lower", "@autocast_policy(...) of te_fuser.ops.autocast"),
+        ("by_torch", None, "@torch_function(...) of te_fuser.ops.tensor_function"),
+        ("spread", lambda self, x, told: x, "@sharding_rule(...) of te_fuser.parallel"),
+        ("exports", True, "@op_table.exports.row(...) of te_fuser.ops"),
+    ],
+)
+def test_a_member_that_nobody_reads(name: str, value: object, decorator: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"Old.{name} is not read any more: put {decorator} above the class")):
+        type("Old", (ops.RowOp,), {name: value})
+
+
+# ---- lists and layouts
 
 
 def test_patterns_are_expanded() -> None:
@@ -24,3 +132,14 @@ def test_examples_match_and_fit_together() -> None:
     assert all(list(entry.stops(e.ops, 0)) == [len(pattern)] for e in found)
     changed = {e.label.rpartition(" with ")[2] for e in found if e.changed}
     assert {"bias=False", "zero_centered_gamma=True", "gate_first=False"} <= changed
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_keep_the_numbers(name: str) -> None:
+    t = torch.randn(3, 4, 5, 2)
+    laid = LAYOUTS[name](t)
+    assert laid.shape == t.shape
+    if name not in ("same rows", "ones"):
+        assert torch.equal(laid, t)
+    if name != "contiguous":
+        assert not laid.is_contiguous() or laid.data_ptr() % 16

@@ -52,6 +52,8 @@ def oldest(package: str) -> str:
 def named(program: str) -> set[str]:
     """The libraries that a program imports, or names in a string by their module alone."""
     found = set()
+    if not any(module in program for module in KINDS["libraries"].values()):
+        return found
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}

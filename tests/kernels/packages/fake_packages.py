@@ -1,4 +1,4 @@
-"""What fakes of packages that run on a GPU have in common: their place, and attention's math on the CPU."""
+"""Fakes of packages that run on a GPU: their place, attention's math on the CPU, and tensors that lie otherwise."""
 
 from __future__ import annotations
 
@@ -55,3 +55,18 @@ def attention_backward(read, scale, causal):
     ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True)) * scale
     dk, dv = (t.view(b, g, repeats, length, dim).sum(2) for t in (ds.mT @ q, p.mT @ dout))
     return ds @ k, dk, dv
+
+
+def odd(t):
+    """In rows of an odd length."""
+    return torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]]
+
+
+def behind(t):
+    """Behind another number, so that the address is none for loads of 16 bytes."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def turned(t):
+    """Features apart."""
+    return t.mT.contiguous().mT if t.dim() > 1 else torch.stack((t, t), -1)[:, 0]

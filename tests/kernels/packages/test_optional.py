@@ -19,11 +19,14 @@ from tests.kernels.packages import fake_packages
 
 
 def test_importing_the_package_imports_none_of_them():
-    """Nor torch.compile's compiler, which takes as long to import as torch."""
+    """Nor torch.compile's compiler, which takes as long to import as torch; nor does a default device get a context."""
     unwanted = {"flash_attn", "cutlass", "tvm_ffi", "quack", "cudnn", "torch._dynamo", "torch._inductor", "sympy"}
-    code = f"import sys, torch; found = {unwanted} - set(sys.modules); import te_fuser; print(found & set(sys.modules))"
+    code = (
+        f"import sys, torch; found = {unwanted} - set(sys.modules); torch.set_default_device('cuda'); import te_fuser; "
+    )
+    code += "print(found & set(sys.modules), torch.cuda.is_initialized())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    assert found.stdout.strip() == "set() False"
 
 
 def made(oldest, version):

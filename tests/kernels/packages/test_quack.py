@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.kernels.packages import quack
 from tests.kernels.packages import fake_quack
+from tests.kernels.packages.fake_packages import behind, odd, turned
 from tests.kernels.packages.fake_quack import gelu, swiglu
 from tests.twins import tensor
 
@@ -116,21 +117,6 @@ def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
 def aligned(t):
     """The same numbers in rows of a wider tensor that loads can still read."""
     return torch.cat((t, t[..., :8]), -1)[..., : t.shape[-1]] if t.dim() > 1 else t
-
-
-def odd(t):
-    """In rows of an odd length."""
-    return torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]]
-
-
-def behind(t):
-    """Behind another number, so that the address is none for loads of 16 bytes."""
-    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
-
-
-def turned(t):
-    """Features apart."""
-    return t.mT.contiguous().mT if t.dim() > 1 else torch.stack((t, t), -1)[:, 0]
 
 
 def overlapping(t):

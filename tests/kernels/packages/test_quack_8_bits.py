@@ -7,6 +7,7 @@ import torch
 
 from te_fuser.kernels.packages import quack
 from tests.kernels.packages import fake_quack_float8
+from tests.kernels.packages.fake_packages import behind, odd, turned
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SIZES = (((1,), 64, 64), ((3, 7), 144, 80), ((), 16, 32), ((129,), 16, 48), ((0, 4), 64, 128), ((2, 0), 32, 16))
@@ -64,21 +65,6 @@ def test_a_form_is_planned_once_whatever_lies_in_it(package):
     assert package.plans == first
     quack.linear_bias_8(*tensors((5, 4), 64, 48))
     assert len(package.plans) == 5
-
-
-def behind(t):
-    """Behind another number, so that the address is none for loads of 16 bytes."""
-    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
-
-
-def turned(t):
-    """Features apart."""
-    return t.mT.contiguous().mT if t.dim() > 1 else torch.stack((t, t), -1)[:, 0]
-
-
-def odd(t):
-    """In rows of an odd length."""
-    return torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]]
 
 
 @pytest.mark.parametrize("change", [odd, behind, turned])
