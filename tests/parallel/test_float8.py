@@ -16,7 +16,7 @@ from te_fuser import ops
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.parallel.ranks import WORLD, on_ranks
-from tests.quantization.test_amax_allreduce import is_the_same_on_all
+from tests.parallel.test_amax_allreduce import is_the_same_on_all
 
 F, FFN, TOKENS = 32, 64, 8
 RECIPE = DelayedScaling(amax_history_len=4)
