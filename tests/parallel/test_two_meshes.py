@@ -143,7 +143,7 @@ def test_training(kind: str, placed: str) -> None:
     mesh, twin = mesh_of(), MODELS[kind]()
     model = spread(parallelize(copy.deepcopy(twin), mesh["tp"]), mesh, PLACED[placed])
     optimizers = adam(model), adam(twin)
-    for step in range(3):
+    for step in range(2):
         train(model, optimizers[0], range(step, step + 1), mesh)
         train(twin, optimizers[1], range(step, step + 1))
         want = {name: p.grad for name, p in twin.named_parameters()}
@@ -213,7 +213,7 @@ def test_checkpoints_of_two_ranks_on_one_and_on_four(tmp_path: Path) -> None:
         torch.testing.assert_close(parameters(other, like), parameters(model, like), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "placed"), CASES[1:])
+@pytest.mark.parametrize(("kind", "placed"), CASES[3:])
 @on_ranks
 def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
