@@ -180,7 +180,7 @@ def test_training(kind: str, sequence_parallel: bool) -> None:
     twin, dim = MODELS[kind](), DIMS.get(kind, 0) if sequence_parallel else None
     model = parallelize(copy.deepcopy(twin), mesh_of(), sequence_parallel)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, twin)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (model, twin)]
     for step in range(2):
         if step == 1:
             with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
