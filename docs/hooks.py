@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def text_of(path: Path) -> str:
     return "".join(parts)
 
 
+@functools.cache
 def tree_of(module: str) -> ast.Module:
     path = ROOT / module.replace(".", "/")
     return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
@@ -161,5 +162,5 @@ def on_post_build(config: Any) -> None:
     for name, text in pages.items():
         target = Path(config.site_dir, name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(DIRECTIVE.sub(partial(docstring, name[len("api/") : -len(".md")]), text))
+        target.write_text(DIRECTIVE.sub(functools.partial(docstring, name[len("api/") : -len(".md")]), text))
     Path(config.site_dir, "llms.txt").write_text(llms_text(pages))

@@ -21,14 +21,14 @@ def compiled(source: str, *flags: str) -> Path:
     if compiler is None:
         pytest.skip("no C compiler")
     text = Path(__file__).with_name(source)
-    made = _folder() / f"{text.stem}.so"
+    made = temporary_folder() / f"{text.stem}.so"
     # Behind the text, as the linker takes libraries for what stands before them.
     subprocess.run([compiler, *_FLAGS, str(text), *flags, "-o", str(made)], check=True)
     return made
 
 
 @functools.cache
-def _folder() -> Path:
+def temporary_folder() -> Path:
     """A folder that ends with the process."""
     folder = Path(tempfile.mkdtemp(prefix="te_fuser_tests"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -116,9 +116,8 @@ def hidden(mask: str, *lead: int) -> tuple[torch.Tensor | None, dict[str, torch.
     return theirs, {"attention_mask": given} if "given" in mask else {}
 
 
+@pytest.mark.parametrize(("bias", "batch_first"), [(False, True), (True, False)])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
 def test_attention(bias: bool, batch_first: bool, mask: str) -> None:
     mha = randomize(nn.MultiheadAttention(E, 3, bias=bias, batch_first=batch_first))
     theirs, ours = hidden(mask)
@@ -140,9 +139,8 @@ def test_masks_of_samples_and_of_heads() -> None:
     torch.testing.assert_close(made(x, attention_mask=padding[:, None, None, :]), want)
 
 
+@pytest.mark.parametrize(("norm_first", "batch_first"), [(False, False), (True, True)])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer(norm_first: bool, batch_first: bool, mask: str) -> None:
     layer = nn.TransformerEncoderLayer(E, 3, 20, dropout=0.0, norm_first=norm_first, batch_first=batch_first)
     theirs, ours = hidden(mask)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
 import te_fuser
+from tests.parallel.ranks import in_a_fork
 
 SCRIPT = """
 import sys
@@ -33,10 +32,12 @@ assert "transformer_engine.parallel" not in sys.modules
 """
 
 
+def run(script: str) -> None:
+    exec(script, {"__name__": "__main__"})
+
+
 def test_a_script_changes_the_packages_name_alone() -> None:
-    script = SCRIPT.replace("transformer_engine", "te_fuser")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    in_a_fork(run, SCRIPT.replace("transformer_engine", "te_fuser"))
 
 
 def test_it_has_what_the_package_has_and_loads_nothing_twice() -> None:

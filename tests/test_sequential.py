@@ -350,8 +350,3 @@ def test_a_full_graph_is_refused_with_the_reason(dynamo):
         compiled = torch.compile(whole, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="reason: te_fuser plans and fuses by itself"):
             compiled(X)
-
-
-def test_export_is_refused():
-    with pytest.raises(Exception, match=r"te_fuser (runs plain tensors|plans and fuses by itself)"):
-        torch.export.export(mlp(), (X.detach(),))

@@ -13,19 +13,14 @@ import te_fuser
 from tests.documents import ROOT
 from tests.public import MODULES
 
-HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
-PAGES: dict[str, str] = HOOKS["site_pages"]()
-OURS = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
-
-def test_llms_text_names_every_page() -> None:
-    text = HOOKS["llms_text"](PAGES)
-    assert PAGES.keys() > OURS and [name for name in PAGES if f"]({name})" not in text] == []
-
-
-def test_the_reference_has_every_public_name() -> None:
+def test_every_page_is_named_and_the_reference_has_every_public_name() -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    pages: dict[str, str] = hooks["site_pages"]()
+    text, ours = hooks["llms_text"](pages), {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}
+    assert pages.keys() > ours and [name for name in pages if f"]({name})" not in text] == []
     for module in set(MODULES) - {te_fuser.utils}:
-        page = PAGES[f"api/{module.__name__}.md"]
+        page = pages[f"api/{module.__name__}.md"]
         names = [n for n in module.__all__ if not inspect.ismodule(getattr(module, n))]
         assert [n for n in names if f".{n}\n" not in page and f"`{n}`" not in page] == []
 

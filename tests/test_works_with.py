@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
@@ -70,21 +65,11 @@ def compiled() -> None:
     close(gradients(around, m), gradients(lambda x: torch.sin(m(torch.cos(x))), m))
 
 
-def exported() -> None:
-    m = model()
-    close(torch.export.export(Reference(m), (X,)).module()(X), m(X))
-
-
 def to_onnx() -> None:
     pytest.importorskip("onnxscript")
     m = model()
     program = torch.onnx.export(Reference(m), (X,), dynamo=True)
     assert program is not None
-
-
-def traced() -> None:
-    m = model()
-    close(torch.jit.trace(Reference(m), X)(X), m(X))
 
 
 # ------------------------------------------------------------------------------------------------------- autograd
@@ -109,55 +94,11 @@ def batched() -> None:
         torch.autograd.functional.jacobian(m, rows, vectorize=True)
 
 
-def called_with_others() -> None:
-    m, others = model(), {n: 2.0 * p.detach() for n, p in model().named_parameters()}
-    twin = model()
-    twin.load_state_dict(others)
-    close(torch.func.functional_call(m, others, (X,)), twin(X))
-
-
-def twice() -> None:
-    m, given = model(), x()
-    (dx,) = torch.autograd.grad(m.reference(given).square().sum(), given, create_graph=True)
-    dx.square().sum().backward()
-    assert given.grad is not None
-
-
-def checkpointed() -> None:
-    m = model(dropout=0.5)
-    for reentrant in (True, False):
-        torch.manual_seed(1)
-        want = gradients(m, m)
-        torch.manual_seed(1)
-        given = x()
-        m.zero_grad()
-        checkpoint(m, given, use_reentrant=reentrant).square().sum().backward()
-        close([given.grad, *(p.grad for p in m.parameters())], want)
-
-
 def saved_elsewhere() -> None:
     m = model()
     with torch.autograd.graph.save_on_cpu():
         got = gradients(m, m)
     close(got, gradients(m, m))
-
-
-def without_gradients() -> None:
-    m = model()
-    with torch.no_grad():
-        want = m(X)
-    with torch.inference_mode():
-        got = m(X)
-    assert torch.equal(got, want) and not got.requires_grad
-
-
-def in_lower_precision() -> None:
-    m = model()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = m[1][1](X)
-        assert y.dtype == torch.bfloat16
-        m(X).float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in m.parameters())
 
 
 # -------------------------------------------------------------------------------------------------------- training
@@ -186,15 +127,6 @@ def averaged() -> None:
     close(mean(X), m(X))
 
 
-def parametrized() -> None:
-    m = model()
-    parametrizations.weight_norm(m[1][1])
-    parametrizations.spectral_norm(m[1][3]).eval()
-    prune.l1_unstructured(m[0][3], "weight", 0.25)
-    close(m(X), m.reference(X))
-    close(gradients(m, m), gradients(m.reference, m))
-
-
 def repeated() -> None:
     m = model(dropout=0.5)
     torch.use_deterministic_algorithms(True)
@@ -211,54 +143,17 @@ def repeated() -> None:
 # --------------------------------------------------------------------------------------------------------- modules
 
 
-def saved(tmp_path: Path) -> None:
-    m, twin = model(), model()
-    torch.save(m.state_dict(), tmp_path / "model.pt")
-    for state in (
-        torch.load(tmp_path / "model.pt", weights_only=True),
-        safetensors.torch.load(safetensors.torch.save(m.state_dict())),
-    ):
-        randomize(twin, seed=9)
-        twin.load_state_dict(state)
-        assert torch.equal(twin(X), m(X))
-
-
-def copied() -> None:
-    m = model()
-    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
-        assert torch.equal(twin(X), m(X))
-
-
-def hooked() -> None:
-    m, seen = model(), []
-    m[1][1].register_forward_hook(lambda op, args, y: seen.append(y.shape))
-    m[1].register_full_backward_hook(lambda op, dx, dy: seen.append(dy[0].shape))
-    m(x()).sum().backward()
-    assert seen == [(2, 5, 32), (2, 5, 8)]
-
-
 # ------------------------------------------------------------------------------------------------------- the page
 
-HERE: dict[str, Callable[..., None]] = {
+HERE: dict[str, Callable[[], None]] = {
     "`torch.compile`": compiled,
-    "`torch.export`": exported,
     "ONNX": to_onnx,
-    "`torch.jit.trace`": traced,
     "`torch.vmap`, `torch.func.grad`, `jvp`, `hessian`": transformed,
     "batched gradients (`is_grads_batched`, `jacobian(vectorize=True)`)": batched,
-    "`torch.func.functional_call`": called_with_others,
-    "double backward (`create_graph=True`)": twice,
-    "`torch.utils.checkpoint`": checkpointed,
     "saved tensor hooks (`save_on_cpu`)": saved_elsewhere,
-    "`torch.inference_mode`, `torch.no_grad`": without_gradients,
-    "`torch.autocast`": in_lower_precision,
     "optimizers, `clip_grad_norm_`, `GradScaler`": trained,
     "`AveragedModel` (SWA, EMA)": averaged,
-    "`torch.nn.utils.parametrize`, `prune`": parametrized,
     "`torch.use_deterministic_algorithms`": repeated,
-    "`state_dict`, safetensors, `torch.save`": saved,
-    "`copy.deepcopy`, `pickle`": copied,
-    "hooks of a module": hooked,
 }
 # What another test runs: (its file, its name).
 ELSEWHERE = {
@@ -290,13 +185,27 @@ ELSEWHERE = {
     "Linux on x86-64": ("codegen/test_cpp.py", ""),
     "NVIDIA GPUs from compute capability 8.0 on": ("gpu/test_generated_kernels.py", ""),
     "older NVIDIA GPUs, AMD GPUs": ("fuser/run/test_loading_targets.py", ""),
+    "`torch.export`": ("fuser/run/test_call_tracers.py", "test_the_reference_is_exported_for_any_number_of_rows"),
+    "`torch.jit.trace`": ("fuser/run/test_call_tracers.py", "test_the_reference_can_be_traced"),
+    "`torch.func.functional_call`": ("fuser/test_pipeline_parameters.py", "test_functional_call"),
+    "double backward (`create_graph=True`)": ("presets/test_base_reference.py", "test_twice_differentiated"),
+    "`torch.utils.checkpoint`": ("fuser/run/test_segment.py", "test_checkpointing_draws_the_same_masks"),
+    "`torch.inference_mode`, `torch.no_grad`": ("presets/test_base_contract.py",
+     "test_preset_under_each_mode_gives_its_values"),
+    "`torch.autocast`": ("fuser/graph/test_list_passes_autocast.py", "test_autocast_like_torch"),
+    "`torch.nn.utils.parametrize`, `prune`": ("fuser/test_pipeline_computed.py",
+     "test_training_leaves_what_eager_leaves"),
+    "`state_dict`, safetensors, `torch.save`": ("presets/test_base_contract.py",
+     "test_preset_copied_or_loaded_is_trained_by_itself"),
+    "`copy.deepcopy`, `pickle`": ("test_sequential.py", "test_copies"),
+    "hooks of a module": ("test_sequential.py", "test_hooks_fire_in_order_and_change_nothing"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HERE)
-def test_it_works(what: str, tmp_path: Path) -> None:
+def test_it_works(what: str) -> None:
     torch._dynamo.reset()
-    HERE[what](tmp_path) if HERE[what] is saved else HERE[what]()
+    HERE[what]()
 
 
 def test_the_page_says_what_is_run() -> None:

@@ -18,6 +18,11 @@ SOURCES = (".py", ".pyi", ".h", ".cpp", ".cuh", ".cu")
 SHORT = 8  # lines of a helper
 
 
+DEFINED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+Trees = dict[Path, ast.Module]
+Definitions = dict[Path, list[ast.AST]]
+
+
 class Figure(NamedTuple):
     """A number, and what it counts."""
 
@@ -28,6 +33,7 @@ class Figure(NamedTuple):
 def figures(root: Path = ROOT) -> dict[str, Figure]:
     """All figures of a checkout, by title."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((root / "te_fuser").rglob("*.py"))}
+    defined = {path: [n for n in ast.walk(tree) if isinstance(n, DEFINED)] for path, tree in trees.items()}
     found = {
         "lines of te_fuser and csrc": _lines(root, "te_fuser", "csrc"),
         "files in te_fuser": Figure(len(trees), []),
@@ -36,10 +42,10 @@ def figures(root: Path = ROOT) -> dict[str, Figure]:
         "lines of docs/design.md": Figure((root / "docs" / "design.md").read_text().count("\n"), []),
         "mean length of a line of code": _mean_length(trees),
         "helpers of at most 8 lines that are used once": _counted(_used_once(trees)),
-        "class names defined in several files": _counted(_in_several_files(trees)),
-        "dataclasses of more than 14 fields": _counted(_wide_records(trees)),
-        "docstrings that begin with a pronoun": _counted(_pronouns(trees)),
-        "members of FusableOperation": _counted(_members(trees, "FusableOperation")),
+        "class names defined in several files": _counted(_in_several_files(defined)),
+        "dataclasses of more than 14 fields": _counted(_wide_records(defined)),
+        "docstrings that begin with a pronoun": _counted(_pronouns(defined)),
+        "members of FusableOperation": _counted(_members(defined, "FusableOperation")),
     }
     return found
 
@@ -59,13 +65,13 @@ def _lines(root: Path, *folders: str) -> Figure:
     return Figure(sum(sizes.values()), [f"{n:,} {p}" for p, n in sorted(sizes.items(), key=lambda item: -item[1])[:20]])
 
 
-def _mean_length(trees: dict[Path, ast.Module]) -> Figure:
+def _mean_length(trees: Trees) -> Figure:
     lines = [line for path in trees for line in path.read_text().split("\n") if line.strip()]
     code = [len(line) for line in lines if not line.strip().startswith("#")]
     return Figure(round(sum(code) / len(code), 1), [])
 
 
-def _used_once(trees: dict[Path, ast.Module]) -> Iterator[str]:
+def _used_once(trees: Trees) -> Iterator[str]:
     for path, tree in trees.items():
         text = path.read_text()
         for node in tree.body:
@@ -76,38 +82,35 @@ def _used_once(trees: dict[Path, ast.Module]) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
 
 
-def _in_several_files(trees: dict[Path, ast.Module]) -> Iterator[str]:
+def _in_several_files(defined: Definitions) -> Iterator[str]:
     files = defaultdict(set)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path, nodes in defined.items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 files[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
     yield from (f"{name}: {', '.join(sorted(found))}" for name, found in sorted(files.items()) if len(found) > 1)
 
 
-def _pronouns(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ""
-                if re.match(
-                    r"(What|Whether|That|Those|These|This|Which|Who|Whatever|Where|When|Why|How|It|They|The same)\b",
-                    text,
-                ):
-                    yield f"{path.relative_to(ROOT)} {getattr(node, 'name', '')}: {text.splitlines()[0]}"
+def _pronouns(defined: Definitions) -> Iterator[str]:
+    pronouns = r"(What|Whether|That|Those|These|This|Which|Who|Whatever|Where|When|Why|How|It|They|The same)\b"
+    for path, nodes in defined.items():
+        for node in nodes:
+            text = ast.get_docstring(node) or ""
+            if re.match(pronouns, text):
+                yield f"{path.relative_to(ROOT)} {getattr(node, 'name', '')}: {text.splitlines()[0]}"
 
 
-def _wide_records(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    for path, tree in trees.items():
-        for node in (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)):
+def _wide_records(defined: Definitions) -> Iterator[str]:
+    for path, nodes in defined.items():
+        for node in (n for n in nodes if isinstance(n, ast.ClassDef)):
             declared = [m for m in node.body if isinstance(m, ast.AnnAssign)]
             fields = [m for m in declared if "ClassVar" not in ast.unparse(m.annotation)]
             if len(fields) > 14:
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name} ({len(fields)})"
 
 
-def _members(trees: dict[Path, ast.Module], name: str) -> Iterator[str]:
-    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name]
+def _members(defined: Definitions, name: str) -> Iterator[str]:
+    classes = [n for nodes in defined.values() for n in nodes if isinstance(n, ast.ClassDef) and n.name == name]
     for member in (m for one in classes for m in one.body):
         if isinstance(member, ast.FunctionDef):
             yield member.name

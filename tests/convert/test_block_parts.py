@@ -188,8 +188,10 @@ class Keeping:
         del module._hf_hook, module._old_forward
 
 
-@pytest.mark.parametrize("first", ["hook", "convert"])
-@pytest.mark.parametrize("removed", ["before revert", "after revert", "never"])
+@pytest.mark.parametrize(
+    ("first", "removed"),
+    [("hook", "before revert"), ("convert", "before revert"), ("convert", "after revert"), ("hook", "never")],
+)
 def test_hooks_that_keep_the_forward(first: str, removed: str) -> None:
     original, seen = model_of("llama"), list[Any]()
     model = copy.deepcopy(original)
@@ -222,8 +224,7 @@ def test_hooks_that_keep_the_forward(first: str, removed: str) -> None:
     assert_alike(results(model, IDS), results(original, IDS))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("family", "when"), [("llama", "before"), ("qwen3", "after")])
 def test_fewer_heads_than_the_config_says(family: str, when: str) -> None:
     """Heads that were pruned: the model's attention reads how many there are from the shapes."""
     original = model_of(family)

@@ -66,9 +66,10 @@ class Affine(ops.RowOp):
         return x * weight + shift
 
 
-@pytest.mark.parametrize("features", [1, 6])
-@pytest.mark.parametrize(("weight", "shift"), [((1,), ()), ((1, 1, 1), (1,)), ((), (1, 1))])
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("features", "weight", "shift", "kernels"),
+    [(6, (1,), (), "auto"), (1, (1, 1, 1), (1,), "auto"), (6, (), (1, 1), "auto"), (1, (), (), "reference")],
+)
 def test_a_parameter_of_one_number_is_one_for_all_features(
     features: int, weight: tuple[int, ...], shift: tuple[int, ...], kernels: str
 ) -> None:

@@ -44,7 +44,7 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_in_whatever_order_they_come(name, dtype):
     """The same numbers for a shape, bit for bit, whatever a model has seen before."""
-    shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 5, 8, 33)]
+    shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 8, 33)]
 
     def run(order):
         model = randomize(te_fuser.Sequential(*LISTS[name]()).to(dtype))
@@ -59,10 +59,9 @@ def test_in_whatever_order_they_come(name, dtype):
         return found
 
     want = run(shapes)
-    for seed in range(2):
-        for shape, made in run(random.Random(seed).sample(shapes, len(shapes))).items():
-            for one, other in zip(want[shape], made, strict=True):
-                assert torch.equal(one, other), (name, shape)
+    for shape, made in run(random.Random(0).sample(shapes, len(shapes))).items():
+        for one, other in zip(want[shape], made, strict=True):
+            assert torch.equal(one, other), (name, shape)
 
 
 def test_a_new_length_goes_neither_through_graph_nor_matching(monkeypatch):
@@ -196,7 +195,7 @@ def test_few_plans_do_for_all_rows(name, memory):
     with torch.device("meta"):
         fuser = te_fuser.Sequential(*parts(), memory=memory)._prepared()[0].fuser
     device, found = device_named("h200"), set()
-    for rows in sorted({min(r, 65536) for k in range(17) for r in (1 << k, (1 << k) + 1, 45 << k >> 5)}):
+    for rows in sorted({min(r, 65536) for k in range(0, 17, 2) for r in (1 << k, (1 << k) + 1, 45 << k >> 5)}):
         x = torch.empty(*shape(rows), dtype=torch.bfloat16, device="meta", requires_grad=True)
         plan = fuser.plan(x, {}, (), device)
         graph, options = fuser.plan_inputs(fuser.call(x, {}, ()), device=device)

@@ -306,9 +306,10 @@ def run(p: Plan, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, *needed: st
     return op, y, dx, others.get("0.weight")
 
 
-@pytest.mark.parametrize("taken_away", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("shape", [(ROWS,), (2, 3), (64,), (1,), (0,)])
+@pytest.mark.parametrize(
+    ("shape", "taken_away"), [((ROWS,), False), ((2, 3), True), ((64,), False), ((1,), True), ((0,), False)]
+)
 @pytest.mark.parametrize(("dtype", "own"), DTYPES)
 def test_products_by_blocks_are_those_of_float64(
     cublaslt: FakeCublasLt,

@@ -57,8 +57,7 @@ def test_model_over_some_steps_is_as_emulated(recipe: Recipe) -> None:
     states_near(states(model), states(twin), 0.05)
 
 
-@pytest.mark.parametrize("form", [Format.HYBRID, Format.E4M3])
-@pytest.mark.parametrize("kept", SOME)
+@pytest.mark.parametrize(("kept", "form"), zip(SOME, 3 * (Format.HYBRID, Format.E4M3), strict=True))
 def test_model_of_partly_8_bits_is_as_emulated(kept: tuple[bool, bool, bool], form: Format) -> None:
     model, twin = mlp(), mlp()
     recipe = DelayedScaling(override_linear_precision=kept, amax_history_len=3, fp8_format=form)
@@ -226,8 +225,7 @@ def test_what_is_made_is_freed_with_its_call(seen: list[list[weakref.ref[torch.T
             assert alive(seen[-1]) == 0
 
 
-@every
-@pytest.mark.parametrize("make", [mlp, joined])
+@pytest.mark.parametrize(("make", "recipe"), [(mlp, DELAYED), (mlp, BY_POWERS), (joined, DELAYED), (joined, CURRENT)])
 def test_weights_that_are_taken_away_are_turned_again(
     make: Any, recipe: Recipe, driver: FakeDriver, seen: list[list[weakref.ref[torch.Tensor]]]
 ) -> None:
@@ -269,9 +267,11 @@ def test_fully_shard_marks_what_it_takes_away(mesh: DeviceMesh) -> None:
     assert lowering.is_taken_away(model[0][1]) and not lowering.is_taken_away(model[0][3])
 
 
-@every
-@pytest.mark.parametrize("first", [None, True])
-@pytest.mark.parametrize("taken_away", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "first", "taken_away"),
+    [(DELAYED, None, True), (DELAYED, True, False), (CURRENT, None, False), (CURRENT, True, True)]
+    + [(BY_POWERS, None, True), (BY_POWERS, True, False)],
+)
 def test_weights_that_are_dtensors_are_quantized_by_their_part(
     recipe: Recipe, first: bool | None, taken_away: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,8 +179,10 @@ def test_against_float64(name: str, kernels: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("blocks", torch.float32), *((name, torch.bfloat16) for name in RECIPES if name != "current e4m3")],
+)
 def test_verified(name: str, dtype: torch.dtype) -> None:
     """Each step against float64, as it runs."""
     parts = (ops.LayerNorm(IN), ops.Linear(IN, OUT), ops.GELU(), ops.Linear(OUT, IN), ops.Dropout(0.1))

@@ -8,7 +8,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops, verify
 from te_fuser.formula.float8 import rounded
-from tests.float8 import E4M3, E5M2, FORMATS
+from tests.float8 import E5M2, FORMATS
 from tests.needs import needs_compiler
 from tests.ops.check import normal
 
@@ -38,9 +38,8 @@ def test_it_costs_nothing_in_forward() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_verified(dtype: torch.dtype) -> None:
-    model = te.Sequential(ops.Bias(WIDTH), ops.QuantizeGradient(dtype), ops.GELU(), ops.LayerNorm(WIDTH))
+def test_verified() -> None:
+    model = te.Sequential(ops.Bias(WIDTH), ops.QuantizeGradient(E5M2), ops.GELU(), ops.LayerNorm(WIDTH))
     assert verify(model, normal(9, WIDTH).float(), scale=SCALE).passed
 
 

@@ -77,18 +77,24 @@ def test_each_product_is_of_what_8_bits_stand_for_and_rounded_once() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kept", [(False, False, False), (False, False, True), (True, False, False)])
-def test_verified(kept: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [
+        ((False, False, False), torch.float32),
+        ((False, False, True), torch.bfloat16),
+        ((True, False, False), torch.bfloat16),
+    ],
+)
+def test_verified(kept: tuple[bool, bool, bool], dtype: torch.dtype) -> None:
     """Each step against float64, as it runs."""
     recipe = DelayedScaling(override_linear_precision=kept)
-    for dtype in (torch.float32, torch.bfloat16):
-        parts = (ops.LayerNorm(IN), ops.Linear(IN, 2 * OUT), ops.GELU(), ops.Linear(2 * OUT, OUT), ops.Dropout(0.1))
-        model = te.Sequential(*parts, verify=True).to(dtype)
-        for _ in range(3):
-            x = normal(5, 7, IN).to(dtype).requires_grad_()
-            with te.autocast(recipe=recipe):
-                y = model(x)
-            y.square().sum().backward()
+    parts = (ops.LayerNorm(IN), ops.Linear(IN, 2 * OUT), ops.GELU(), ops.Linear(2 * OUT, OUT), ops.Dropout(0.1))
+    model = te.Sequential(*parts, verify=True).to(dtype)
+    for _ in range(2):
+        x = normal(5, 7, IN).to(dtype).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = model(x)
+        y.square().sum().backward()
 
 
 def test_words() -> None:

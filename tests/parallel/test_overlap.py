@@ -59,9 +59,11 @@ def gaps(steps: Sequence[Step]) -> list[list[Step]]:
     return found
 
 
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize(
+    ("memory", "sequence_parallel", "cut"),
+    [("fast", False, False), ("fast", True, True), ("balanced", True, False)]
+    + [("balanced", False, True), ("lean", True, True), ("lean", False, False)],
+)
 @on_ranks
 def test_training(memory: str, sequence_parallel: bool, cut: bool) -> None:
     """Against the whole model, in one segment and in several; gradients of weights run beside what is sent."""
@@ -111,8 +113,7 @@ def kept_by(model: torch.nn.Module, x: torch.Tensor) -> int:
     return sum(size for place, size in kept.items() if place not in apart)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("made", [lean_gpt, lean_llama])
+@pytest.mark.parametrize(("made", "dropout"), [(lean_gpt, 0.1), (lean_llama, 0.0)])
 @on_ranks
 def test_lean_keeps_a_ranks_share(made: Callable[[float], te_fuser.Sequential], dropout: float) -> None:
     """Of all that one process keeps a rank has half, as it lies in memory; results are those of the whole."""

@@ -19,14 +19,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=40, **SETTINGS)
+@settings(max_examples=30, **SETTINGS)
 @given(case=cases())
 def test_random_lists_are_as_the_whole_ones(ranks: Ranks, case: Case) -> None:
     run(ranks, case)
 
 
 @needs_compiler
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=5, **SETTINGS)
 @given(case=cases(copies=True))
 def test_random_lists_by_copies_are_as_the_whole_ones(ranks: Ranks, case: Case) -> None:
     run(ranks, case)

@@ -23,7 +23,7 @@ from te_fuser.params.scales import RECORDED
 from te_fuser.quantization import amax_allreduce, scale_update, states
 from te_fuser.recipe import DelayedScaling
 from tests.parallel.ranks import on_ranks
-from tests.quantization.test_amax_allreduce import is_the_same_on_all
+from tests.parallel.test_amax_allreduce import is_the_same_on_all
 
 F = 32
 WORDS = r"ranks have not agreed yet .* call te_fuser.quantization.states\(model\) on all ranks before"
@@ -127,8 +127,7 @@ def ran() -> Any:
     return model
 
 
-@pytest.mark.parametrize("process", ["the same process", "another process"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "process"), [("state", "the same process"), *((w, "another process") for w in WAYS)])
 @on_ranks
 def test_each_rank_goes_on_with_what_it_saved(way: str, process: str) -> None:
     trained(model := made(), range(2))
@@ -141,8 +140,7 @@ def test_each_rank_goes_on_with_what_it_saved(way: str, process: str) -> None:
     assert same(found, wanted) and is_the_same_on_all(*flat(twin))
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize(("steps", "overflows"), [(1, True), (3, False)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks
 def test_each_recipe(recipe: str, overflows: bool, steps: int) -> None:

@@ -109,16 +109,6 @@ def test_each_gets_its_gradient() -> None:
     assert not model(x).requires_grad
 
 
-def test_a_short_list_gives_each_its_gradient() -> None:
-    """Where PyTorch's functions would do, too."""
-    model, x = Projection(), normal(3, WIDTH).float()
-    short = te_fuser.Sequential(model[1], model[2])
-    short(x).sum().backward()
-    want = torch.nn.functional.linear(x, torch.cat(model.parts()), torch.cat(model.parts("bias"))).sum()
-    gradients = torch.autograd.grad(want, [*model.parts(), *model.parts("bias")])
-    torch.testing.assert_close([p.grad for p in (*model.parts(), *model.parts("bias"))], list(gradients))
-
-
 def saved(model: Projection) -> Projection:
     held = io.BytesIO()
     torch.save(model, held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -95,23 +94,6 @@ def test_a_named_output_of_a_preset_in_a_list() -> None:
     preset.register_forward_hook(lambda *args: None)
     torch.testing.assert_close(outer(x, outputs=("product",))[1], product)
     assert torch.equal(preset(x), y)
-
-
-def test_threads() -> None:
-    made, x, wrong = model(), tensor(3, WIDTH, grad=False), []
-    want = made(x)
-
-    def run() -> None:
-        for _ in range(20):
-            if not torch.equal(made(x), want):
-                wrong.append(1)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert wrong == []
 
 
 def test_a_subclass_with_modules_of_its_own() -> None:

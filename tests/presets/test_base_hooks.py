@@ -61,7 +61,7 @@ HOOKED: list[tuple[Any, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (layer, {"layer_type": "decoder"}, CROSSED, BOTH),
     (layer, {"layer_type": "decoder"}, {**CROSSED, "rotary_pos_emb": ANGLES}, BOTH),
     *((layer, KEPT, call, PARTS) for call in ({}, {"window_size": (1, 0)}, {"is_first_microbatch": True})),
-    *((layer, {**NORMED, "output_layernorm": True}, {}, paths) for paths in (PARTS, PARTS[:1], PARTS[1:])),
+    (layer, {**NORMED, "output_layernorm": True}, {}, PARTS),
     (layer, {**NORMED, "output_layernorm": True}, {}, ("self_attention.qkv", "self_attention")),
     *((layer, NORMED, {}, paths) for paths in (PARTS, PARTS[:1], PARTS[1:])),
     (layer, NORMED, {}, ("self_attention.layernorm_qkv", "self_attention")),

@@ -104,18 +104,17 @@ POSITIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # every argument that goe
 
 
 def calls() -> Iterator[Any]:
-    """A preset's maker, arguments of a call by position and by name."""
+    """A preset's maker, arguments of a call by position and by name, and all of them by name."""
     for name, (make, named) in CALLS.items():
-        yield pytest.param(make, (tensor(S, B, F),), named, id=name)
+        yield pytest.param(make, (tensor(S, B, F),), named, {}, id=name)
     for name, (make, args) in POSITIONS.items():
         _, *names = inspect.signature(type(make()).forward).parameters
-        yield pytest.param(make, args, {}, id=f"{name}, by position")
-        yield pytest.param(make, (), dict(zip(names, args, strict=False)), id=f"{name}, by keyword")
+        yield pytest.param(make, args, {}, dict(zip(names, args, strict=False)), id=f"{name}, by position and by name")
 
 
-@pytest.mark.parametrize(("make", "args", "named"), calls())
+@pytest.mark.parametrize(("make", "args", "named", "by_name"), calls())
 def test_look_takes_what_a_call_takes_and_shows_what_runs(
-    make: Any, args: Any, named: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Any, args: Any, named: Any, by_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     made, ran = make(), plans_that_run(monkeypatch)
@@ -125,13 +124,14 @@ def test_look_takes_what_a_call_takes_and_shows_what_runs(
     assert [step.name for step in made.plan(*args, **named).steps] == steps
     assert [[step.name for step in plan.steps] for plan in made.plans(*args, **named)] == [steps]
     assert made.plan(*args, device="h200", **named).device.name == "h200"
-    measured = [] if named else [{"measure": True}]  # each kind of call once
-    for how in ({"device": "cpu", "source": True, "passes": True}, *measured):
+    for how in ({"device": "cpu", "source": True, "passes": True}, *([{"measure": True}] if by_name else [])):
         shown = made.explain(*args, **how, **named, details=True)
         assert [[step.name for step in plan.steps] for plan in shown.plans] == [steps]
         assert str(shown).startswith("Plan: ")
-    if measured:
-        made.tune(*args, rounds=1, seconds=0.001, **named)
+    if by_name:  # each kind of call once
+        assert [step.name for step in made.plan(**by_name).steps] == steps
+        made.tune(*args, rounds=1, seconds=0.001)
+        torch.testing.assert_close((made(**by_name), made.reference(**by_name)), (want, want))
     torch.testing.assert_close(made(*args, **named), want)
 
 
@@ -212,17 +212,8 @@ def test_export_of_a_mask_takes_it_as_a_value() -> None:
 
 @needs_follower
 def test_strict_export_of_a_call_that_was_not_made_yet() -> None:
-    made, x = layer(params_dtype=torch.float32), torch.randn(S, B, F)
-    how = {"self_attn_mask_type": "no_mask", "window_size": (1, 1)}
-    for call in ({}, how):
-        program = torch.export.export(Exported(made, **call), (x,), strict=True).module()
-        for given in (x, 2 * x):
-            torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)
-
-
-@needs_follower
-def test_compiled_call_that_was_not_made_yet() -> None:
-    made, q = te_fuser.DotProductAttention(HEADS, 6), torch.randn(S, B, HEADS, 6)
-    how = {"attn_mask_type": "no_mask", "window_size": (1, 1)}
-    compiled = torch.compile(lambda q: made.reference(q, q, q, **how), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q), made(q, q, q, **how))
+    made, x = attention(params_dtype=torch.float32), torch.randn(S, B, F)
+    call = {"attn_mask_type": "no_mask", "window_size": (1, 1)}
+    program = torch.export.export(Exported(made, **call), (x,), strict=True).module()
+    for given in (x, 2 * x):
+        torch.testing.assert_close(program(given), made(given, **call), rtol=1e-4, atol=1e-5)

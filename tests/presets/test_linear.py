@@ -126,23 +126,6 @@ def test_threads_give_their_own_weights() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("kind", [te_fuser.Linear, te_fuser.LayerNormLinear])
-@pytest.mark.parametrize("together", [True, False])
-def test_main_grad_of_split_parameters(kind: Any, together: bool) -> None:
-    """Each has its own; where these lie one behind the other in one buffer, as the weights do, one product adds."""
-    layer = randomize(kind(IN, OUT, parameters_split=SPLIT, fuse_wgrad_accumulation=True, device="cpu"))
-    x, weights = tensor(3, 5, IN, dtype=torch.float32), [layer.get_parameter(name) for name in layer.parts["weight"]]
-    want = torch.autograd.grad(layer.reference(x).sum(), weights)
-    lying = torch.full((OUT, IN), 2.0).split(OUT // 3)
-    for weight, piece in zip(weights, lying, strict=True):
-        weight.main_grad = piece if together else piece.clone()
-    for first, times, base in ((None, 1, 2), (True, 1, 0), (False, 2, 0)):
-        layer(x, is_first_microbatch=first).sum().backward()
-        for weight, one in zip(weights, want, strict=True):
-            assert weight.grad is None
-            torch.testing.assert_close(weight.main_grad, base + times * one)
-
-
 def test_main_grad_of_a_weight_of_the_call() -> None:
     layer, x = made(fuse_wgrad_accumulation=True, skip_weight_param_allocation=True, bias=False), tensor(3, IN)
     own = made(fuse_wgrad_accumulation=True, bias=False)

@@ -42,8 +42,7 @@ def branched(made: Any, x: torch.Tensor, memory: torch.Tensor, factors: tuple[fl
     return y
 
 
-@pytest.mark.parametrize("format", ["sbhd", "bshd"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "format"), [*((order, "sbhd") for order in ORDERS), ("decoder", "bshd")])
 def test_drop_path(order: str, format: str) -> None:
     """Each sample's branches are there or not, by themselves; those that are count 1 / (1 - p)."""
     made = layer(drop_path_rate=P, attn_input_format=format, **ORDERS[order])

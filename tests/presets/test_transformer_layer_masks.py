@@ -15,8 +15,7 @@ from tests.presets.plain import layer as plain
 from tests.twins import tensor
 
 
-@pytest.mark.parametrize("by_call", [False, True])
-@pytest.mark.parametrize("keywords", [{}, {"fuse_qkv_params": True, "num_gqa_groups": 2}])
+@pytest.mark.parametrize(("keywords", "by_call"), [({}, True), ({"fuse_qkv_params": True, "num_gqa_groups": 2}, False)])
 @pytest.mark.parametrize("kind", te_fuser.presets.attention_call.MASK_TYPES)
 def test_masks(kind: str, keywords: dict[str, Any], by_call: bool) -> None:
     said = {"self_attn_mask_type": kind}

@@ -151,9 +151,8 @@ ANOTHER: dict[str, tuple[Recipe | None, Recipe]] = {  # in which forward ran, an
 }
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "known call"])
+@pytest.mark.parametrize(("reentrant", "warm"), [(False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("case", ANOTHER)
-@pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_in_another_region_raises(reentrant: bool, case: str, warm: bool) -> None:
     """Also where its plan is the last call's, whose facts alone are looked at."""
     then, around = ANOTHER[case]
@@ -309,8 +308,9 @@ def test_one_inside_of_another_has_its_scales(way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("other", [None, DelayedScaling(margin=1), Float8CurrentScaling()], ids=str)
-@pytest.mark.parametrize("called", [False, True], ids=["", "called"])
+@pytest.mark.parametrize(
+    ("other", "called"), [(None, True), (DelayedScaling(margin=1), False), (Float8CurrentScaling(), True)], ids=str
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_products_run_again_by_what_was_said_of_them(way: str, called: bool, other: Recipe | None) -> None:
     """Another recipe in between is refused in words; one that was taken back, or is another model's, is nothing."""

@@ -20,13 +20,12 @@ from tests.quantization.regions import amaxes, call, mlp, on, trained
 from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["mlp", "te.LayerNormMLP", "te.TransformerLayer"])
+@pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float16), ("te.TransformerLayer", torch.bfloat16)])
 def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     twin, emulated = copy.deepcopy(model), Emulated(RECIPE)
-    for step in range(3):
+    for step in range(2):
         ours, theirs = (data(step).requires_grad_() for _ in range(2))
         with torch.autocast("cpu", dtype), on():
             y = model(ours)

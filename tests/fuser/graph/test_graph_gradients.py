@@ -146,7 +146,8 @@ class Ended(NoGradients):
 def test_what_gradients_does_not_list_gets_none_as_after_detach(kind: Any, before: Any, behind: Any) -> None:
     """Also where the list ends there: what the op runs is no business of autograd's."""
     model, x = Sequential(*before, kind(), *behind), torch.randn(5, WIDTH, requires_grad=True)
-    verify(model, x)
+    if before and behind:
+        verify(model, x)
     y, wanted = model(x), [x, *model.parameters()]
     meant = model.reference(x)
     assert y.requires_grad == meant.requires_grad

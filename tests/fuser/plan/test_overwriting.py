@@ -236,7 +236,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize("memory", ["balanced", "lean"])
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients(name: str, memory: str, ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(*MODELS[name](), memory=memory)

@@ -116,13 +116,13 @@ def test_it_is_taken_by_cost_like_others() -> None:
 
 
 def test_verify_checks_it(kernel: Fusion) -> None:
-    assert te_fuser.verify("gated").rows
+    assert te_fuser.verify("gated", dtypes=[torch.float32]).rows
     wrong = te_fuser.fusion(
         joint=[GatedProjection], name="wrong", saves=["hidden"], reads=["input"], details=Details(registered=False)
     )
     body = type("Wrong", (Kernel,), {"backward": staticmethod(lambda m, dy: (Kernel.backward(m, dy)[0], {}))})
     with pytest.raises(te_fuser.VerificationError):
-        te_fuser.verify(wrong(body))
+        te_fuser.verify(wrong(body), dtypes=[torch.float32])
 
 
 def test_it_has_the_parameters_of_its_parts(kernel: Fusion) -> None:

@@ -162,17 +162,6 @@ def test_an_output_before_any_parameter_takes_no_gradient():
     assert_as_meant(model, X, ("raw", "act"))
 
 
-def test_double_backward_is_refused():
-    model = block()
-    words = r"does not differentiate its backward: call backward\(\) without create_graph=True, or use model.reference"
-    with pytest.raises(RuntimeError, match=words):
-        torch.autograd.grad(run(model).sum(), X, create_graph=True)
-    (dx,) = torch.autograd.grad(model.reference(X, **EXTRA).sum(), X, create_graph=True)
-    dx.square().sum().backward()
-    X.grad = None
-    EXTRA["extra"].grad = None
-
-
 @pytest.mark.parametrize(
     "transform",
     [
@@ -281,14 +270,6 @@ def test_kept_tensors_are_free_after_backward():
     assert all(any(t is leaf for leaf in leaves(model).values()) for t in left)
 
 
-def test_save_on_cpu():
-    model = block()
-    _, want = wanted(model)
-    with torch.autograd.graph.save_on_cpu():
-        y = run(model)
-    assert_same_gradients(gradients(model, y), want)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_draws_the_same_masks(reentrant):
     model = block()
@@ -348,21 +329,3 @@ def test_a_changed_input_is_noticed():
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_the_result_may_be_changed_in_place():
-    model = sequential(ops.Linear(8, 8), ops.GELU())
-    y = model(X)
-    y.mul_(2.0).add_(1.0)
-    want = 2.0 * model.reference(X) + 1.0
-    torch.testing.assert_close(y, want)
-    dy = dy_for(y)
-    torch.testing.assert_close(torch.autograd.grad(y, X, dy), torch.autograd.grad(want, X, dy))
-
-
-def test_parts_of_a_result_share_nothing():
-    """Two names of one value are two tensors for autograd: each brings its own gradient."""
-    model = sequential(ops.Linear(8, 8), ops.Output("a"), ops.Output("b"))
-    y, a, b = model(X, outputs=("a", "b"))
-    assert y.data_ptr() == a.data_ptr() == b.data_ptr()
-    assert_as_meant(model, X, ("a", "b"))

@@ -132,12 +132,12 @@ def test_a_choice_that_is_faster_and_wrong_is_refused(
     assert forward or "gradient of" in wrong.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_rounds_elsewhere_is_no_difference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products with and without their bias, several times over, with a gradient that goes to main_grad."""
     torch.manual_seed(3)
     kinds = [lambda: ops.LayerNorm(48), lambda: ops.Linear(48, 48), ops.GELU, lambda: ops.Dropout(0.1)]
-    layers = [kind() for kind in kinds * 4]
+    layers = [kind() for kind in kinds * 2]
     model = Sequential(*layers, ops.Linear(48, 24, accumulate_into_main_grad=True)).to(dtype)
     weight = model[-1].weight
     weight.main_grad = torch.ones_like(weight, dtype=torch.float32)

@@ -104,7 +104,7 @@ def test_values_and_gradients(layout, packing, kv_heads):
     masks += [
         (name, kind) for name in ("given", "causal_and_given") for kind in ("padding", "some", "square", "column")
     ]
-    for (mask, kind), dim in itertools.product(masks, (5, 8, 16, 33)):
+    for (mask, kind), dim in itertools.product(masks, (5, 16)):
         op, parts, x, dy = make(kv_heads=kv_heads, dim=dim, mask=mask, layout=layout, packing=packing)
         given = None if kind is None else boolean_mask(kind)
         y, dx = run(op, x, dy, given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +19,9 @@ from te_fuser import ops
 from te_fuser.quantization import not_finite, states
 from te_fuser.quantization.products import products
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from tests.parallel.ranks import forking
+from tests.parallel.random_cuts import agree_anew
+from tests.parallel.ranks import WORLD, on_ranks
 
-WORLD = 2
 RECIPE = DelayedScaling(amax_history_len=3)
 
 
@@ -31,6 +29,12 @@ def step(model: Any, x: torch.Tensor, recipe: Recipe = RECIPE, group: Any = None
     with te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
         y = model(x)
     y.sum().backward()
+
+
+def begun() -> int:
+    """This rank, where nobody has agreed on anything yet."""
+    agree_anew()
+    return dist.get_rank()
 
 
 def models() -> tuple[te.Sequential, te.Sequential]:
@@ -50,8 +54,10 @@ def flat(model: Any) -> list[torch.Tensor]:
     return [t for pair in states(model).values() for t in pair]
 
 
-def largest(rank: int) -> None:
+@on_ranks
+def test_largest() -> None:
     """The amax is that of both; on a rank that did not run a module, too."""
+    rank = begun()
     one, other = models()
     x = torch.full((4, 16), float(rank + 1))
     step(one, x)
@@ -63,8 +69,10 @@ def largest(rank: int) -> None:
     assert float(states(other)["0.input"][0]) == 224.0
 
 
-def not_a_number(rank: int) -> None:
+@on_ranks
+def test_not_a_number() -> None:
     """What is not finite on one rank moves nothing on any, and counts on all."""
+    rank = begun()
     one, _ = models()
     for amax in (1.0, math.nan if rank == 0 else 1.0, math.inf if rank == 1 else 1.0):
         step(one, torch.full((4, 16), amax))
@@ -72,8 +80,10 @@ def not_a_number(rank: int) -> None:
     assert not_finite(one)["0.input"] == 2
 
 
-def each_its_own(rank: int) -> None:
+@on_ranks
+def test_each_its_own() -> None:
     """Without reduce_amax, in groups of one rank, and by the recipes of single products."""
+    rank = begun()
     one, other = models()
     x = torch.full((4, 16), float(rank + 1))
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
@@ -87,8 +97,10 @@ def each_its_own(rank: int) -> None:
     assert is_the_same_on_all(*flat(other))
 
 
-def one_rank_alone(rank: int) -> None:
+@on_ranks
+def test_one_rank_alone() -> None:
     """Who evaluates, saves and copies alone waits for nobody."""
+    rank = begun()
     one, _ = models()
     x = torch.full((4, 16), float(rank + 1))
     step(one, x)
@@ -101,8 +113,10 @@ def one_rank_alone(rank: int) -> None:
     assert is_the_same_on_all(*flat(one)) and states(one)["0.input"][1].tolist() == [2.0, 2.0, 0.0]
 
 
-def different(rank: int) -> None:
+@on_ranks
+def test_different() -> None:
     """Different numbers of products: an error on all, before anything runs."""
+    rank = begun()
     made = [*models(), te.LayerNormMLP(16, 32)] if rank == 0 else [*models()]
     mine, fewest = len(products()), len(products()) - (2 if rank == 0 else 0)
     words = f"different numbers of products: this one {mine}, all {fewest} to {fewest + 2}"
@@ -116,8 +130,10 @@ def different(rank: int) -> None:
     assert is_the_same_on_all(*flat(made[0]))
 
 
-def made_later(rank: int) -> None:
+@on_ranks
+def test_made_later() -> None:
     """Products that all ranks make later are agreed on, too; those of one rank are its own, which is said."""
+    rank = begun()
     one, other = models()
     x = torch.full((4, 16), float(rank + 1))
     step(one, x)
@@ -137,8 +153,10 @@ def made_later(rank: int) -> None:
     assert other is not None
 
 
-def same_training(rank: int) -> None:
+@on_ranks
+def test_same_training() -> None:
     """Two ranks with half a batch each have the scales of one with all of it."""
+    rank = begun()
     torch.manual_seed(0)
     batches = torch.randn(4, 8, 16)
     found = []
@@ -152,8 +170,10 @@ def same_training(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def data_parallel(rank: int) -> None:
+@on_ranks
+def test_data_parallel() -> None:
     """Under DistributedDataParallel, which knows the buffers of a model that was loaded, and under fully_shard."""
+    rank = begun()
     torch.manual_seed(0)
     made = [te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16)) for _ in range(3)]
     step(DistributedDataParallel(made[0]), (rank + 1) * torch.randn(8, 16))
@@ -173,8 +193,10 @@ def data_parallel(rank: int) -> None:
         assert all(float(history[0]) > 0 for _, history in states(model).values())
 
 
-def scales_of_now(rank: int) -> None:
+@on_ranks
+def test_scales_of_now() -> None:
     """Recipes that keep nothing ask no other rank, and gradients are those of all ranks together."""
+    rank = begun()
     torch.manual_seed(0)
     recipe, model = Float8CurrentScaling(), te.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 16))
     wrapped = DistributedDataParallel(model)
@@ -189,50 +211,6 @@ def scales_of_now(rank: int) -> None:
     step(model, x[4 * rank : 4 * rank + 4], recipe)
     for p, gradient in zip(model.parameters(), found, strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), gradient)
-
-
-CASES = (
-    scales_of_now,
-    data_parallel,
-    largest,
-    not_a_number,
-    each_its_own,
-    one_rank_alone,
-    different,
-    made_later,
-    same_training,
-)
-
-
-def one_of_two(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    for case in CASES:
-        store = f"file://{folder}/{case.__name__}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-        try:
-            case(rank)
-        except BaseException:
-            Path(folder, f"{case.__name__}.{rank}").write_text(traceback.format_exc())
-            raise
-        finally:
-            dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong by case, in two processes that ran all of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-    try:
-        forking()
-        mp.start_processes(one_of_two, (str(folder),), nprocs=WORLD, start_method="forkserver")
-    except Exception as error:
-        return {path.stem: path.read_text() for path in folder.glob("*.[01]")} or {"": str(error)}
-    return {}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
-def test_two_ranks(case: Any, failures: dict[str, str]) -> None:
-    assert not failures, failures.get(case.__name__, "another case failed first: " + ", ".join(failures))
 
 
 def test_a_group_of_one_rank_and_others(tmp_path: Path) -> None:
