@@ -1,6 +1,6 @@
 """Random lists: the plan and the reference agree in values and in all gradients.
 
-A few of them, always the same ones: `python -m tests.fuzz --lists 10000` runs any number, 300 of each kind in minutes.
+A few of them, always the same ones; `python -m tests.fuzz` runs 300 others, with `--lists 10000` any number.
 """
 
 from __future__ import annotations
