@@ -42,11 +42,7 @@ def current(folder: Path) -> Path:
 
 
 def usable(folder: Path) -> Path:
-    """The folder, made if it is missing; the private one where it cannot be written.
-
-    Raises:
-        OSError: when there is no private one either.
-    """
+    """The folder, made if it is missing; else the private one; OSError when there is no private one either."""
     if folder in _given_up:
         return private_folder()
     try:
@@ -79,11 +75,7 @@ def give_up(folder: Path, why: str) -> Path:
 
 @functools.cache
 def private_folder() -> Path:
-    """A temporary folder of this process alone, deleted when it ends.
-
-    Raises:
-        OSError: when none can be made.
-    """
+    """A temporary folder of this process alone, deleted when it ends; OSError when none can be made."""
     try:
         folder = tempfile.mkdtemp(prefix="te_fuser-")
     except OSError as error:

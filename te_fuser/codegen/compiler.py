@@ -174,8 +174,7 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
         if answer.returncode != 0 or not library.exists():
             raise KernelCompileError(_explain(kernels, compiler, answer.stderr or "it wrote no library, and no words"))
         with library.open("r+b") as file:
-            mark = _checksum(file.read())
-            file.write(mark)
+            file.write(_checksum(file.read()))
         _publish(library, names)
 
 
@@ -241,10 +240,9 @@ def source_of(description: KernelDescription) -> str:
 
 
 def _generate(description: KernelDescription) -> CppKernel:
-    found = _generated.get(description.key)
-    if found is None:
-        found = _generated[description.key] = cpp.generate(description)
-    return found
+    if description.key not in _generated:
+        _generated[description.key] = cpp.generate(description)
+    return _generated[description.key]
 
 
 def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:

@@ -104,7 +104,12 @@ class Kernel(CppKernelText):
 
     def write(self) -> str:
         """The text of the functions."""
-        self._comment()
+        self.lines(f"// {self.d.name}, {self.d.width} features")
+        for kind, items in (("load ", self.d.loads), ("store", self.d.stores), ("sum  ", self.d.sums)):
+            for t in items:  # type: ignore[attr-defined]
+                self.lines(f"//   {kind} {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}")
+        for m in self.d.maxima:
+            self.lines(f"//   max   {m.name}: full x {m.width}")
         with self.lines.block(_signature(self.symbol, "rows", "int64_t row_begin, int64_t row_end, int64_t worker")):
             self._rows_function()
         if self.sums:
@@ -113,16 +118,12 @@ class Kernel(CppKernelText):
                 self._finish_function()
         return "\n".join(self.lines.lines) + "\n"
 
-    def _comment(self) -> None:
-        self.lines(f"// {self.d.name}, {self.d.width} features")
-        for kind, items in (("load ", self.d.loads), ("store", self.d.stores), ("sum  ", self.d.sums)):
-            for t in items:  # type: ignore[attr-defined]
-                self.lines(f"//   {kind} {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}")
-        for m in self.d.maxima:
-            self.lines(f"//   max   {m.name}: full x {m.width}")
-
     def _rows_function(self) -> None:
-        self._tensor_pointers()
+        seeds = len(self.d.maxima) + bool(self.d.streams)
+        for index, load in enumerate(self.d.loads):
+            self._pointer(load, f"const {ELEMENTS[load.dtype]}", index)
+        for index, store in enumerate(self.d.stores, len(self.d.loads) + seeds):
+            self._pointer(store, ELEMENTS[store.dtype], index)
         self._stream_numbers()
         self._divide_scratch()
         scalars = Scope(self, self.schedule.scalar_roots, {})
@@ -153,13 +154,6 @@ class Kernel(CppKernelText):
             self.lines(f"if (row_end == launch->rows) te::clear_padding({self.tensors[id(t)]}, {t.width}, launch);")
 
     # -- pointers and scratch
-
-    def _tensor_pointers(self) -> None:
-        seeds = len(self.d.maxima) + bool(self.d.streams)
-        for index, load in enumerate(self.d.loads):
-            self._pointer(load, f"const {ELEMENTS[load.dtype]}", index)
-        for index, store in enumerate(self.d.stores, len(self.d.loads) + seeds):
-            self._pointer(store, ELEMENTS[store.dtype], index)
 
     def _pointer(self, tensor: Load | Store, element: str, index: int) -> None:
         self.lines(f"{element}* const {self.tensors[id(tensor)]} = te::tensor<{element}>(launch, {index});")
@@ -325,8 +319,7 @@ class Kernel(CppKernelText):
         first = len(self.d.loads) + len(self.d.maxima) + bool(self.d.streams) + len(self.d.stores)
         for index, total in enumerate(self.d.sums, first):
             element = ELEMENTS[total.dtype]
-            name = self.tensors[id(total)]
-            self.lines(f"{element}* const {name} = te::tensor<{element}>(launch, {index});")
+            self.lines(f"{element}* const {self.tensors[id(total)]} = te::tensor<{element}>(launch, {index});")
         for s in self.sums:
             if not s.per_sample:
                 self._finish_line(s, plus(self.tensors[id(s.total)], s.first), str(s.offset))

@@ -65,8 +65,6 @@ _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("
 _LONGEST = 64  # characters of an expression before it gets a name of its own
 _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "lt": "below", "gt": "above"}
 
-# ------------------------------------------------------------------------------------------------ leaves
-
 
 class CppKernelText:
     """State shared by the scopes of one kernel: its lines, the names of its values, and the reading of its tensors."""
@@ -92,10 +90,9 @@ class CppKernelText:
 
     def value_name(self, e: Expr) -> str:
         """The name of a node, one for all scopes."""
-        found = self._value_names.get(id(e))
-        if found is None:
-            found = self._value_names[id(e)] = self._new_name(e)
-        return found
+        if id(e) not in self._value_names:
+            self._value_names[id(e)] = self._new_name(e)
+        return self._value_names[id(e)]
 
     def _new_name(self, e: Expr) -> str:
         if e.op == "input":
@@ -131,9 +128,6 @@ class CppKernelText:
         name = self.tensors[id(tensor)]
         whole = self.schedule.is_one_long_row or not tensor.axes & Axes.ROWS
         return name if whole else name.removesuffix("_tensor") + "_row"
-
-
-# ------------------------------------------------------------------------------------------------ scopes
 
 
 class Scope:
@@ -190,9 +184,6 @@ class Scope:
 
     # -- one writer for each kind of node
 
-    def _const(self, e: Expr) -> Fragment:
-        return Fragment(literal(float(e.attrs[0])), ATOM, False)
-
     def _infix(self, e: Expr) -> Fragment:
         sign, binds = _INFIX[e.op]
         a, b = (self.number(x) for x in e.args)
@@ -216,12 +207,6 @@ class Scope:
 
     def _function(self, name: str, *arguments: str) -> Fragment:
         return Fragment(f"te::{name}({', '.join(arguments)})", ATOM, self.vectors)
-
-    def _input(self, e: Expr) -> Fragment:
-        return Fragment(self.kernel.load_text(e), ATOM, self.vectors)
-
-    def _keep(self, e: Expr) -> Fragment:
-        return Fragment(self.kernel.keep_text(e), ATOM, self.vectors)
 
 
 class LoopScope(Scope):
@@ -254,10 +239,10 @@ class LoopScope(Scope):
 
 
 _WRITERS: dict[str, Callable[[Scope, Expr], Fragment]] = {
-    "const": Scope._const,
+    "const": lambda scope, e: Fragment(literal(float(e.attrs[0])), ATOM, False),
     "where": Scope._where,
-    "input": Scope._input,
-    "keep": Scope._keep,
+    "input": lambda scope, e: Fragment(scope.kernel.load_text(e), ATOM, scope.vectors),
+    "keep": lambda scope, e: Fragment(scope.kernel.keep_text(e), ATOM, scope.vectors),
     **dict.fromkeys(_INFIX, Scope._infix),
     **dict.fromkeys(COMPARISONS, Scope._comparison),
 }

@@ -106,8 +106,7 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
         parts = (rewritten,) if whole else split(rewritten)
         schedules = [s for part in parts if (s := model.pick(part, limits))]
     parts = (rewritten,) if len(schedules) == 1 else split(rewritten)
-    kernels = list(zip(parts, schedules, strict=True))
-    return _assemble(description, kernels)
+    return _assemble(description, list(zip(parts, schedules, strict=True)))
 
 
 # --------------------------------------------------------------------------------- the sums of the blocks

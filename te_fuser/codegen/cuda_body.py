@@ -119,8 +119,7 @@ class CudaKernelText:
         for name, variable in self.random.items():
             stream = self.pointer["stream", name]
             self.text(f"const te::Random {variable} = te::random(seed, seed_value, seed_offset, {stream});")
-        once = [n for n in self.d.nodes if n.axes == Axes.NONE and not n.depth]
-        self._level(once, self.known)
+        self._level([n for n in self.d.nodes if n.axes == Axes.NONE and not n.depth], self.known)
 
     def row_level(self, depth: int, known: dict[int, str]) -> None:
         """Write the values that are one number a row, after `depth` stages of reductions."""

@@ -56,8 +56,7 @@ class ColumnText(CudaKernelText):
         self.declare_threads(self.constants)
         if self._tiles > 1:
             text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
-        tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
-        text(f"const int column = {tile} * kVector;")
+        text(f"const int column = {'(tile * kLanes + lane)' if self._tiles > 1 else 'lane'} * kVector;")
         self.declare_range(*self._group)
         self.call_level()
         for t in self.d.sums:
@@ -98,16 +97,17 @@ class ColumnText(CudaKernelText):
                 for n in numbers:
                     text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
         with text.loop("ahead", "kAhead"), self._row():
-            there = {i: f"{name}[ahead]" for i, name in travels.items()}
-            self._one_row({**self._stays, **there, **self._come()})
-
-    def _come(self) -> dict[int, str]:
-        """The vectors of a row in shared memory, read where they are used: so they take registers of one row alone."""
-        come = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True) if id(n) in self.coming}
-        for n in self._leaves(True):
-            if id(n) in come:
-                self.text(f"const {self.vector_type(n)} {come[id(n)]} = {self.load(n)};")
-        return come
+            vectors = {**self._stays, **{i: f"{name}[ahead]" for i, name in travels.items()}}
+            # What is in shared memory is read where it is used: so it takes registers of one row alone.
+            come = [n for n in self._leaves(True) if id(n) in self.coming]
+            vectors |= {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in come}
+            for n in come:
+                text(f"const {self.vector_type(n)} {vectors[id(n)]} = {self.load(n)};")
+            known = {**self.known, **{i: f"{name}[ahead]" for i, name in self._numbers.items()}}
+            self._sample()
+            self.row_level(0, known)
+            self.last_pass(known, vectors, "")
+            self.row_stores(known, "tile == 0 && lane == 0" if self._tiles > 1 else "lane == 0")
 
     @contextlib.contextmanager
     def _row(self) -> Iterator[None]:
@@ -118,13 +118,6 @@ class ColumnText(CudaKernelText):
     def _sample(self) -> None:
         if self.needs_sample and not self.per_sample:
             self.text("const int sample = te::sample_of(row, batch_inner, batch_size);")
-
-    def _one_row(self, vectors: Mapping[int, str]) -> None:
-        known = {**self.known, **{i: f"{name}[ahead]" for i, name in self._numbers.items()}}
-        self._sample()
-        self.row_level(0, known)
-        self.last_pass(known, vectors, "")
-        self.row_stores(known, "tile == 0 && lane == 0" if self._tiles > 1 else "lane == 0")
 
     def _epilogue(self) -> None:
         group = f"static_cast<long long>({self._group[0]})"

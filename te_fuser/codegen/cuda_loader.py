@@ -256,9 +256,6 @@ def _is_capturing(index: int) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-# ------------------------------------------------------------------------------------------------- compiling
-
-
 def _make_all(
     wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None
 ) -> list[Loadable]:

@@ -411,5 +411,4 @@ class RowText(CudaKernelText):
             self.text(f"te::take<kThreads>({shelf}, chunk, threadIdx.x, {name});")
         else:
             name = f"{name}[chunk]"
-        inside = " && column < kWidth" if self.ragged else ""
-        self.write_sums(name, t, k * self.d.width, group, inside)
+        self.write_sums(name, t, k * self.d.width, group, " && column < kWidth" if self.ragged else "")

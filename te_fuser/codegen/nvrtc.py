@@ -97,11 +97,7 @@ def key(source: str, arch: str) -> str:
 
 @functools.cache
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's version.
-
-    Raises:
-        CompilerMissing: when it cannot be loaded.
-    """
+    """NVRTC's version; CompilerMissing when it cannot be loaded."""
     with _needing_compiler():
         from cuda.bindings import nvrtc
 
@@ -223,9 +219,6 @@ def _resources(log: str) -> tuple[Resources, ...]:
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
         found.append(Resources(symbol=symbol[1] if symbol else "", spilled_bytes=spilled, **numbers))
     return tuple(found)
-
-
-# ------------------------------------------------------------------------------------------------- the cache
 
 
 def _read(path: Path) -> Compiled | None:

@@ -244,16 +244,21 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
 def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]:
     """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
     # Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws.
-    narrowest = _narrowest(description)
+    narrowest = min((description.load_bytes[n.attrs[0]] for n in full_loads(description)), default=4)
     most = 8 if _draws(description) or (description.in_blocks and narrowest == 1) else 16 // narrowest
     vector = math.gcd(most, description.width)
     while vector:
+        vectors = 1 << (-(-description.width // vector) - 1).bit_length()
+        side = max(_TILE_LANES, min(_WARP, vectors, _LINE // (vector * narrowest)))
+        # Threads side by side: a line of 128 bytes of what is read, or two; those of a block.
+        lanes: tuple[int, ...] = (side, 2 * side) if side < vectors else (side,)
         ahead = [_TILE_AHEAD]  # rows of a tile that a thread does at once
         if description.in_blocks:  # where none is put together by fours, 64 bytes were best
             row = vector * _travelling_bytes(description)
             off = {n: (n * row < _BLOCK_BYTES, abs(n * row - _BLOCK_BYTES)) for n in _BLOCK_AHEAD}
             ahead = sorted(_BLOCK_AHEAD, key=off.__getitem__)
-        ways = itertools.product((0, 1), ahead, _tile_lanes(description, vector))
+            lanes = (BLOCK // vector,) if vector in _BLOCK_VECTORS else ()
+        ways = itertools.product((0, 1), ahead, lanes)
         found = [s for way in ways for s in _tiles_of(description, vector, *way, limits)]
         yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
         vector //= 2
@@ -278,15 +283,6 @@ def _tiles_of(
     return found[::-1] if few else found
 
 
-def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
-    """Threads side by side: a line of 128 bytes of what is read, or two; those of a block."""
-    if description.in_blocks:
-        return (BLOCK // vector,) if vector in _BLOCK_VECTORS else ()
-    vectors = 1 << (-(-description.width // vector) - 1).bit_length()
-    lanes = max(_TILE_LANES, min(_WARP, vectors, _LINE // (vector * _narrowest(description))))
-    return (lanes, 2 * lanes) if lanes < vectors else (lanes,)
-
-
 def _busy(description: KernelDescription, s: Schedule) -> float:
     """The share of the GPU's places that blocks have, where each walks over as many rows as any other."""
     if not s.rounds:  # places are given as they become free
@@ -299,11 +295,6 @@ def _busy(description: KernelDescription, s: Schedule) -> float:
 def _draws(description: KernelDescription) -> bool:
     """True where each element has a random draw."""
     return any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-
-
-def _narrowest(description: KernelDescription) -> int:
-    """Bytes of an element of what is read row by row."""
-    return min((description.load_bytes[n.attrs[0]] for n in full_loads(description)), default=4)
 
 
 def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterator[Schedule]:

@@ -16,11 +16,7 @@ ANY_ROWS = "any"
 
 
 def shape_class(rows: int | None) -> str:
-    """Class of kernels with about as many rows: up to the next power of two; "any" where it does not matter.
-
-    Raises:
-        ValueError: for a negative number.
-    """
+    """Class of kernels by rows, up to a power of two, "any" where none matter; ValueError for a negative number."""
     if rows is None:
         return ANY_ROWS
     if rows < 0:

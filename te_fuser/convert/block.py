@@ -390,8 +390,7 @@ def _is_recorded(x: torch.Tensor) -> bool:
 
     No collector is active where checkpointing runs the layer again, in backward: there a mark on the same x tells.
     """
-    collected = output_capturing._active_collector.get() or {}
-    asked = any("attentions" in name for name in collected)
+    asked = any("attentions" in name for name in output_capturing._active_collector.get() or {})
     if torch._C._current_graph_task_id() != -1:
         return asked or "_te_fuser_recorded" in x.__dict__
     if asked:

@@ -163,9 +163,6 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
     return Body(products.configured(kind, m.dtype, m.dtype).make, True, form.by_rows, describe)
 
 
-# ------------------------------------------------------------------------- gradients that go to main_grad
-
-
 def put_weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool | Literal["in bucket"] = False
 ) -> torch.Tensor:

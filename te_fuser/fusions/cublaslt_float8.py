@@ -212,12 +212,6 @@ _WHY_NO_FACTORS: dict[type[FusableOperation], Callable[[Match], str | None]] = {
 }
 
 
-def _why_no_epilogue(m: Match) -> str | None:
-    """Reason against an op behind a match's product in the epilogue of one of 8 bits; None when all fit."""
-    found = (why(m, k) for k, op in enumerate(m.ops) if (why := _EPILOGUES.get(op.kind)) is not None)
-    return next(filter(None, found), None)
-
-
 def _why_no_bias(m: Match, at: int) -> str | None:
     dtype = m[at].dtype_of("bias")
     if m.y.dtype == torch.float32:
@@ -270,12 +264,17 @@ def declare(
         choose: f(match, method, kind).
         more: what else is said of a fusion.
     """
+
+    def accepts(m: Match) -> str | bool:
+        in_epilogue = (why(m, k) for k, op in enumerate(m.ops) if (why := _EPILOGUES.get(op.kind)) is not None)
+        return when(m) or next(filter(None, in_epilogue), None) or why_no_float8(m, which, row.kind)
+
     return chosen(
         row.name,
         "joint" if saves else "forward",
         row.pattern,
         row.doc,
-        when=lambda m: when(m) or _why_no_epilogue(m) or why_no_float8(m, which, row.kind),
+        when=accepts,
         cost=lambda m: cost(m, row.kind),
         saves=saves,
         takes=(*TAKES[cast(type[FusableOperation], row.pattern[0])], *row.adds),

@@ -194,8 +194,7 @@ def _choose(m: Match, method: str, kind: str) -> Body:
         return Body(run, plain=True, describe=describe, by_blocks=by_blocks)
     describe = functools.partial(_algorithms, m.exact(), ("dx", "dW"))
     ways = {wanted: BlocksOf(_kernel(m, 2, wanted)) for wanted in ("both", "rows", "turned")}
-    backward = functools.partial(_Gradients.of(m).backward, of=ways)
-    return Body(backward, describe=describe, by_blocks=by_blocks)
+    return Body(functools.partial(_Gradients.of(m).backward, of=ways), describe=describe, by_blocks=by_blocks)
 
 
 def _output_of(m: Match, kind: str) -> _ForwardProduct:
@@ -287,9 +286,6 @@ def _saved_bytes(m: Match) -> Mapping[str, int]:
     weight = op.in_features * op.out_features if op.keeps_weight else 0
     numbers = dict.fromkeys(("inverse", "weight_inverse"), 4)
     return {"turned": op.in_features * padded(m.x.rows), "weight_turned": weight, **numbers}
-
-
-# ---------------------------------------------------------------------------------------------- the fusions
 
 
 _DOC = "y, dx and dW by cuBLASLt, of factors that are quantized beside them."

@@ -73,21 +73,6 @@ def _why_not_the_ops_before(m: Match) -> str | None:
     return rotary.why_no_kernel(m)
 
 
-def _why_not_these_inputs(m: Match) -> str | None:
-    """Reason for which keys and values cannot be read as they are; None when they can."""
-    inputs = m[len(m) - 1].inputs
-    others = [inputs[name].dtype for name in inputs_of(_op(m).packed)[1:]]
-    mixed = next((dtype for dtype in others if dtype != m.dtype), None)
-    return None if mixed is None else f"queries are {text_of(m.dtype)}, keys or values {text_of(mixed)}"
-
-
-def _state(m: FusionCall, device: torch.device) -> AbstractContextManager[Any]:
-    """Random state of a library: the one that the op names, else the generator's, or that of this rank."""
-    named = m[0].op.random_state
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return m.drawing(0, device) if named is None or capturing else named()  # type: ignore[no-any-return]
-
-
 class _Attention:
     """Attention of a match by a provider: what no call changes is asked while planning.
 
@@ -134,7 +119,12 @@ class _Attention:
         tensors = {"input": x, **{name: m[source] for name, source in self._given.items()}}
         random = m.random(0) if provider.draws and draws else None
         self._take_own_sinks(tensors)
-        with _state(m, x.device) if draws and not provider.draws else contextlib.nullcontext():
+        state: AbstractContextManager[Any] = contextlib.nullcontext()
+        if draws and not provider.draws:  # a library's: the one that the op names, the generator's, or this rank's
+            named = m[0].op.random_state
+            capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            state = m.drawing(0, x.device) if named is None or capturing else named()
+        with state:
             y, saved = self._way.forward(self._settings[draws], tensors, self._blank, random)
         for name, tensor in saved.items():
             m.emit(name, tensor)
@@ -210,13 +200,19 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
     """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
 
     def when(m: Match) -> bool | str:
-        settings, heads, keys = _op(m).settings(), _op(m).packed, None
+        settings, heads, inputs, keys = _op(m).settings(), _op(m).packed, m[len(m) - 1].inputs, None
         if isinstance(heads, ApartHeads):
-            shape = m[len(m) - 1].inputs[next(iter(heads.apart.names))].shape
+            shape = inputs[next(iter(heads.apart.names))].shape
             keys = heads.lengths(shape if len(shape) == 3 else (1, *shape))[1]
         problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad, keys)
         asked = padding.reason_not if provider.by_structure and settings.mask.padded else type(provider).reason_not
-        return asked(provider, problem) or _why_not_these_inputs(m) or _why_not_the_ops_before(m) or True
+        if why := asked(provider, problem):
+            return why
+        others = [inputs[name].dtype for name in inputs_of(heads)[1:]]
+        mixed = next((dtype for dtype in others if dtype != m.dtype), None)
+        if mixed is not None:
+            return f"queries are {text_of(m.dtype)}, keys or values {text_of(mixed)}"
+        return _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
         rows = m.x.rows * _op(m).heads

@@ -65,8 +65,7 @@ class OwnWeights8(Maker):
         return (QuantizeWeights(), *dict.fromkeys([measuring_weights(_scaling(w)) for w in wanted]))
 
     def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
-        told = [_told(w) for w in wanted]
-        run = OwnWeights(device, told, [_scaling(w) for w in wanted])
+        run = OwnWeights(device, [_told(w) for w in wanted], [_scaling(w) for w in wanted])
         return functools.partial(_own, run, wanted, [turning_again(w, device) for w in wanted])
 
 

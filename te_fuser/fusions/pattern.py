@@ -41,12 +41,7 @@ PatternPart = Union[type[FusableOperation], OneOf, "Optional", "Repeat"]  # noqa
 
 
 def check(pattern: Sequence[PatternPart], fusion: str) -> tuple[PatternPart, ...]:
-    """The pattern as a tuple.
-
-    Raises:
-        TypeError: when it is no list.
-        ValueError: when it can never match; the message says why.
-    """
+    """The pattern as a tuple; TypeError when it is no list, ValueError, which says why, when it can never match."""
     if not isinstance(pattern, Sequence) or isinstance(pattern, str):
         raise TypeError(
             f"fusion {fusion!r}: a pattern is a list of kinds of ops, got {pattern!r}; write [...] around it"

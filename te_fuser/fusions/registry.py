@@ -103,8 +103,7 @@ class Fusion(Rule):
         Raises:
             ValueError: when there are none.
         """
-        part = self.forward_ops if direction == "forward" else self.backward_ops
-        low, high, _ = part.indices(stop - start)
+        low, high, _ = (self.forward_ops if direction == "forward" else self.backward_ops).indices(stop - start)
         if low >= high:
             raise ValueError(f"fusion {self.name!r}: its {direction} covers none of the {stop - start} ops of a match")
         return start + low, start + high

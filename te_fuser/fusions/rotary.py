@@ -290,8 +290,7 @@ def _why_not(m: Match) -> str | None:
         dtypes += found
     if Bias in places:
         dtypes.append(m[places[Bias]].dtype_of("bias"))
-    head_dim = next(iter(groups)).head_dim
-    why = kernel.reason_not(head_dim, *dtypes)
+    why = kernel.reason_not(next(iter(groups)).head_dim, *dtypes)
     return why if why or rotation is None else _why_not_these_angles(m, m[rotation].inputs)
 
 
@@ -307,14 +306,11 @@ def _why_not_these_angles(m: Match, inputs: Any) -> str | None:
     return None if away is None else f"its angles, starts or offsets are on {away}, the input on {m.device}"
 
 
-def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[TurnedPass]:
-    covered = _covered(m)
-    yield covered.forward_pass() if direction == "forward" else covered.backward_pass(needed)
-
-
 _TURNED_HEADS: dict[str, Any] = {
     "when": lambda m: m.why_no_cuda() or why_not_scaled(m) or _why_not(m) or True,
-    "compiles": _compiles,
+    "compiles": lambda m, direction, needed: [
+        _covered(m).forward_pass() if direction == "forward" else _covered(m).backward_pass(needed)
+    ],
     "choose": lambda m, method: getattr(_turned(_covered(m)), method),
 }
 chosen(

@@ -431,9 +431,6 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: PassInputs) -> tuple[i
     return (*strides, min(t.shape[0] for t in tables), sequences, int(by_row))
 
 
-# ------------------------------------------------------------------------------------------------- making it
-
-
 def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
     """Launches, by the source of each argument; an absent one is never read, and any address stands for it."""
     places = {name: ("tensor", k) for k, name in enumerate(read)}

@@ -362,11 +362,7 @@ def output_specs(op: FusableOperation, x: Spec, inputs: Mapping[str, Spec] | Non
 
 
 def outputs_by_name(op: FusableOperation, made: Any, who: str) -> Mapping[str, Any]:
-    """Results of an op, given by `who`, as a dict: "output" and those of `values`.
-
-    Raises:
-        TypeError: when it gives others.
-    """
+    """Results of an op, given by `who`, as a dict: "output" and those of `values`; TypeError when it gives others."""
     found = made if isinstance(made, Mapping) else {"output": made}
     if found.keys() != {"output", *op.values}:
         gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *op.values)))

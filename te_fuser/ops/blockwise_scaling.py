@@ -64,8 +64,7 @@ def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[to
         data in the dtype, and the reciprocals of the scales as `scales_of` gives them.
     """
     scale = scales_of(t, dtype, scaling)
-    data = rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype)
-    return data, scale.reciprocal()
+    return rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype), scale.reciprocal()
 
 
 def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
@@ -91,5 +90,4 @@ def _amaxes(t: torch.Tensor, block: Block | None) -> torch.Tensor:
     if not t.numel():
         return t.new_zeros(down, across)
     beyond = (0, across * block[1] - t.shape[1], 0, down * block[0] - t.shape[0])
-    whole = torch.nn.functional.pad(magnitudes, beyond)
-    return whole.view(down, block[0], across, block[1]).amax((1, 3))
+    return torch.nn.functional.pad(magnitudes, beyond).view(down, block[0], across, block[1]).amax((1, 3))

@@ -87,7 +87,7 @@ class Bound(FusableOperation):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         owner = state["_owner"]
-        super().__setstate__({**state, "_owner": _nobody if owner is None else weakref.ref(owner)})
+        super().__setstate__({**state, "_owner": (lambda: None) if owner is None else weakref.ref(owner)})
         constructed(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -197,7 +197,3 @@ def _names_in(given: Any) -> tuple[str, ...]:
     given = given.name if isinstance(given, Transposed) else given
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
-
-
-def _nobody() -> None:
-    """A reference to an owner that was gone when its op was copied."""

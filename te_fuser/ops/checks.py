@@ -70,11 +70,7 @@ class TakesArguments:
         return super().__new__(cls)
 
     def __prepare_scriptable__(self) -> Any:
-        """Refuse torch.jit.script, which calls this first.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse torch.jit.script, which calls this first; TypeError always."""
         raise TypeError(
             f"torch.jit.script reads Python that a {type(self).__name__} does not have: call it in torch.compile, or "
             "give torch.export or torch.jit.trace a module whose forward is model.reference(x): docs/works-with.md"
@@ -194,11 +190,7 @@ def may_look(device: torch.device) -> bool:
 
 
 def check_floating(x: Spec, takes: str = "te_fuser ops take") -> None:
-    """Refuse integers and booleans.
-
-    Raises:
-        TypeError: when x holds no floating-point numbers.
-    """
+    """Refuse integers and booleans; TypeError when x holds no floating-point numbers."""
     if not x.dtype.is_floating_point:
         may_be_ids = not x.dtype.is_complex and x.dtype != torch.bool
         ids = "put a torch.nn.Embedding before it where these are ids of tokens, else " if may_be_ids else ""
@@ -223,11 +215,7 @@ def must_say(**choices: str) -> Callable[[Callable[Concatenate[Any, _P], None]],
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:
-    """Refuse an input whose last dimension is not `features`.
-
-    Raises:
-        ValueError: naming both sizes.
-    """
+    """Refuse an input whose last dimension is not `features`; ValueError naming both sizes."""
     name = type(op).__name__
     if not x.shape:
         raise ValueError(f"{name} takes [..., {features}], got a scalar")
@@ -254,12 +242,7 @@ def check_probability(p: float, name: str | None = None) -> float:
 
 
 def check_eps(op: FusableOperation, eps: float) -> float:
-    """Check the number that a norm adds so as not to divide by 0, and return it.
-
-    Raises:
-        ValueError: when it is no finite number from 0 on.
-        TypeError: when it is no number.
-    """
+    """The eps of a norm, once checked; ValueError unless it is finite and >= 0, TypeError when it is no number."""
     found = real_number(type(op).__name__, "eps", eps)
     if not 0.0 <= found < math.inf:
         raise ValueError(f"{type(op).__name__}: eps is a small number, such as 1e-5, got {eps!r}")
@@ -267,23 +250,14 @@ def check_eps(op: FusableOperation, eps: float) -> float:
 
 
 def real_number(op: str, name: str, value: Any) -> float:
-    """An argument of an op that is a number.
-
-    Raises:
-        TypeError: when it is none.
-    """
+    """An argument of an op that is a number; TypeError when it is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op} takes a number as {name}, got {value!r}")
     return float(value)
 
 
 def finite_number(op: str, name: str, value: Any) -> float:
-    """An argument of an op that is a number, neither infinite nor NaN.
-
-    Raises:
-        TypeError: when it is no number.
-        ValueError: when it is one of those.
-    """
+    """An argument of an op; TypeError when it is no number, ValueError when it is infinite or NaN."""
     found = real_number(op, name, value)
     if not math.isfinite(found):
         raise ValueError(f"{op} takes a finite number as {name}, got {value}")
@@ -291,11 +265,7 @@ def finite_number(op: str, name: str, value: Any) -> float:
 
 
 def whole_number(op: str, name: str, value: int) -> int:
-    """An argument of an op that is a whole number.
-
-    Raises:
-        TypeError: when it is none.
-    """
+    """An argument of an op that is a whole number; TypeError when it is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{op} takes a whole number as {name}, got {value!r}")
     return operator.index(value)
@@ -315,22 +285,14 @@ def count(op: str, name: str, value: int, least: int = 1) -> int:
 
 
 def yes_or_no(op: str, name: str, value: bool) -> bool:
-    """An argument of an op that is True or False.
-
-    Raises:
-        TypeError: when it is neither.
-    """
+    """An argument of an op that is True or False; TypeError when it is neither."""
     if not isinstance(value, bool):
         raise TypeError(f"{op} takes True or False as {name}, got {described(value)}")
     return value
 
 
 def function_or_none(op: str, name: str, value: Any) -> Any:
-    """An argument of an op that is a function, where it is given.
-
-    Raises:
-        TypeError: when it is none.
-    """
+    """An argument of an op that is a function, where it is given; TypeError when it is none."""
     if not (value is None or callable(value)):
         raise TypeError(f"{op} takes a function as {name}, or None, got {value!r}")
     return value
@@ -351,11 +313,7 @@ def check_last(op: FusableOperation, dim: int) -> None:
 
 
 def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:
-    """Refuse an input without that dimension, or whose features it is.
-
-    Raises:
-        ValueError: naming the dimension and the shape.
-    """
+    """Refuse an input without that dimension, or whose features it is; ValueError naming dimension and shape."""
     dims = len(x.shape)
     if not -dims <= batch_dim < dims - 1 or batch_dim == -1:
         raise ValueError(
@@ -365,11 +323,7 @@ def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:
 
 
 def check_name(name: str) -> str:
-    """A name that a call can give as a keyword.
-
-    Raises:
-        ValueError: when it cannot be one.
-    """
+    """A name that a call can give as a keyword; ValueError when it cannot be one."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"a name must be usable as a keyword argument, like 'skip'; got {name!r}")
     if name in _TAKEN:
@@ -389,11 +343,7 @@ def check_parameters_dtype(name: str, dtype: Any) -> None:
 
 
 def resolve_shape(shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """`shape` with its -1, if it has one, replaced so that it holds that many elements.
-
-    Raises:
-        ValueError: when no size does.
-    """
+    """`shape` with its -1, if any, replaced so that it holds that many elements; ValueError when no size does."""
     known = math.prod(size for size in shape if size != -1)
     if -1 not in shape:
         if known != elements:

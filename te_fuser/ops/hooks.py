@@ -87,11 +87,7 @@ def facts_of_parts(whole: FusableOperation) -> Facts:
 
 
 def refuse_hooks(whole: FusableOperation, name: str, part: FusableOperation) -> None:
-    """Refuse hooks of an op that another one is lowered to.
-
-    Raises:
-        TypeError: when it has one.
-    """
+    """Refuse hooks of an op that another one is lowered to; TypeError when it has one."""
     if any(hooks_of(part)):
         raise TypeError(
             f"{type(whole).__name__}: part {name!r} has a hook, which would not run: hook the whole operation, "

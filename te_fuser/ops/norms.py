@@ -119,11 +119,7 @@ class _AsRow(Flatten):
 
 
 def _check_sizes(norm: str, x: Spec, sizes: tuple[int, ...]) -> None:
-    """Refuse an input with other trailing dimensions.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse an input with other trailing dimensions; ValueError naming both."""
     if x.shape[-len(sizes) :] != sizes:
         wanted = f"[..., {', '.join(map(str, sizes))}]"
         raise ValueError(f"{norm} was made for {wanted}, got {list(x.shape)}: give it {wanted}")

@@ -72,8 +72,6 @@ def _is_amd() -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ half precision
-
 # dtype -> instruction -> how many times faster than in float32 products are by it. Without any of them PyTorch's own
 # loops take 5 to 150 times as long as float32's, so products are in float32, and rounded once.
 _INSTRUCTIONS: Mapping[torch.dtype, Mapping[str, float]] = {

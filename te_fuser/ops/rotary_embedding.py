@@ -38,8 +38,7 @@ def _turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, directio
 
 def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
     """A complex product, in place: one pass instead of four."""
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
-    pairs.mul_(torch.complex(cos, sin * direction))
+    torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(torch.complex(cos, sin * direction))
     return x
 
 

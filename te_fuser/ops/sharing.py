@@ -146,11 +146,7 @@ class Context:
         return blocks_of(whole, self.spans(positions), dim)
 
     def check(self, op: str, whole: int) -> None:
-        """Refuse sequences that cannot be cut so.
-
-        Raises:
-            ValueError: naming the ranks and what to do.
-        """
+        """Refuse sequences that cannot be cut so; ValueError naming the ranks and what to do."""
         blocks = self.group.size * (2 if self.balanced else 1)
         if whole % blocks:
             raise ValueError(

@@ -39,11 +39,7 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
 
 
 def share_context(model: torch.nn.Module, group: Group) -> None:
-    """Let attentions in a model run on a block of the sequence for each rank.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """Let attentions in a model run on a block of the sequence for each rank; ValueError when there is none."""
     if not set_context(model, Context(group)):
         raise ValueError(
             "parallelize: context= cuts the sequence that attention sees, and this model has no DotProductAttention: "

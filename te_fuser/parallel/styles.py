@@ -51,8 +51,7 @@ class _Style(ParallelStyle):
         who = type(self).__name__
         if not isinstance(op, (MatMul, Bias, Linear)):
             raise TypeError(f"{who} takes {_TAKES}, got {type(op).__name__}: leave it out of the plan")
-        group = Group.of(who, device_mesh)
-        self._check(op, group)
+        self._check(op, Group.of(who, device_mesh))
         for name, dim in self._dims(op).items():
             for owner, of in owners(module, name):
                 distribute(owner, of, device_mesh, dim, self._parts, self.src_data_rank)
@@ -175,11 +174,7 @@ def sizes_of(parts: Parts, whole: int) -> tuple[int, ...]:
 
 
 def check_share(op: str, name: str, size: int, group: Group, parts: Parts = 1) -> None:
-    """Refuse a size that ranks cannot cut into equal parts.
-
-    Raises:
-        ValueError: naming op, rank, and what to do.
-    """
+    """Refuse a size that ranks cannot cut into equal parts; ValueError naming op, rank, and what to do."""
     sizes = sizes_of(parts, size)
     if sum(sizes) != size or any(own % group.size for own in sizes):
         each = f", each of {len(sizes)} parts by itself" * (len(sizes) > 1)

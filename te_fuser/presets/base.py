@@ -232,15 +232,12 @@ class Preset(Together, Variants):
                 continue
             with torch.no_grad():
                 if callable(declared.fill):
-                    with self._random_state(parameter):
+                    state = RandomState.of(self.common)
+                    with contextlib.nullcontext() if state is None or parameter.is_meta else state():
                         filled(self, name, declared.fill)
                 else:
                     parameter.fill_(declared.fill)
         self._settle()
-
-    def _random_state(self, parameter: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        state = RandomState.of(self.common)
-        return contextlib.nullcontext() if state is None or parameter.is_meta else state()
 
     def _settle(self) -> None:
         super()._settle()
@@ -318,15 +315,10 @@ class Preset(Together, Variants):
         details: bool = False, **call: Any,
     ) -> Any:  # fmt: skip
         """Both plans of the same call as tables, as `Sequential.explain` shows them, with its options."""
-        options: dict[str, Any] = {
-            "device": device,
-            "source": source,
-            "measure": measure,
-            "passes": passes,
-            "details": details,
-        }
-        show = functools.partial(Sequential.explain, **options)
-        return self._asked(*args, **call).of_list(show)
+        how = functools.partial(
+            Sequential.explain, device=device, source=source, measure=measure, passes=passes, details=details
+        )
+        return self._asked(*args, **call).of_list(how)
 
     def tune(self, *args: Any, rounds: int = 7, seconds: float = 0.2, margin: float = 0.005, **call: Any) -> TuneReport:
         """Measure alternatives for the same call, as `Sequential.tune`, with its options."""
@@ -428,11 +420,7 @@ class Preset(Together, Variants):
         self.check_one_value(f"{path!r} of a list")
 
     def check_one_value(self, where: str) -> None:
-        """Refuse to stand where a call takes one tensor and returns one.
-
-        Raises:
-            TypeError: naming the arguments by which it does not.
-        """
+        """Refuse to stand where calls take and return one tensor; TypeError naming the arguments that change it."""
         if self.beside():
             raise TypeError(
                 f"{where}: {type(self).__name__} returns several values, by {' and '.join(self.beside())}, where one "

@@ -129,11 +129,7 @@ class MultiheadAttention(ContextParallel):
 
     @property
     def _core(self) -> DotProductAttention:
-        """Attention between the projections.
-
-        Raises:
-            TypeError: where another module stands there, which calls cannot tell their mask.
-        """
+        """Attention between the projections; TypeError for another module, which calls cannot tell their mask."""
         found = self._modules.get("core_attention")
         if not isinstance(found, DotProductAttention):
             is_now = None if found is None else type(found).__name__

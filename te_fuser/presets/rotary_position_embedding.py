@@ -55,8 +55,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved
         exponents = torch.arange(0, turning, 2, dtype=torch.float64) / turning
-        frequencies = (rotary_base**-exponents).float()
-        self.register_buffer("inv_freq", frequencies.to(default_device(device)))
+        self.register_buffer("inv_freq", (rotary_base**-exponents).float().to(default_device(device)))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """[max_seq_len, 1, 1, dim] in float32, for the positions from `offset` on.

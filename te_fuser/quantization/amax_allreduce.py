@@ -134,11 +134,7 @@ class Agreement:
         self._entered.add(key)
 
     def begin(self, recipe: Recipe) -> None:
-        """Compare how many products there are, once.
-
-        Raises:
-            RuntimeError: on all ranks, where these are different numbers.
-        """
+        """Compare how many products there are, once; RuntimeError on all ranks, where these are different numbers."""
         if self._begun:
             return
         gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
@@ -256,8 +252,6 @@ def note_alike(agreement: Agreement | None, left_out: set[State]) -> None:
     if parted and _kept:
         settings_changed()
 
-
-# ------------------------------------------------------------------------------------------ what is gathered in 8 bits
 
 Kinds = tuple[type[FusableOperation], type[FusableOperation]]
 

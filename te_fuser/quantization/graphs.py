@@ -70,11 +70,7 @@ class GraphedRegion:
         self._kept = {state: (kept, weight) for state, kept, weight in used}
 
     def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Replay in the region of now; without gradients nothing is recorded.
-
-        Raises:
-            ValueError: where that is not the region of the capture.
-        """
+        """Replay in the region of now; without gradients nothing is recorded; ValueError if captured in another."""
         self._check()
         if not self._products:
             return replay(*tensors)

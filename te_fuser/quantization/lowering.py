@@ -72,11 +72,7 @@ class StateBinding(Binding):
 
     @property
     def owner(self) -> torch.nn.Module:  # type: ignore[override]
-        """Raise, as no module has it among its parameters.
-
-        Raises:
-            ReferenceError: whenever it is asked for.
-        """
+        """Raise, as no module has it among its parameters; ReferenceError whenever it is asked for."""
         raise ReferenceError(f"{self.name} is kept with a weight, not as a parameter of a module")
 
     @property
@@ -436,8 +432,7 @@ def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Recipe)
     }
     if why := next((why for why, holds in refused.items() if holds), None):
         refuse_narrow(item, why)
-    form = form_of(recipe, dtype, dtype)
-    op = Float8MatMul(cast(MatMul, item.lowered.op), weight_is_kept=True, **form)
+    op = Float8MatMul(cast(MatMul, item.lowered.op), weight_is_kept=True, **form_of(recipe, dtype, dtype))
     numbers = [name for name in READ_KEPT if name in item.lowered.aside]
     return quantizing(item, dtype), in_place(item, op, numbers, {"weight_data": weight_in(item)})
 

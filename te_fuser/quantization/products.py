@@ -141,19 +141,15 @@ def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
             )
         if recipe is not None:
             try_recipe(recipe)
-        paths = [path for path in named if _matches(path, pattern)]
+        # A pattern matches a path or the beginning of it, up to a dot.
+        heads = {path: itertools.accumulate(path.split("."), "{}.{}".format) for path in named}
+        paths = [path for path in named if any(fnmatch.fnmatchcase(head, pattern) for head in heads[path])]
         if not paths:
             near = ", ".join(map(repr, difflib.get_close_matches(pattern, named, n=3, cutoff=0.0)))
             near = f"near it: {near}" if near else "this model has none whose sizes are multiples of 16"
             raise ValueError(f"precision: {pattern!r} matches no product; {near}")
         found += [(named[path], recipe) for path in paths]
     return found
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """True where a pattern matches a path or the beginning of it, up to a dot."""
-    parts = path.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
 
 
 def now() -> int:

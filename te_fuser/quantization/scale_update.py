@@ -231,7 +231,9 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
     if kept is not None and kept.alone == changes() and still_hold(kept.facts):
         return kept, []
     now, found = changes(), _folded_in(block, block.states())
-    plain = [state for state in found if _is_plain(cast(DelayedScaling, state.recipe))]
+    # Scales of these follow from the formula, without a function of somebody's own.
+    recipes = [(state, cast(DelayedScaling, state.recipe)) for state in found]
+    plain = [s for s, r in recipes if isinstance(r.amax_compute_algo, str) and r.scaling_factor_compute_algo is None]
     if not plain or not has_kernel(block.device):
         return None, found
     of = [] if kept is None else [(ref(), recipe) for ref, recipe in kept.of]
@@ -239,11 +241,6 @@ def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
         kept = _kernels[block] = BlockKernel(block, plain)
     kept.alone = now if len(plain) == len(found) else -1
     return kept, [state for state in found if state not in plain]
-
-
-def _is_plain(recipe: DelayedScaling) -> bool:
-    """True where scales follow from the formula, without a function of somebody's own."""
-    return isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
 
 
 # ----------------------------------------------------------------------------------------- the entry of a region

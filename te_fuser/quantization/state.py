@@ -48,11 +48,7 @@ def changes() -> int:
 
 
 def not_in_capture(what: str) -> None:
-    """Refuse what replays would do again, or not at all.
-
-    Raises:
-        RuntimeError: while a stream is captured.
-    """
+    """Refuse what replays would do again, or not at all; RuntimeError while a stream is captured."""
     if region.is_capturing():
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"

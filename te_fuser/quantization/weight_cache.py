@@ -19,7 +19,7 @@ from te_fuser.distributed.dtensor import own_part
 from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.fp8_only_weights import version_of
-from te_fuser.quantization.state import Source, State, has_kernel, not_in_capture, written_by_updates
+from te_fuser.quantization.state import State, has_kernel, not_in_capture, written_by_updates
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -65,7 +65,11 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             made = iter(quantize(*[t for each in given for t in each]))
             for state, _ in pairs:
                 state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
-                state.kept_of = _sources(states[state])
+                # The parameters that the weight is made of, and their versions; of one that a module computes none.
+                weight = states[state]
+                at = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
+                of = [(module._parameters, last, module._parameters.get(last)) for module, last in at]
+                state.kept_of = tuple([(d, n, weakref.ref(p), version_of(p)) for d, n, p in of if p is not None])
     region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
@@ -91,13 +95,6 @@ def _say_once() -> None:
         "begin each step with True",
         stacklevel=2,
     )
-
-
-def _sources(weight: Binding) -> tuple[Source, ...]:
-    """The parameters that a weight is, or is made of, and their versions; of one that a module computes none."""
-    places = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
-    found = [(module._parameters, last, module._parameters.get(last)) for module, last in places]
-    return tuple([(there, last, weakref.ref(p), version_of(p)) for there, last, p in found if p is not None])
 
 
 @contextlib.contextmanager

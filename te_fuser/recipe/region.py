@@ -84,11 +84,7 @@ def current() -> Region | None:
 
 
 def current_key() -> Key | None:
-    """The key of calls here; None outside.
-
-    Raises:
-        RuntimeError: in a region that is on, where torch.compile traces, which cannot follow contexts.
-    """
+    """Key of calls here; None outside; RuntimeError in a region where torch.compile traces."""
     if torch.compiler.is_dynamo_compiling():
         regions = getattr(_here, "regions", ())
         if regions and regions[-1] is not None:

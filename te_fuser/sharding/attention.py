@@ -174,11 +174,7 @@ def _to_heads(op: SharedAttention, argument: str) -> AllToAll:
 
 
 def _check_exchange(op: SharedAttention) -> None:
-    """Refuse what cannot be exchanged.
-
-    Raises:
-        ValueError: saying what to do.
-    """
+    """Refuse what cannot be exchanged; ValueError saying what to do."""
     who, ranks = f"{type(op).__name__} on {op.context}", op.context.size
     if op.kv_heads % ranks:
         raise ValueError(

@@ -249,16 +249,12 @@ class Slots:
             return None
         given = [*zip(sides.clamped(), (q, k), strict=True)][: 1 if sides.keys is None else 2]
         # Behind the last sequence are so many slots that none is longer than others.
-        longest = [_longest_of(side, mask) for side, _ in given]
+        bound = mask.longest
+        longest = [s.positions if s.offsets is None or bound is None else min(bound, s.positions) for s, _ in given]
         tails = max([0, *(-(-side.positions // most) for (side, _), most in zip(given, longest, strict=True))])
         tails = tails if mask.offsets and all_rows else 0
         made = [_slotted(side, heads, mask, most, tails) for (side, heads), most in zip(given, longest, strict=True)]
         return cls(made[0], made[-1])
-
-
-def _longest_of(side: Side, mask: AttentionMask) -> int:
-    """No slot of a side is longer."""
-    return side.positions if side.offsets is None or mask.longest is None else min(mask.longest, side.positions)
 
 
 def _slotted(side: Side, heads: torch.Tensor, mask: AttentionMask, longest: int, tails: int) -> Slotted:

@@ -109,8 +109,7 @@ class CompactByKernel:
         counts = places.new_empty(4, samples)
         given = (hidden is not None) | (keys is not None) << 1 | (key_hidden is not None) << 2
         masks = (some if mask is None else mask.contiguous() for mask in (hidden, key_hidden))
-        kernel = _FIND.ready(some.device)
-        kernel(
+        _FIND.ready(some.device)(
             (*masks, places, key_places, counts), samples, 1, 1, (given, positions, positions if keys is None else keys)
         )
         offsets = _offsets(counts[2:])

@@ -95,11 +95,7 @@ class Views:
 
     @functools.cached_property
     def packed(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
-        """Forms of queries, keys and values in a contiguous packed tensor.
-
-        Raises:
-            RuntimeError: for query heads of groups that have no common stride.
-        """
+        """Forms of queries, keys and values in a contiguous packed tensor; RuntimeError as `packed_forms`."""
         return packed_forms(self.settings, self.samples, self.positions)
 
     @functools.cached_property
@@ -131,11 +127,7 @@ class Views:
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
 
     def within(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Heads of a contiguous tensor, always views, so that a kernel can store there.
-
-        Raises:
-            RuntimeError: for query heads of groups that have no common stride.
-        """
+        """Heads of a contiguous tensor, as views in which a kernel can store; RuntimeError as `packed_forms`."""
         q, k, v = self.packed
         return lying(qkv, q), lying(qkv, k), lying(qkv, v)
 

@@ -55,11 +55,7 @@ def obstacle() -> str | None:
 def refusal(
     kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
 ) -> str | None:
-    """Reason for which the product of that kind cannot be had in these sizes on this device; None if it can.
-
-    Raises:
-        KeyError: when there is no such kind.
-    """
+    """Reason against the product of that kind in these sizes on this device, or None; KeyError for no such kind."""
     return refusal_of(form_of(kind, dtype, out_dtype or dtype), (m, n, k), device)
 
 
@@ -183,20 +179,16 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
         out += given[0]
         if "relu" in form.epilogue:
             if "aux" in form.epilogue:
-                _write_mask(out, given[1])
+                # One bit for each element, set where it is positive.
+                bits = out.new_zeros(*out.shape[:-1], 8 * given[1].shape[-1], dtype=torch.uint8)
+                bits[..., : out.shape[-1]] = out > 0
+                weights = 2 ** torch.arange(8, dtype=torch.uint8, device=out.device)
+                given[1].copy_((bits.unflatten(-1, (-1, 8)) * weights).sum(-1))
             out.relu_()
         elif "gelu" in form.epilogue:
             if "aux" in form.epilogue:
                 given[1].copy_(out)
             out.copy_(torch.nn.functional.gelu(out, approximate="tanh"))
-
-
-def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
-    """Write one bit for each element, set where it is positive."""
-    wide = y.new_zeros(*y.shape[:-1], 8 * mask.shape[-1], dtype=torch.uint8)
-    wide[..., : y.shape[-1]] = y > 0
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=y.device)
-    mask.copy_((wide.unflatten(-1, (-1, 8)) * weights).sum(-1))
 
 
 def multiply(kind: str, a: torch.Tensor, *others: torch.Tensor) -> Any:

@@ -65,7 +65,11 @@ def tune_products(
     chosen, trials = dict(first), list[Trial]()
     try:
         for place in places:
-            worth_trying = deciding.first(f"algorithms of {place}", _fast_alone(place))
+            # The candidates that keep up with the first guess alone, the fastest first.
+            seconds = _seconds_of(place) if len(place.algorithms) > 1 else []
+            keeping_up = [k for k in range(1, len(seconds)) if seconds[k] <= _SOLO_LOSS * seconds[0]]
+            fast = sorted(keeping_up, key=seconds.__getitem__)[:MOST_IN_PLACE]
+            worth_trying = deciding.first(f"algorithms of {place}", fast)
             trials += _tune_place(place, worth_trying, chosen, call, contest, margin, reason_not)
         together = "algorithms of products together"
         trials = concluded(trials, together, lambda: contest(_with(first, call), _with(chosen, call)))
@@ -169,15 +173,6 @@ def _keep(chosen: _Chosen) -> None:
 # ------------------------------------------------------------------------------------------------------- alone
 
 
-def _fast_alone(place: PlacedProduct) -> list[int]:
-    """The candidates that keep up with the first guess alone, the fastest first; no more than are worth trying."""
-    if len(place.algorithms) < 2:
-        return []
-    seconds = _seconds_of(place)
-    keeping_up = [k for k in range(1, len(seconds)) if seconds[k] <= _SOLO_LOSS * seconds[0]]
-    return sorted(keeping_up, key=lambda k: seconds[k])[:MOST_IN_PLACE]
-
-
 def _seconds_of(place: PlacedProduct) -> list[float]:
     """Seconds of each algorithm alone, on random numbers."""
     with torch.cuda.device(place.problem.device):
@@ -219,8 +214,7 @@ def _tensor(role: str, form: ProductForm, p: ProductProblem, device: torch.devic
         length = p.m if form.epilogue == "sum_a" else p.n
         return _matrix(1, length, length, False, _ALIGNMENT, form.out_dtype, device)[0]
     if "relu" in form.epilogue:  # a mask of bits
-        width = p.aux_stride // 8
-        return torch.randint(0, 256, (p.m, width), dtype=torch.uint8, device=device)
+        return torch.randint(0, 256, (p.m, p.aux_stride // 8), dtype=torch.uint8, device=device)
     return _matrix(p.m, p.n, p.aux_stride, False, _ALIGNMENT, form.out_dtype, device)
 
 

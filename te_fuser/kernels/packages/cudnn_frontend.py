@@ -266,11 +266,7 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
 
 
 def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
-    """Make a graph of a problem, or say why cuDNN does not take it.
-
-    Raises:
-        RuntimeError: when the current stream is being captured.
-    """
+    """Make a graph of a problem, or say why cuDNN does not take it; RuntimeError while the stream is captured."""
     with torch.cuda.device(problem.device):
         refuse_capture(_UNMADE)
         give_context(problem.device)

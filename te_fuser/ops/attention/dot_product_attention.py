@@ -114,11 +114,7 @@ _PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def refuse_context_parallel() -> None:
-    """Refuse to run where PyTorch's context_parallel is on: it replaces torch's attention alone.
-
-    Raises:
-        RuntimeError: inside of it.
-    """
+    """Raise RuntimeError where PyTorch's context_parallel is on: it replaces torch's attention alone."""
     found = torch.nn.functional.scaled_dot_product_attention
     if found is not _PLAIN_ATTENTION and found.__module__.startswith("torch.distributed.tensor.experimental"):
         raise RuntimeError(
@@ -366,7 +362,9 @@ class DotProductAttention(SharedAttention):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """dx and the gradients of keys, values, bias and sinks, with the probabilities recomputed."""
         heads, inputs = self.packed, {name: call[name] for name in inputs_of(self.packed)}
-        parts, output = self._parts(call, inputs["input"]), heads.split_output(self._lifted_tensor(raised(dy)))
+        dy = raised(dy)
+        parts = self._parts(call, inputs["input"])
+        output = heads.split_output(dy[None] if self.layout == TOKENS else dy)
         terms, factors = self._terms(call, parts), self._kept(call, parts)
         made = attention_math.backward(parts, output, call["logsumexp"], terms, factors)
         found = pack_gradients(heads, made.parts, inputs)
@@ -392,17 +390,13 @@ class DotProductAttention(SharedAttention):
             )
         return replace(x, shape=(1, *x.shape))
 
-    def _lifted_tensor(self, t: torch.Tensor) -> torch.Tensor:
-        return t[None] if self.layout == TOKENS else t
-
     def _lengths(self, x: Spec) -> tuple[int, int]:
         return self.packed.lengths(self._lifted(x).shape)
 
     def _parts(self, call: OpCall, x: torch.Tensor) -> Parts:
         heads = self.packed
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        others = (call[name] for name in inputs_of(heads)[1:])
-        return split_inputs(heads, [t.to(wide) for t in (x, *others)])
+        return split_inputs(heads, [t.to(wide) for t in (x, *(call[name] for name in inputs_of(heads)[1:]))])
 
     def _output(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return of_layout(self.packed.merge_output(heads.to(x.dtype)), x.dim())
@@ -425,11 +419,7 @@ class DotProductAttention(SharedAttention):
         return Terms(self.scale, hidden, added, scores.soft_cap, sink, shows_all=False, places=places)
 
     def _places(self, call: OpCall, band: Band) -> Places:
-        """Places of queries and keys in their sequences.
-
-        Raises:
-            ValueError: on a CPU, where a sequence is longer than the bias.
-        """
+        """Places of queries and keys in their sequences; ValueError on a CPU, where one is longer than the bias."""
         sizes = _of_four(call["attention_bias"]).shape[2:]
         for side, what, size in zip((band.queries, band.keys), ("queries", "keys"), sizes, strict=True):
             longest = side.table if size > 1 and may_look(side.place.device) else 0

@@ -107,12 +107,7 @@ class HeadLayout:
         raise NotImplementedError
 
     def check(self, op: str, x: Spec) -> None:
-        """Raise, in words, when x cannot be the main input.
-
-        Raises:
-            ValueError: wrong number of dimensions or features.
-            TypeError: not a floating-point tensor.
-        """
+        """Refuse x as main input: ValueError for dimensions or features, TypeError where it is not floating."""
         self._check_rows(op, x)
         if x.features != self.features:
             takes, do = self._taken()
@@ -292,8 +287,7 @@ class ApartHeads(HeadLayout):
         if self.apart.packing == "interleaved":
             key, value = self._heads_in(both, 1).squeeze(2).split(sizes, -1)
             return key, value
-        parts = both.split([self.kv_heads * size for size in sizes], -1)
-        return self._split_others(*parts)
+        return self._split_others(*both.split([self.kv_heads * size for size in sizes], -1))
 
     def pack(self, parts: Parts, dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
         """The inverse of `split`: new tensors, of a dtype each."""

@@ -193,7 +193,8 @@ class AttentionMask:
             if spec.dtype not in _INTEGERS:
                 raise TypeError(f"{name!r} is {spec.dtype}; {op} takes whole numbers: convert with .int()")
             offsets = argument.endswith("offsets")
-            sequences = known[self._offsets_for(argument)].shape[0] - 1 if tokens and not offsets else samples
+            begins = "key_offsets" if argument == "key_lengths" and self.key_offsets else "offsets"
+            sequences = known[begins].shape[0] - 1 if tokens and not offsets else samples
             if len(spec.shape) != 1 or (spec.shape[0] < 1 if offsets else spec.shape[0] != sequences):
                 wanted = "[sequences + 1]" if offsets else f"[{sequences}]"
                 raise ValueError(f"{name!r} has shape {list(spec.shape)}; {op} takes {argument} {wanted}")
@@ -232,14 +233,9 @@ class AttentionMask:
         Raises:
             ValueError: naming the input, what it says and what there is.
         """
-        sides = (
-            (("offsets", "lengths", positions),)
-            if keys is None
-            else (
-                ("offsets", "lengths", positions),
-                ("key_offsets" if self.key_offsets else "offsets", "key_lengths", keys),
-            )
-        )
+        sides = [("offsets", "lengths", positions)]
+        if keys is not None:
+            sides.append(("key_offsets" if self.key_offsets else "offsets", "key_lengths", keys))
         for begins, ends, room in sides:
             offsets, lengths = counts.get(begins), counts.get(ends)
             rooms: torch.Tensor | None = None
@@ -269,9 +265,6 @@ class AttentionMask:
                 f"{name!r} says that sequence {n} has {int(rooms[n])} tokens with its padding, and longest="
                 f"{self.longest}: give a longest that bounds all of them, or none"
             )
-
-    def _offsets_for(self, lengths: str) -> str:
-        return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
 
 
 @dataclass(frozen=True)

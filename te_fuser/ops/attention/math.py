@@ -267,8 +267,7 @@ def _finished(scores: torch.Tensor, terms: Terms) -> torch.Tensor:
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """q k^T * scale: [B, G, R, S, D] and [B, G, K, D] -> [B, H, S, K]; the R query heads of a group are one product."""
     samples, groups, per_group, positions, _ = q.shape
-    scores = (q.flatten(2, 3) * scale) @ k.mT
-    return scores.view(samples, groups * per_group, positions, k.shape[2])
+    return ((q.flatten(2, 3) * scale) @ k.mT).view(samples, groups * per_group, positions, k.shape[2])
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -282,5 +281,4 @@ def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _summed_over_queries(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """weights^T @ rows over all queries of a group: [B, H, S, K] and [B, G, R, S, E] -> [B, G, K, E]."""
     samples, groups, per_group, queries, _ = rows.shape
-    grouped = weights.view(samples, groups, per_group * queries, weights.shape[3])
-    return grouped.mT @ rows.flatten(2, 3)
+    return weights.view(samples, groups, per_group * queries, weights.shape[3]).mT @ rows.flatten(2, 3)
