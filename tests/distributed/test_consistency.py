@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
 from te_fuser.distributed import consistency
 from te_fuser.distributed.group import Group
