@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -80,28 +80,33 @@ class Conversion:
         """
         from te_fuser.fuser.show.explain import Explanation
 
+        plans: list[Plan] = []
+        borders: list[tuple[int, str]] = []
+        for paths, explained in self.explain_layers(args, call, device=device, details=details, source=source):
+            borders.append((len(plans), f"In {paths[0]}{and_others(len(paths))}:"))
+            borders += [(len(plans) + before, text) for before, text in explained.borders]
+            plans += explained.plans
+        return Explanation(plans, source, (), "", borders, (), details)
+
+    def explain_layers(
+        self, args: Sequence[Any], call: Mapping[str, Any], **options: Any
+    ) -> list[tuple[list[str], Any]]:
+        """Paths of layers that are equal in a call, and the `Explanation` of each such kind: see `explain`."""
         if others := call.keys() & inspect.signature(Sequential.explain).parameters.keys() - {"x", "inputs"}:
             words = f"takes no {', '.join(sorted(others))}; te_fuser.profile(model, ids) measures a converted model"
             raise TypeError(f"explain of a conversion {words}")
         ran: list[tuple[str, Sequential, Any, dict[str, Any]]] = []
         found: dict[str, tuple[list[str], Explanation]] = {}
-
         own = [v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for v in (*args, *call.values())]
         with undisturbed(self.model, None), _lists_noted(self.model, self.converted, ran):
             self.model(*own[: len(args)], **dict(zip(call, own[len(args) :], strict=True)))
             for path, listed, x, tensors in ran:
-                explained = listed.explain(x, device=device, details=details, source=source, **tensors)
+                explained = listed.explain(x, **options, **tensors)
                 found.setdefault(str(explained), ([], explained))[0].append(path)
         if not found:
             why = "; ".join(f"{path} is left: {why}" for path, why in self.left.items())
             raise ValueError(f"no layer runs by te_fuser in this call; {why or 'the model calls none of them'}")
-        plans: list[Plan] = []
-        borders: list[tuple[int, str]] = []
-        for paths, explained in found.values():
-            borders.append((len(plans), f"In {paths[0]}{and_others(len(paths))}:"))
-            borders += [(len(plans) + before, text) for before, text in explained.borders]
-            plans += explained.plans
-        return Explanation(plans, source, (), "", borders, (), details)
+        return [*found.values()]
 
     def __str__(self) -> str:
         error = "not checked" if self.error is None else f"{self.error:.1e} from the original"
