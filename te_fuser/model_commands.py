@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from te_fuser.convert.conversion import Conversion
     from te_fuser.fuser.show.explain import Explanation
 
 _WARM_UP, _CALLS = 3, 5
+_LIBRARIES = ("te_fuser", "torch", "transformers")  # an error that is raised in these says that the input does not fit
 
 
 class UsageError(Exception):
@@ -37,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model and its input."""
     parser.add_argument("model", metavar="MODEL", help="file.py:name or package.module:name, a function or a model")
     parser.add_argument("--input", required=True, metavar="SIZES", help="of its input: 8,128,512; ids: 8,128:int64")
-    parser.add_argument("--dtype", default="float32", help="of model and input: float32, bfloat16, ..; int64: ids")
+    parser.add_argument("--dtype", help="of model and input, if not the model's own: bfloat16, ..")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -54,27 +57,38 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
 
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
         model, x = _model_and_input(chosen)
-        try:
-            if hasattr(model, "plans"):
+        if hasattr(model, "plans"):  # a module that only a real call can tell about: explain says so, bench needs none
+            with _refusals(chosen), contextlib.suppress(NotSeenError):
                 model.plans(x, device=device)
-            elif chosen.command != "explain":
-                raise UsageError(f"{chosen.model} is a converted model: te_fuser.convert checks it; time its own calls")
-        except NotSeenError:
-            pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
         yield model, x
+
+
+@contextlib.contextmanager
+def _refusals(chosen: argparse.Namespace) -> Iterator[None]:
+    """Inside, an error that a library raises says that the input does not fit; one of any other code stays as it is."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        places = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in traceback.walk_tb(cause.__traceback__)]
+        if [place for place in places if place not in sys.stdlib_module_names][-1] not in _LIBRARIES:
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{chosen.model}, --input {chosen.input}: {words}") from error
 
 
 def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     import torch
 
-    from te_fuser.convert.conversion import conversion_of
+    from te_fuser.convert.conversion import _kind_of, conversion_of
     from te_fuser.from_torch import from_torch
     from te_fuser.sequential import Sequential
 
     sizes, _, own = chosen.input.partition(":")
-    dtype, of_input = _dtype("--dtype", chosen.dtype), _dtype(f"--input {sizes}:", own or chosen.dtype)
+    dtype = chosen.dtype and _dtype("--dtype", chosen.dtype)
+    of_input = _dtype(f"--input {sizes}:", own) if own else dtype
     named = _named(chosen.model)
     conversion = None if isinstance(named, Sequential) else conversion_of(named)
     model = named if conversion is None else conversion.model
@@ -83,28 +97,35 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
         raise UsageError(f"{chosen.model} gives {kind}: name a torch.nn.Module, or a function that does")
     meta = any(t.is_meta for t in model.parameters())
     place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(place, dtype) if dtype.is_floating_point else model.to(place)
+    model = model.to(place, dtype) if dtype and dtype.is_floating_point else model.to(place)
+    first = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    chosen.dtype = chosen.dtype or str(first).removeprefix("torch.")
     try:
-        x = torch.zeros([int(size) for size in sizes.split(",")], dtype=of_input, device=place)
+        x = torch.zeros([int(size) for size in sizes.split(",")], dtype=of_input or first, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
         words = "give sizes with commas between them, as 8,128,512, of a tensor that fits into memory"
         raise UsageError(f"--input {chosen.input}: {words}") from error
-    if of_input.is_floating_point:
-        x = torch.randn(x.shape, device=place).to(of_input).requires_grad_()
-    if conversion is not None:
-        if of_input not in (torch.int64, torch.int32) and hasattr(model, "get_input_embeddings"):
-            raise UsageError(f"{chosen.model} takes ids: give --input {sizes}:int64")
-        if meta or getattr(chosen, "passes", False):
-            why = "is on the meta device, and explain runs it once" if meta else "has no --passes"
-            raise UsageError(f"{chosen.model} is a converted model; it {why}")
+    if x.is_floating_point():
+        x = torch.randn(x.shape, device=place).to(x.dtype).requires_grad_()
+    if isinstance(named, Sequential):
+        return named, x
+    if conversion is not None or any(_kind_of(type(m)) for m in model.modules()):
+        no_ids = x.is_floating_point() and hasattr(model, "get_input_embeddings")
+        for wrong, words in (
+            (chosen.command != "explain", "te_fuser.convert(model) checks them; time the model's own calls"),
+            (conversion is None, "call te_fuser.convert(model) before the model is returned"),
+            (no_ids, f"give ids, --input {sizes}:int64"),
+            (meta, 'they run once: build it on a device, torch.device("cpu") in place of torch.device("meta")'),
+            (getattr(chosen, "passes", False), "leave --passes out"),
+        ):
+            if wrong:
+                raise UsageError(f"{chosen.model} has layers of transformers: {words}")
+        lists = [f"{path}." for path, m in model.named_modules() if isinstance(m, Sequential)]
+        for path in (path for path in lists if not path[:-1].startswith(tuple(lists))):
+            print(f"{path[:-1]} is a list, not shown here: have {chosen.model} return it to see it", file=sys.stderr)
         return conversion, x
-    if isinstance(model, Sequential):
-        return model, x
-    try:
+    with _refusals(chosen):
         made = from_torch(model, x.detach())
-    except (TypeError, ValueError) as error:
-        words = "is no te_fuser.Sequential, and from_torch does not take it"
-        raise UsageError(f"{chosen.model} {words}: {error}") from error
     print(f"{type(model).__name__} converted by te_fuser.from_torch", file=sys.stderr)
     return (made if isinstance(made, Sequential) else Sequential(made)), x
 
@@ -113,8 +134,8 @@ def _dtype(option: str, name: str) -> torch.dtype:
     import torch
 
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{option} {name} is none of torch's dtypes: give float32, bfloat16, float16 or int64")
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2):
+        raise UsageError(f"{option} {name} is no dtype of a model: give float32, bfloat16, float16, float64 or int64")
     return dtype
 
 
@@ -129,20 +150,18 @@ def _named(text: str) -> Any:
         found = getattr(_module(place), name, None)
         if found is None:
             raise UsageError(f"{place} has no {name!r}")
-        return _called(text, found) if callable(found) and not isinstance(found, torch.nn.Module) else found
+        if not callable(found) or isinstance(found, torch.nn.Module):
+            return found
+        with contextlib.suppress(ValueError):  # some of C have no signature
+            try:
+                inspect.signature(found).bind()
+            except TypeError as error:
+                raise UsageError(f"{text} takes arguments ({error}): name a function without") from error
+        return found()
     except SystemExit as error:
         raise UsageError(f"{text} ends the process, with status {error.code}, before there is a model") from error
     finally:
         sys.argv = own
-
-
-def _called(text: str, make: Callable[[], Any]) -> Any:
-    with contextlib.suppress(ValueError):  # some of C have no signature
-        try:
-            inspect.signature(make).bind()
-        except TypeError as error:
-            raise UsageError(f"{text} takes arguments ({error}): name a function without") from error
-    return make()
 
 
 def _module(place: str) -> ModuleType:
@@ -184,18 +203,18 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 def explain(chosen: argparse.Namespace) -> int:
     with model_and_input(chosen, chosen.device) as (model, x):
         asked = {"passes": True} if chosen.passes else {}  # which a converted model does not take
-        try:
+        with _refusals(chosen):
             found = model.explain(x, device=chosen.device, details=chosen.details, **asked)
-        except ValueError as error:  # of a converted model: of a list plans() has told
-            raise UsageError(str(error)) from error
+            told = [({}, found)] if not chosen.json or hasattr(model, "plans") else _layers(model, x, chosen.device)
     if chosen.html:
         try:
             print(f"{found.to_html(chosen.html)}", file=sys.stderr)
         except OSError as error:
             raise UsageError(f"--html {chosen.html}: {error.strerror}") from error
     if chosen.json:
-        between = [text for _, text in found.borders]
-        print(json.dumps({"plans": plans_as_data(found), "by_itself": between, "unseen": found.unseen}, indent=1))
+        plans = [{**layers, **plan} for layers, one in told for plan in plans_as_data(one)]
+        between = [text for _, one in told for _, text in one.borders]
+        print(json.dumps({"plans": plans, "by_itself": between, "unseen": found.unseen}, indent=1))
     elif not chosen.html:
         print(found)
     return 0
@@ -222,6 +241,21 @@ def plans_as_data(explanation: Explanation) -> list[dict[str, Any]]:
     return found
 
 
+def _layers(conversion: Conversion, x: torch.Tensor, device: str | None) -> list[tuple[dict[str, Any], Explanation]]:
+    """The paths of layers that are equal in a call of their model, and their plans."""
+    from te_fuser.convert.conversion import _lists_noted
+    from te_fuser.fuser.show.measure import undisturbed
+
+    ran: list[tuple[str, Any, torch.Tensor, dict[str, Any]]] = []
+    found: dict[str, tuple[dict[str, Any], Explanation]] = {}
+    with undisturbed(conversion.model, None), _lists_noted(conversion.model, conversion.converted, ran):
+        conversion.model(x)
+        for path, listed, given, tensors in ran:
+            explained = listed.explain(given, device=device, **tensors)
+            found.setdefault(str(explained), ({"path": path, "layers": []}, explained))[0]["layers"].append(path)
+    return [*found.values()]
+
+
 # -------------------------------------------------------------------------------------------------------- verify
 
 
@@ -229,11 +263,8 @@ def verify_model(chosen: argparse.Namespace) -> int:
     """Exit status 1 where something differs."""
     from te_fuser.verify import verify
 
-    with model_and_input(chosen) as (model, x):
-        try:
-            report = verify(model, x, raise_on_failure=False)
-        except (TypeError, ValueError) as error:  # what the model itself raises is in the report
-            raise UsageError(str(error)) from error
+    with model_and_input(chosen) as (model, x), _refusals(chosen):  # what the model itself raises is in the report
+        report = verify(model, x, raise_on_failure=False)
     if chosen.json:
         print(json.dumps({"passed": report.passed, "report": str(report)}, indent=1))
     else:
