@@ -16,20 +16,18 @@ import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from te_fuser.convert.conversion import Conversion
     from te_fuser.fuser.show.explain import Explanation
 
 _WARM_UP, _CALLS = 3, 5
-_LIBRARIES = ("te_fuser", "torch", "transformers")  # an error that is raised in these says that the input does not fit
 
 
 class UsageError(Exception):
@@ -46,11 +44,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The model that was named, as a list of te_fuser's, and an input for it; inside, print() writes to stderr.
-
-    Raises:
-        UsageError: where there is no such model, it cannot be converted, or cannot be planned for this input.
-    """
+    """The model that was named, a list or a Conversion, and an input for it; inside, print() writes to stderr."""
     import torch
 
     from te_fuser.fake_tensors import NotSeenError
@@ -65,15 +59,16 @@ def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> It
 
 @contextlib.contextmanager
 def _refusals(chosen: argparse.Namespace) -> Iterator[None]:
-    """Inside, an error that a library raises says that the input does not fit; one of any other code stays as it is."""
+    """Inside, an error that these libraries raise says that the input does not fit; any other code's stays as it is."""
     try:
         yield
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
+        cause: BaseException | None = error
+        places = list[str]()
+        while cause is not None:
+            places += [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(cause.__traceback__)]
             cause = cause.__cause__
-        places = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in traceback.walk_tb(cause.__traceback__)]
-        if [place for place in places if place not in sys.stdlib_module_names][-1] not in _LIBRARIES:
+        if [p for p in places if p not in sys.stdlib_module_names][-1] not in ("te_fuser", "torch", "transformers"):
             raise
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{chosen.model}, --input {chosen.input}: {words}") from error
@@ -93,8 +88,7 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     conversion = None if isinstance(named, Sequential) else conversion_of(named)
     model = named if conversion is None else conversion.model
     if not isinstance(model, torch.nn.Module):
-        kind = type(model).__name__
-        raise UsageError(f"{chosen.model} gives {kind}: name a torch.nn.Module, or a function that does")
+        raise UsageError(f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or a function of it")
     meta = any(t.is_meta for t in model.parameters())
     place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(place, dtype) if dtype and dtype.is_floating_point else model.to(place)
@@ -110,11 +104,10 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     if isinstance(named, Sequential):
         return named, x
     if conversion is not None or any(_kind_of(type(m)) for m in model.modules()):
-        no_ids = x.is_floating_point() and hasattr(model, "get_input_embeddings")
         for wrong, words in (
             (chosen.command != "explain", "te_fuser.convert(model) checks them; time the model's own calls"),
             (conversion is None, "call te_fuser.convert(model) before the model is returned"),
-            (no_ids, f"give ids, --input {sizes}:int64"),
+            (x.is_floating_point() and hasattr(model, "get_input_embeddings"), f"give ids, --input {sizes}:int64"),
             (meta, 'they run once: build it on a device, torch.device("cpu") in place of torch.device("meta")'),
             (getattr(chosen, "passes", False), "leave --passes out"),
         ):
@@ -201,19 +194,29 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(chosen: argparse.Namespace) -> int:
+    from te_fuser.convert.conversion import Conversion, _lists_noted
+    from te_fuser.fuser.show.measure import undisturbed
+
     with model_and_input(chosen, chosen.device) as (model, x):
         asked = {"passes": True} if chosen.passes else {}  # which a converted model does not take
         with _refusals(chosen):
             found = model.explain(x, device=chosen.device, details=chosen.details, **asked)
-            told = [({}, found)] if not chosen.json or hasattr(model, "plans") else _layers(model, x, chosen.device)
+            told: dict[str, tuple[dict[str, Any], Explanation]] = {"": ({}, found)}
+            if chosen.json and isinstance(model, Conversion):  # its text has headings: data names all equal layers
+                told, ran = {}, list[Any]()
+                with undisturbed(model.model, None), _lists_noted(model.model, model.converted, ran):
+                    model.model(x)
+                    for path, listed, given, tensors in ran:
+                        one = listed.explain(given, device=chosen.device, **tensors)
+                        told.setdefault(str(one), ({"path": path, "layers": []}, one))[0]["layers"].append(path)
     if chosen.html:
         try:
             print(f"{found.to_html(chosen.html)}", file=sys.stderr)
         except OSError as error:
             raise UsageError(f"--html {chosen.html}: {error.strerror}") from error
     if chosen.json:
-        plans = [{**layers, **plan} for layers, one in told for plan in plans_as_data(one)]
-        between = [text for _, one in told for _, text in one.borders]
+        plans = [{**layers, **plan} for layers, one in told.values() for plan in plans_as_data(one)]
+        between = [text for _, one in told.values() for _, text in one.borders]
         print(json.dumps({"plans": plans, "by_itself": between, "unseen": found.unseen}, indent=1))
     elif not chosen.html:
         print(found)
@@ -239,21 +242,6 @@ def plans_as_data(explanation: Explanation) -> list[dict[str, Any]]:
         ]
         found.append(data)
     return found
-
-
-def _layers(conversion: Conversion, x: torch.Tensor, device: str | None) -> list[tuple[dict[str, Any], Explanation]]:
-    """The paths of layers that are equal in a call of their model, and their plans."""
-    from te_fuser.convert.conversion import _lists_noted
-    from te_fuser.fuser.show.measure import undisturbed
-
-    ran: list[tuple[str, Any, torch.Tensor, dict[str, Any]]] = []
-    found: dict[str, tuple[dict[str, Any], Explanation]] = {}
-    with undisturbed(conversion.model, None), _lists_noted(conversion.model, conversion.converted, ran):
-        conversion.model(x)
-        for path, listed, given, tensors in ran:
-            explained = listed.explain(given, device=device, **tensors)
-            found.setdefault(str(explained), ({"path": path, "layers": []}, explained))[0]["layers"].append(path)
-    return [*found.values()]
 
 
 # -------------------------------------------------------------------------------------------------------- verify
@@ -344,11 +332,11 @@ def _times(ways: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, mode
 def _figure(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 2), layout="constrained")
+        figure.savefig(path)  # before time is spent on what cannot be written
     except ModuleNotFoundError as error:
         raise UsageError('--plot needs matplotlib: pip install "te-fuser[examples]"') from error
-    figure = Figure(figsize=(6, 2), layout="constrained")
-    try:
-        figure.savefig(path)  # before time is spent on what cannot be written
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path}: {error}") from error
     return figure
