@@ -88,9 +88,8 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     conversion = None if isinstance(named, Sequential) else conversion_of(named)
     model = named if conversion is None else conversion.model
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or a function of it")
-    meta = any(t.is_meta for t in model.parameters())
-    place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
+        raise UsageError(f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or what gives one")
+    place = "meta" if any(t.is_meta for t in model.parameters()) else "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(place, dtype) if dtype and dtype.is_floating_point else model.to(place)
     first = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     chosen.dtype = chosen.dtype or str(first).removeprefix("torch.")
@@ -105,10 +104,10 @@ def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
         return named, x
     if conversion is not None or any(_kind_of(type(m)) for m in model.modules()):
         for wrong, words in (
-            (chosen.command != "explain", "te_fuser.convert(model) checks them; time the model's own calls"),
+            (chosen.command != "explain", "te_fuser.convert checks them; time the model's own calls"),
             (conversion is None, "call te_fuser.convert(model) before the model is returned"),
             (x.is_floating_point() and hasattr(model, "get_input_embeddings"), f"give ids, --input {sizes}:int64"),
-            (meta, 'they run once: build it on a device, torch.device("cpu") in place of torch.device("meta")'),
+            (x.is_meta, 'they run once: build it on a device, torch.device("cpu") in place of torch.device("meta")'),
             (getattr(chosen, "passes", False), "leave --passes out"),
         ):
             if wrong:
@@ -332,11 +331,11 @@ def _times(ways: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, mode
 def _figure(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 2), layout="constrained")
-        figure.savefig(path)  # before time is spent on what cannot be written
     except ModuleNotFoundError as error:
         raise UsageError('--plot needs matplotlib: pip install "te-fuser[examples]"') from error
+    figure = Figure(figsize=(6, 2), layout="constrained")
+    try:
+        figure.savefig(path)  # before time is spent on what cannot be written
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path}: {error}") from error
     return figure
