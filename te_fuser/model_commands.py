@@ -68,7 +68,7 @@ def _refusals(chosen: argparse.Namespace) -> Iterator[None]:
         while cause is not None:
             places += [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(cause.__traceback__)]
             cause = cause.__cause__
-        if [p for p in places if p not in sys.stdlib_module_names][-1] not in ("te_fuser", "torch", "transformers"):
+        if places[-1] not in ("te_fuser", "torch", "transformers"):
             raise
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{chosen.model}, --input {chosen.input}: {words}") from error
