@@ -214,8 +214,8 @@ def explain(chosen: argparse.Namespace) -> int:
         except OSError as error:
             raise UsageError(f"--html {chosen.html}: {error.strerror}") from error
     if chosen.json:
-        plans = [{**layers, **plan} for layers, one in told.values() for plan in plans_as_data(one)]
-        between = [text for _, one in told.values() for _, text in one.borders]
+        plans = [{**at, **plan} for at, one in told.values() for plan in plans_as_data(one)]
+        between = [f"In {at['path']}: {text}" if at else text for at, one in told.values() for _, text in one.borders]
         print(json.dumps({"plans": plans, "by_itself": between, "unseen": found.unseen}, indent=1))
     elif not chosen.html:
         print(found)

@@ -269,6 +269,13 @@ def of_meta():
     return conversion().model.to("meta")
 
 
+def adapted():
+    model = build()
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.Identity())
+    return model
+
+
 def unconverted():
     return model_of("llama", torch.float32)
 
@@ -356,6 +363,13 @@ def test_a_converted_model_is_answered_in_words(
     assert cli.main([verb, f"{converted}:{name}", "--input", "2,6:int64", *options]) == 2
     told = capsys.readouterr()
     assert words in told.err and told.err.startswith(f"te-fuser {verb}: ") and not told.out
+
+
+def test_what_runs_by_itself_in_a_layer_has_its_path(converted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{converted}:adapted", "--input", "2,6:int64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["layers"] for plan in found["plans"]][:2] == [["model.layers.0"], ["model.layers.1"]]
+    assert all(text.startswith("In model.layers.1: By itself") for text in found["by_itself"]) and found["by_itself"]
 
 
 @pytest.mark.parametrize("name", ["Mine", "MineOfAnother"])
