@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -37,74 +38,86 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model and its input."""
     parser.add_argument("model", metavar="MODEL", help="file.py:name or package.module:name, a function or a model")
     parser.add_argument("--input", required=True, metavar="SIZES", help="of its input: 8,128,512; ids: 8,128:int64")
-    parser.add_argument("--dtype", default="float32", help="of model and input: float32, bfloat16, ..; int64: ids")
+    parser.add_argument("--dtype", help="of model and input, if not the model's own: bfloat16, ..")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 @contextlib.contextmanager
 def model_and_input(chosen: argparse.Namespace, device: str | None = None) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The model that was named, as a list of te_fuser's, and an input for it; inside, print() writes to stderr.
-
-    Raises:
-        UsageError: where there is no such model, it cannot be converted, or cannot be planned for this input.
-    """
+    """The model that was named, a list or a Conversion, and an input for it; inside, print() writes to stderr."""
     import torch
 
     from te_fuser.fake_tensors import NotSeenError
 
     with contextlib.redirect_stdout(sys.stderr), torch.set_grad_enabled(not getattr(chosen, "inference", False)):
         model, x = _model_and_input(chosen)
-        try:
-            if hasattr(model, "plans"):
+        if hasattr(model, "plans"):  # a module that only a real call can tell about: explain says so, bench needs none
+            with _refusals(chosen), contextlib.suppress(NotSeenError):
                 model.plans(x, device=device)
-            elif chosen.command != "explain":
-                raise UsageError(f"{chosen.model} is a converted model: te_fuser.convert checks it; time its own calls")
-        except NotSeenError:
-            pass  # of a module that only a real call can tell about: explain() says so, bench needs no look
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
         yield model, x
+
+
+@contextlib.contextmanager
+def _refusals(chosen: argparse.Namespace) -> Iterator[None]:
+    """Inside, an error that these libraries raise says that the input does not fit; any other code's stays as it is."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        cause: BaseException | None = error
+        places = list[str]()
+        while cause is not None:
+            places += [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(cause.__traceback__)]
+            cause = cause.__cause__
+        if places[-1] not in ("te_fuser", "torch", "transformers"):
+            raise
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{chosen.model}, --input {chosen.input}: {words}") from error
 
 
 def _model_and_input(chosen: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     import torch
 
-    from te_fuser.convert.conversion import conversion_of
+    from te_fuser.convert.conversion import _kind_of, conversion_of
     from te_fuser.from_torch import from_torch
     from te_fuser.sequential import Sequential
 
     sizes, _, own = chosen.input.partition(":")
-    dtype, of_input = _dtype("--dtype", chosen.dtype), _dtype(f"--input {sizes}:", own or chosen.dtype)
+    dtype = chosen.dtype and _dtype("--dtype", chosen.dtype)
+    of_input = _dtype(f"--input {sizes}:", own) if own else dtype
     named = _named(chosen.model)
     conversion = None if isinstance(named, Sequential) else conversion_of(named)
     model = named if conversion is None else conversion.model
     if not isinstance(model, torch.nn.Module):
-        kind = type(model).__name__
-        raise UsageError(f"{chosen.model} gives {kind}: name a torch.nn.Module, or a function that does")
-    meta = any(t.is_meta for t in model.parameters())
-    place = torch.device("meta" if meta else "cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(place, dtype) if dtype.is_floating_point else model.to(place)
+        raise UsageError(f"{chosen.model} gives {type(model).__name__}: name a torch.nn.Module, or what gives one")
+    place = "meta" if any(t.is_meta for t in model.parameters()) else "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(place, dtype) if dtype and dtype.is_floating_point else model.to(place)
+    first = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    chosen.dtype = chosen.dtype or str(first).removeprefix("torch.")
     try:
-        x = torch.zeros([int(size) for size in sizes.split(",")], dtype=of_input, device=place)
+        x = torch.zeros([int(size) for size in sizes.split(",")], dtype=of_input or first, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
         words = "give sizes with commas between them, as 8,128,512, of a tensor that fits into memory"
         raise UsageError(f"--input {chosen.input}: {words}") from error
-    if of_input.is_floating_point:
-        x = torch.randn(x.shape, device=place).to(of_input).requires_grad_()
-    if conversion is not None:
-        if of_input not in (torch.int64, torch.int32) and hasattr(model, "get_input_embeddings"):
-            raise UsageError(f"{chosen.model} takes ids: give --input {sizes}:int64")
-        if meta or getattr(chosen, "passes", False):
-            why = "is on the meta device, and explain runs it once" if meta else "has no --passes"
-            raise UsageError(f"{chosen.model} is a converted model; it {why}")
+    if x.is_floating_point():
+        x = torch.randn(x.shape, device=place).to(x.dtype).requires_grad_()
+    if isinstance(named, Sequential):
+        return named, x
+    if conversion is not None or any(_kind_of(type(m)) for m in model.modules()):
+        for wrong, words in (
+            (chosen.command != "explain", "te_fuser.convert checks them; time the model's own calls"),
+            (conversion is None, "call te_fuser.convert(model) before the model is returned"),
+            (x.is_floating_point() and hasattr(model, "get_input_embeddings"), f"give ids, --input {sizes}:int64"),
+            (x.is_meta, 'they run once: build it on a device, torch.device("cpu") in place of torch.device("meta")'),
+            (getattr(chosen, "passes", False), "leave --passes out"),
+        ):
+            if wrong:
+                raise UsageError(f"{chosen.model} has layers of transformers: {words}")
+        lists = [f"{path}." for path, m in model.named_modules() if isinstance(m, Sequential)]
+        for path in (path for path in lists if not path[:-1].startswith(tuple(lists))):
+            print(f"{path[:-1]} is a list, not shown here: have {chosen.model} return it to see it", file=sys.stderr)
         return conversion, x
-    if isinstance(model, Sequential):
-        return model, x
-    try:
+    with _refusals(chosen):
         made = from_torch(model, x.detach())
-    except (TypeError, ValueError) as error:
-        words = "is no te_fuser.Sequential, and from_torch does not take it"
-        raise UsageError(f"{chosen.model} {words}: {error}") from error
     print(f"{type(model).__name__} converted by te_fuser.from_torch", file=sys.stderr)
     return (made if isinstance(made, Sequential) else Sequential(made)), x
 
@@ -113,8 +126,8 @@ def _dtype(option: str, name: str) -> torch.dtype:
     import torch
 
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{option} {name} is none of torch's dtypes: give float32, bfloat16, float16 or int64")
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2):
+        raise UsageError(f"{option} {name} is no dtype of a model: give float32, bfloat16, float16, float64 or int64")
     return dtype
 
 
@@ -180,20 +193,27 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(chosen: argparse.Namespace) -> int:
+    from te_fuser.convert.conversion import Conversion
+
     with model_and_input(chosen, chosen.device) as (model, x):
         asked = {"passes": True} if chosen.passes else {}  # which a converted model does not take
-        try:
+        with _refusals(chosen):
             found = model.explain(x, device=chosen.device, details=chosen.details, **asked)
-        except ValueError as error:  # of a converted model: of a list plans() has told
-            raise UsageError(str(error)) from error
+            told: list[tuple[list[str], Explanation]] = [([], found)]
+            if chosen.json and isinstance(model, Conversion):  # its text has headings: data names all equal layers
+                told = model.explain_layers((x,), {}, device=chosen.device)
     if chosen.html:
         try:
             print(f"{found.to_html(chosen.html)}", file=sys.stderr)
         except OSError as error:
             raise UsageError(f"--html {chosen.html}: {error.strerror}") from error
     if chosen.json:
-        between = [text for _, text in found.borders]
-        print(json.dumps({"plans": plans_as_data(found), "by_itself": between, "unseen": found.unseen}, indent=1))
+        plans, between = [], []
+        for paths, one in told:
+            at = {"path": paths[0], "layers": paths} if paths else {}
+            plans += [{**at, **plan} for plan in plans_as_data(one)]
+            between += [f"In {paths[0]}: {text}" if paths else text for _, text in one.borders]
+        print(json.dumps({"plans": plans, "by_itself": between, "unseen": found.unseen}, indent=1))
     elif not chosen.html:
         print(found)
     return 0
@@ -227,11 +247,8 @@ def verify_model(chosen: argparse.Namespace) -> int:
     """Exit status 1 where something differs."""
     from te_fuser.verify import verify
 
-    with model_and_input(chosen) as (model, x):
-        try:
-            report = verify(model, x, raise_on_failure=False)
-        except (TypeError, ValueError) as error:  # what the model itself raises is in the report
-            raise UsageError(str(error)) from error
+    with model_and_input(chosen) as (model, x), _refusals(chosen):  # what the model itself raises is in the report
+        report = verify(model, x, raise_on_failure=False)
     if chosen.json:
         print(json.dumps({"passed": report.passed, "report": str(report)}, indent=1))
     else:

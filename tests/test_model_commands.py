@@ -68,6 +68,16 @@ def convolution():
     return torch.nn.Conv2d(1, 1, 1)
 
 
+def raising():
+    made = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    made[1].register_forward_hook(lambda *_: int("mine"))
+    return made
+
+
+def in_bfloat16():
+    return ids().bfloat16()
+
+
 made = build()
 """
 
@@ -181,15 +191,17 @@ def test_what_torch_compile_cannot_do_is_left_out_by_name(
     [("{models}:other", [], "has no 'other'"), ("nowhere.py:build", [], "there is no file nowhere.py"),
      ("no_such_package.x:build", [], "there is no module 'no_such_package.x'"),
      ("build", [], "'build' names no model: write file.py:name or package.module:name"),
-     ("{models}:number", [], "gives int: name a torch.nn.Module, or a function that does"),
-     ("{models}:convolution", [], "is no te_fuser.Sequential, and from_torch does not take it"),
-     ("{models}:build", ["--dtype", "number"], "--dtype number is none of torch's"),
+     ("{models}:number", [], "gives int: name a torch.nn.Module, or what gives one"),
+     ("{models}:convolution", [], "convolution, --input 3,8: TypeError: from_torch cannot turn Conv2d into ops"),
+     ("{models}:build", ["--dtype", "number"], "--dtype number is no dtype of a model: give float32, bfloat16"),
+     ("{models}:build", ["--dtype", "float8_e4m3fn"], "--dtype float8_e4m3fn is no dtype of a model: give float32"),
+     ("{models}:plain", ["--dtype", "complex64"], "--dtype complex64 is no dtype of a model: give float32"),
      ("{models}:build", ["--device", "b9"], "b9"), (":build", [], "':build' names no model"),
      ("{models}:of_size", [], "takes arguments (missing a required argument: 'size'): name a function without"),
      ("{models}:ends", [], "ends the process, with status 0, before there is a model"),
      ("{models}:two_inputs", [], "reads 'skip', which no Fork before it binds"),
      ("{models}:build", ["--dtype", "int64"], "takes floating-point tensors, got int64"),
-     ("{models}:build", ["--input", "3,8:number"], "--input 3,8: number is none of torch's dtypes"),
+     ("{models}:build", ["--input", "3,8:number"], "--input 3,8: number is no dtype of a model"),
      ("{models}:build", ["--html", "no folder/plan.html"], "--html no folder/plan.html: No such file or directory")],
 )  # fmt: skip
 def test_wrong_words_are_answered_and_end_with_2(
@@ -213,9 +225,27 @@ def test_bench_looks_before_it_runs(options: list[str], models: str, capsys: pyt
     assert capsys.readouterr().err.startswith("te-fuser bench: ")
 
 
+def test_a_model_keeps_its_own_dtype(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{models}:in_bfloat16", "--input", "3,4:int64"]) == 0
+    assert "input [3, 4, 8] bfloat16" in capsys.readouterr().out
+    (tmp_path / "half.py").write_text(MODELS + "made.bfloat16()")
+    for verb, *more in (["explain"], ["verify"], ["bench", "--rounds", "1", "--no-compile", "--plot", "times.svg"]):
+        more = [word.replace("times", str(tmp_path / "times")) for word in more]
+        assert cli.main([verb, f"{tmp_path / 'half.py'}:made", "--input", "3,8", *more]) == 0
+        assert verb != "explain" or "input [3, 8] bfloat16" in capsys.readouterr().out
+    assert "3,8 bfloat16" in (tmp_path / "times.svg").read_text()
+
+
+@pytest.mark.parametrize("verb", ["explain", "verify", "bench"])
+def test_an_error_of_ones_own_keeps_its_traceback(verb: str, models: str) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        cli.main([verb, f"{models}:raising", "--input", "3,8"])
+
+
 CONVERTED = """
 import torch
 import te_fuser
+from te_fuser import ops
 from tests.convert.models import model_of
 
 
@@ -237,6 +267,52 @@ def emptied():
 
 def of_meta():
     return conversion().model.to("meta")
+
+
+def adapted():
+    model = build()
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.Identity())
+    return model
+
+
+def unconverted():
+    return model_of("llama", torch.float32)
+
+
+def short():
+    return te_fuser.convert(model_of("gpt2", torch.float32, max_position_embeddings=8), check=False)
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, ids, more):
+        return self.inner(ids)
+
+
+class Head(Two):
+    def __init__(self):
+        super().__init__()
+        self.head = te_fuser.Sequential(ops.LayerNorm(48), te_fuser.Sequential(ops.GELU()))
+
+    def forward(self, ids):
+        return self.head(self.inner(ids).logits)
+
+
+class Raising(Two):
+    def forward(self, ids):
+        raise self.error
+
+
+class Mine(Raising):
+    error = ValueError("mine")
+
+
+class MineOfAnother(Raising):
+    error = IndexError("mine")
 """
 
 
@@ -262,19 +338,24 @@ def test_explain_takes_a_converted_model(
     page = tmp_path / "plan.html"
     assert cli.main([*given, "--dtype", "bfloat16", "--json", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["by_itself"] == [f"In {first} and 1 other like it:"] and found["plans"][0]["device"] == "h200"
+    (plan,) = found["plans"]
+    assert plan["path"] == first and plan["layers"] == [first, f"{first[:-1]}1"] and plan["device"] == "h200"
+    assert not found["by_itself"]
     assert "bfloat16" in page.read_text() and first in page.read_text()
 
 
 @pytest.mark.parametrize(
     ("verb", "name", "options", "words"),
-    [("explain", "build", ["--input", "2,6"], "build takes ids: give --input 2,6:int64"),
+    [("explain", "build", ["--input", "2,6"], "build has layers of transformers: give ids, --input 2,6:int64"),
      ("explain", "build", ["--device", "b9"], "unknown device 'b9'"),
      ("explain", "emptied", [], "no layer runs by te_fuser in this call"),
-     ("explain", "of_meta", [], "of_meta is a converted model; it is on the meta device, and explain runs it once"),
-     ("explain", "build", ["--passes"], "build is a converted model; it has no --passes"),
-     ("verify", "build", [], "build is a converted model: te_fuser.convert checks it; time its own calls"),
-     ("bench", "build", [], "build is a converted model: te_fuser.convert checks it; time its own calls")],
+     ("explain", "of_meta", [], 'build it on a device, torch.device("cpu") in place of torch.device("meta")'),
+     ("explain", "build", ["--passes"], "build has layers of transformers: leave --passes out"),
+     ("explain", "unconverted", [], "unconverted has layers of transformers: call te_fuser.convert(model) before"),
+     ("explain", "short", ["--input", "2,9:int64"], "short, --input 2,9:int64: IndexError: index out of range in self"),
+     ("explain", "Two", [], "Two, --input 2,6:int64: TypeError: Two.forward() missing 1 required positional argument"),
+     ("verify", "unconverted", [], "layers of transformers: te_fuser.convert checks them; time the model's own calls"),
+     ("bench", "build", [], "layers of transformers: te_fuser.convert checks them; time the model's own calls")],
 )  # fmt: skip
 def test_a_converted_model_is_answered_in_words(
     verb: str, name: str, options: list[str], words: str, converted: str, capsys: pytest.CaptureFixture[str]
@@ -282,6 +363,27 @@ def test_a_converted_model_is_answered_in_words(
     assert cli.main([verb, f"{converted}:{name}", "--input", "2,6:int64", *options]) == 2
     told = capsys.readouterr()
     assert words in told.err and told.err.startswith(f"te-fuser {verb}: ") and not told.out
+
+
+def test_what_runs_by_itself_in_a_layer_has_its_path(converted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{converted}:adapted", "--input", "2,6:int64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["layers"] for plan in found["plans"]][:2] == [["model.layers.0"], ["model.layers.1"]]
+    assert all(text.startswith("In model.layers.1: By itself") for text in found["by_itself"]) and found["by_itself"]
+
+
+@pytest.mark.parametrize("name", ["Mine", "MineOfAnother"])
+def test_an_error_of_ones_own_around_a_converted_model_keeps_its_traceback(name: str, converted: str) -> None:
+    with pytest.raises((ValueError, IndexError), match="mine"):
+        cli.main(["explain", f"{converted}:{name}", "--input", "2,6:int64"])
+
+
+def test_a_list_beside_converted_layers_is_named(converted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", f"{converted}:Head", "--input", "2,6:int64", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["plans"][0]["layers"] == ["inner.model.layers.0", "inner.model.layers.1"]
+    said = f"head is a list, not shown here: have {converted}:Head return it to see it"
+    assert [line for line in told.err.splitlines() if "is a list" in line] == [said]
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
