@@ -130,24 +130,49 @@ _STANDS_FOR: dict[type[FusableOperation], type[FusableOperation]] = {
 }
 
 
+_UNINITIALIZED = 1e4  # numbers from here on, and NaN, are those of memory that no constructor wrote to
+
+
 @dataclass(frozen=True)
 class OpExample:
     """Construction of an op from its class.
 
     The constructor gets, where it takes these, the number of input features as `features`, `in_features` and
-    `out_features`, a free `name`, and "meta" as `device`. Parameters on that device get random numbers.
+    `out_features`, a free `name`, and "meta" as `device`. Its parameters get random numbers.
 
     Attributes:
         arguments: its further arguments; or a function (features, name) that gives these.
         choices: argument -> another text to try; switches and floating-point numbers are changed without being named.
         make: called in place of the constructor; gets a torch.Generator as `rng`, too, where it takes one.
-        normal: op -> mean and standard deviation of its random numbers.
+        normal: mean and standard deviation of these, or a function of the op that gives them; None: 0.5 around the
+            numbers that the constructor gave, around 0 where it gave none.
+
+    Raises:
+        TypeError: for a `normal` that is no pair of numbers and no function.
     """
 
     arguments: Mapping[str, Any] | Callable[[int, str], Mapping[str, Any]] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     make: Callable[..., FusableOperation] | None = None
-    normal: Callable[[Any], tuple[float, float]] = lambda op: (0.0, 0.5)
+    normal: tuple[float, float] | Callable[[Any], tuple[float, float]] | None = None
+
+    def __post_init__(self) -> None:
+        pair = self.normal if self.normal is not None and not callable(self.normal) else (0.0, 0.5)
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(n, (int, float)) for n in pair):
+            raise TypeError(f"normal is a mean and a standard deviation, (1.0, 0.2), or a function, got {pair!r}")
+
+    def draw(self, op: FusableOperation, rng: torch.Generator) -> None:
+        """Give the op's parameters random numbers."""
+        found = self.normal(op) if callable(self.normal) else self.normal
+        mean, deviation = found or (0.0, 0.5)
+        made = found is None and not any(p.is_meta for p in op.parameters())
+        if any(p.is_meta for p in op.parameters()):
+            op.to_empty(device=rng.device)
+        with torch.no_grad():
+            for p in (p for p in op.parameters() if p.is_floating_point()):
+                if not (made and p.numel() and p.abs().max() < _UNINITIALIZED):
+                    p.zero_()
+                p.add_(torch.empty_like(p).normal_(mean, deviation, generator=rng))
 
 
 EXAMPLES = OpTable("example", default=OpExample())
@@ -174,11 +199,8 @@ def example_of(
     op = (row.make or kind)(**{k: v for k, v in known.items() if k in takes} | {**arguments, **changed})
     if not isinstance(op, FusableOperation):
         raise TypeError(f"its example is {op!r}")
-    if any(p.is_meta for p in op.parameters()):
-        op.to_empty(device=rng.device)
-        with torch.no_grad():
-            for parameter in op.parameters():
-                parameter.normal_(*row.normal(op), generator=rng)
+    if row.make is None or any(p.is_meta for p in op.parameters()):
+        row.draw(op, rng)
     return op
 
 

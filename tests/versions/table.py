@@ -37,7 +37,7 @@ def merged(cells: dict[str, dict[str, str]], records: dict[str, Any]) -> dict[st
         for age in AGES:
             record = records.get(f"{kind}-{age}")
             if record and record["code"] == 0:
-                for package in packages:
+                for package in packages.keys() & record["versions"].keys():  # a run of old may lack one
                     table[package][age] = record["versions"][package].partition("+")[0]
     return table
 
