@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.layer_ops import become, has_own_forward, keeps_forward
@@ -86,6 +87,8 @@ class Conversion:
             borders.append((len(plans), f"In {paths[0]}{and_others(len(paths))}:"))
             borders += [(len(plans) + before, text) for before, text in explained.borders]
             plans += explained.plans
+            if explained.unseen:
+                borders.append((len(plans), f"No plan is known from here on: {explained.unseen}."))
         return Explanation(plans, source, (), "", borders, (), details)
 
     def explain_layers(
@@ -97,7 +100,8 @@ class Conversion:
             raise TypeError(f"explain of a conversion {words}")
         ran: list[tuple[str, Sequential, Any, dict[str, Any]]] = []
         found: dict[str, tuple[list[str], Explanation]] = {}
-        own = [v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for v in (*args, *call.values())]
+        with _CopiedTensors():
+            own = [v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for v in (*args, *call.values())]
         with undisturbed(self.model, None), _lists_noted(self.model, self.converted, ran):
             self.model(*own[: len(args)], **dict(zip(call, own[len(args) :], strict=True)))
             for path, listed, x, tensors in ran:
@@ -113,6 +117,15 @@ class Conversion:
         lines = [f"{type(self.model).__name__}: {len(self.converted)} layers run by te_fuser, {error}"]
         lines += [f"  {path} is left: {why}" for path, why in self.left.items()]
         return "\n".join(lines)
+
+
+class _CopiedTensors(TorchFunctionMode):
+    """In here copy.deepcopy takes tensors that autograd made, too, as those of a cache that was filled in training."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone().requires_grad_()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

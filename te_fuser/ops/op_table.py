@@ -6,12 +6,12 @@ Those that single features ask of few ops stand here: `@op_table.exports.row(Tru
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from te_fuser.ops.base import Spec
+from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.checks import described
 
 Row = TypeVar("Row")
 Kind = TypeVar("Kind", bound=type)
@@ -41,8 +41,10 @@ class OpTable(Generic[Row]):
         self._default, self._inherited = default, inherited
 
     def add(self, row: Row, *classes: type) -> None:
-        """Give classes of ops a row."""
+        """Give classes of ops a row; TypeError for anything else."""
         for one in classes:
+            if not (isinstance(one, type) and issubclass(one, FusableOperation)):
+                raise TypeError(f"a row of {self._attribute[1:-4]} is of a class of ops, got {described(one)}")
             setattr(one, self._attribute, row)
 
     def row(self, row: Row) -> Callable[[Kind], Kind]:

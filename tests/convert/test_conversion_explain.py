@@ -42,6 +42,9 @@ def test_what_it_takes_and_leaves() -> None:
         model(tokens(), past_key_values=cache)
         conversion.explain(tokens(2, 1), past_key_values=cache)
         assert cache.get_seq_length() == 9  # the call that was explained put nothing there
+    filled = transformers.DynamicCache(config=model.config)
+    model(tokens(), past_key_values=filled)  # keys that autograd made
+    assert conversion.explain(tokens(2, 1), past_key_values=filled).plans and filled.get_seq_length() == 9
     with pytest.raises(TypeError, match="takes no measure, passes; te_fuser.profile"):
         conversion.explain(tokens(), measure=True, passes=True)
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="in this call; model.layers.0 .* with detials"):

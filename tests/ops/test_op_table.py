@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch.nn.utils import parametrize
 
@@ -29,6 +32,12 @@ def test_rows_by_class() -> None:
     table.add(None, Heir, Other)
     assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, None, None]
     assert OpTable("another", 0.0).of(Base) == 0.0
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
+def test_rows_of_other_classes_are_refused(other: Any) -> None:
+    with pytest.raises(TypeError, match="a row of refused is of a class of ops, got"):
+        OpTable("refused", 1.0).row(2.0)(other)
 
 
 def test_rows_of_one_class_alone() -> None:

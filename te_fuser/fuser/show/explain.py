@@ -29,6 +29,7 @@ from te_fuser.fuser.show.step_rows import (
     gains,
     grouped,
     last_attempt,
+    layouts,
     makers_of_steps,
     multiple,
     pass_page,
@@ -39,7 +40,6 @@ from te_fuser.fuser.show.step_rows import (
     span,
     totals,
 )
-from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.passes import PassRecord
@@ -171,10 +171,7 @@ def _heading(plan: Plan, number: str) -> Iterable[Text]:
         f"row kernels by {_TARGETS[plan.target]}, memory {plan.memory}",
         style="bold",
     )
-    nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
-    for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():  # what can be misread
-        more = and_others(len(entries))
-        yield Text(f"Layout: {place(entries[0][0])}{more} {'read' if more else 'reads'} {text}")
+    yield from map(Text, layouts(plan))
 
 
 # Kind of a step -> its colour in a terminal.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.plan.plan import Plan, size_text
-from te_fuser.fuser.show.step_rows import StepRow, Total, count, place, range_of, rows_of, span, totals
+from te_fuser.fuser.show.step_rows import StepRow, Total, count, layouts, place, range_of, rows_of, span, totals
 
 if TYPE_CHECKING:
     from te_fuser.fuser.show.explain import Explanation
@@ -77,6 +77,7 @@ def _plan(plan: Plan, measured: Measured | None, title: str, name: str) -> Itera
     sums = totals(plan, rows, measured is not None)
     what = f"{count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {text_of(x.dtype)}, on {plan.device.name}"
     yield f'<h2>{title}</h2><p class="soft">{escape(what)}, memory {plan.memory}</p>'
+    yield from (f"<p>{escape(text)}</p>" for text in layouts(plan))
     for direction, steps in rows.items():
         if steps:
             yield from _direction(direction, steps, sums[direction], f"{name}-{direction}")

@@ -15,6 +15,7 @@ from te_fuser.dtypes import name_of
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
 from te_fuser.fuser.plan.overlap import awaited, said_of
 from te_fuser.fuser.plan.plan import Plan, SavedTensor, size_text
+from te_fuser.ops import op_table
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
@@ -188,6 +189,7 @@ def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> l
 def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTensor]) -> StepRow:
     nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
+    one = getattr(step.task, "gradient", None)  # of a backward whose gradients run apart
     taken = step.seconds if measured is None else measured
     description, what = step.task.description, step.task.what
     if description is not None and step.cost.launches == 0:
@@ -204,7 +206,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTe
         ops=(step.start, step.stop - 1),
         covers=tuple(place(n) for n in nodes),
         what=what,
-        name=step.name,
+        name=step.name if one is None or one.method in step.name else f"{step.name}.{one.method}",
         read=step.cost.read,
         written=step.cost.written,
         launches=step.cost.launches,
@@ -226,6 +228,14 @@ def place(node: Node) -> str:
     kind = node.op.kind.__name__
     path = node.path.removesuffix("." + kind.lower())
     return f"{kind} {path}" if path else kind
+
+
+def layouts(plan: Plan) -> Iterator[str]:
+    """How ops read what can be misread, a sentence for each way."""
+    nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
+    for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():
+        more = and_others(len(entries))
+        yield f"Layout: {place(entries[0][0])}{more} {'read' if more else 'reads'} {text}"
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:

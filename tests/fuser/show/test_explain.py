@@ -302,6 +302,12 @@ def test_fusions_refused_for_one_reason_share_a_line() -> None:
     assert "matmul, matmul_backward, matmul_bias_backward: cuBLASLt" in text
 
 
+def test_gradients_of_a_product_are_told_apart() -> None:
+    model = te_fuser.Sequential(ops.MatMul(8, 16)).to("meta")
+    text = str(model.explain(torch.empty(32, 8, device="meta", requires_grad=True), device="h200"))
+    assert "fusion matmul_backward.dgrad" in text and "fusion matmul_backward.wgrad" in text
+
+
 def test_the_launches_that_add_up_column_sums_are_told() -> None:
     """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
     listed = [ops.LayerNorm(4096)]
@@ -348,6 +354,8 @@ def test_which_dimension_is_which_is_told_with_its_size() -> None:
         "Layout: RotaryEmbedding 0.1 and 3 others like it read [sequence 2, batch 7, features 32] "
         "(layout='sequence_first'), features as 2 x [2 queries, a key, a value] of 4 (packing='interleaved')"
     ) in text
+    page = te_fuser.Sequential(block(), kernels="reference").explain(x)._repr_html_()
+    assert "Layout: RotaryEmbedding 0.1 and 1 other like it read [sequence 2, batch 7, features 32]" in page
     other = te_fuser.Sequential(block(layout="batch_first", packing="blocked"), kernels="reference")
     assert (
         "[batch 2, sequence 7, features 32] (layout='batch_first'), features as [4 queries | 2 keys | 2 values] of 4 "
