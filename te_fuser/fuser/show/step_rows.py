@@ -231,7 +231,7 @@ def place(node: Node) -> str:
 
 
 def layouts(plan: Plan) -> Iterator[str]:
-    """How ops read what can be misread, a sentence for each way."""
+    """Sentences that say in which layout ops read x, where it could be misread."""
     nodes = [(n, op_table.reading.of(type(n.op))(n.op, plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
     for text, entries in grouped([e for e in nodes if e[1]], lambda e: e[1]).items():
         more = and_others(len(entries))
