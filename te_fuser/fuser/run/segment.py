@@ -177,8 +177,11 @@ class Segment:
             given: the values handed in, where no autograd node sees that an op's own code gave one of these back.
         """
         made: list[torch.Tensor] = []
-        for t, shared in zip([slots[k] for k in self.results_at], self.aliased, strict=True):
-            made.append(t.view_as(t) if shared or any(t is other for other in (*given, *made)) else t)
+        for place, shared in zip(self.results_at, self.aliased):  # noqa: B905 - small calls feel each word here
+            t = slots[place]
+            for other in (*given, *made):
+                shared = shared or t is other
+            made.append(t.view_as(t) if shared else t)
         return [_native.refusing(t) for t in made] if self.recorded else made
 
 

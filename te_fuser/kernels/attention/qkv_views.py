@@ -228,7 +228,8 @@ class HeadsCall:
     @property
     def is_empty(self) -> bool:
         """True where a kernel has nothing to do."""
-        return not all(part.numel() for part in self.heads)
+        q, k, v = self.heads
+        return not (q.numel() and k.numel() and v.numel())
 
     def hidden(self, tensors: Tensors, beside: bool) -> tuple[torch.Tensor | None, bool]:
         """Mask of what the kernel has to hide, [B or 1, H or 1, S or 1, K or 1], and whether it hides later positions.
