@@ -16,8 +16,8 @@ from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
 from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.overlap import awaited, started, starts_something
 from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.steps.function_tasks import GATHERED, FunctionTask, PeerProductTask
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.kernels import peers
@@ -191,10 +191,11 @@ class _InSegment:
         made = kernel_step(self._prices.problem, self._prices, adding, reader.start, reader.stop)
         assert isinstance(scatter.task, PeerProductTask)
         task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
-        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], (BUFFER, buffer))
-        read = (BUFFER, buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
+        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], ("buffer", buffer))
+        read = ("buffer", buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
         covers, price = (scatter.start, scatter.stop), Price("of_nothing", ())
-        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), CloseTask(), price)
+        close = FunctionTask(peers.closed, own_memory=True)
+        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), close, price)
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:
