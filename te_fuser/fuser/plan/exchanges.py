@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
-from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.overlap import awaited, started, starts_something
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.function_tasks import GATHERED, FunctionTask, PeerProductTask
@@ -188,7 +187,7 @@ class _InSegment:
             return None
         k, reader = readers[0]
         buffer = Ref(PART, scatter.start, name="buffer")
-        made = kernel_step(self._prices.problem, self._prices, adding, reader.start, reader.stop)
+        made = self._prices.kernel_step(adding, reader.start, reader.stop)
         assert isinstance(scatter.task, PeerProductTask)
         task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
         outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], ("buffer", buffer))
