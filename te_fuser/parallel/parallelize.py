@@ -79,7 +79,12 @@ def parallelize(
             if groups and mesh is not None and group == Group.of("parallelize", mesh):
                 whose = f"{group.title!r} is mesh and context"
                 raise ValueError(f"parallelize: {whose}: give a dimension of a mesh to each")
-            _share_context(model, group)
+            if not set_context(model, Context(group)):
+                raise ValueError(
+                    "parallelize: context= cuts the sequence that attention sees, and this model has no "
+                    "DotProductAttention: leave it out; attentions of converted models and other libraries know no "
+                    "context"
+                )
         consistency.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
     return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
 
@@ -194,15 +199,6 @@ def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = Fal
     context = Context(Group.of("cut_sequence", group), balanced)
     context.check("cut_sequence", x.shape[dim])
     return context.own(x, x.shape[dim] // context.group.size, dim)
-
-
-def _share_context(model: torch.nn.Module, group: Group) -> None:
-    """Let attentions in a model run on a block of the sequence for each rank; ValueError when there is none."""
-    if not set_context(model, Context(group)):
-        raise ValueError(
-            "parallelize: context= cuts the sequence that attention sees, and this model has no DotProductAttention: "
-            "leave it out; attentions of converted models and other libraries know no context"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------- presets
