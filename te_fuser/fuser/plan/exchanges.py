@@ -47,11 +47,8 @@ def with_copies(plan: Plan, prices: Prices) -> Plan:
     if not starts_something(plan):
         return plan
     refusals: dict[Refusal, None] = {}
-    segments = []
-    for segment in plan.segments:
-        forward, backward = (_InSegment(segment, prices, d, refusals).steps() for d in ("forward", "backward"))
-        segments.append(replace(segment, forward=forward, backward=backward))
-    return replace(plan, segments=tuple(segments), refusals=(*plan.refusals, *refusals))
+    found = plan.changed(lambda segment, direction: _InSegment(segment, prices, direction, refusals).steps())
+    return replace(found, refusals=(*plan.refusals, *refusals))
 
 
 def why_not(options: Options, graph: Graph, group: Group) -> str | None:

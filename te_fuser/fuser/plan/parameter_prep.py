@@ -147,11 +147,7 @@ def raise_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
     if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
         return plan
-    made = [
-        replace(s, forward=_raised_in(s.forward, prices), backward=_raised_in(s.backward, prices))
-        for s in plan.segments
-    ]
-    return replace(plan, segments=tuple(made))
+    return plan.changed(lambda segment, direction: _raised_in(segment.steps(direction), prices))
 
 
 def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
