@@ -36,7 +36,7 @@ class ProjectionArguments(Normed):
 
 @dataclass(frozen=True)
 class HeadsArguments(ProjectionArguments):
-    """Those for heads, and for what a call is like."""
+    """Arguments for heads, and for what a call is like."""
 
     rotary_pos_interleaved: bool = False
     qk_norm_type: str | None = checked(None, NORMS)
