@@ -3,18 +3,14 @@
 
 #include <string>
 
-#include "cpu_kernel.h"
+#include "bindings.h"
 #include "cublaslt.h"
 #include "cuda_driver.h"
 #include "cuda_kernel.h"
-#include "exchange_bindings.h"
 #include "facts.h"
-#include "known_call.h"
 #include "matmul.h"
 #include "peer_matmul.h"
-#include "quantize_weights.h"
 #include "sole_owner.h"
-#include "step_bindings.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
 #include "threads.h"

@@ -1,4 +1,4 @@
-#include "cpu_kernel.h"
+#include "bindings.h"
 
 #include <dlfcn.h>
 

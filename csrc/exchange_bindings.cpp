@@ -1,4 +1,4 @@
-#include "exchange_bindings.h"
+#include "bindings.h"
 
 #include <pybind11/stl.h>
 

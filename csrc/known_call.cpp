@@ -1,4 +1,4 @@
-#include "known_call.h"
+#include "bindings.h"
 
 #include <string>
 

@@ -1,5 +1,5 @@
 #define PY_SSIZE_T_CLEAN  // lengths of bytes are Py_ssize_t
-#include "quantize_weights.h"
+#include "bindings.h"
 
 #include <algorithm>
 #include <cstddef>

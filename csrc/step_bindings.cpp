@@ -1,4 +1,4 @@
-#include "step_bindings.h"
+#include "bindings.h"
 
 #include <pybind11/stl.h>
 

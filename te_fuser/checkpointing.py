@@ -64,15 +64,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def contexts() -> Any:
         forward, again = checkpoint_contexts()
-        return forward, again if tracker is None else Anew(lambda: _both(again, _with_states(tracker(), states)))
+        return forward, again if tracker is None else Anew(lambda: _with_states(again, tracker(), states))
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-@contextlib.contextmanager
-def _both(one: Any, other: Any) -> Iterator[None]:
-    with one, other:
-        yield
 
 
 def _keeping_a_part(
@@ -117,14 +111,15 @@ def _keeping_a_part(
 
 
 @contextlib.contextmanager
-def _with_states(tracker: Any, states: States) -> Iterator[None]:
-    """Context in which the tracker has these states."""
-    now = dict(tracker.get_states())
-    tracker.set_states(dict(states))
-    try:
-        yield
-    finally:
-        tracker.set_states(now)
+def _with_states(again: Any, tracker: Any, states: States) -> Iterator[None]:
+    """Context in which a forward runs again, and the tracker has these states."""
+    with again:
+        now = dict(tracker.get_states())
+        tracker.set_states(dict(states))
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
 
 
 class CudaRNGStatesTracker:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Union
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 from te_fuser.distributed.placement import Entering, entering
 from te_fuser.fake_tensors import LastCall, NotSeenError, looking
-from te_fuser.fuser.graph.op_instances import ListedOp
-from te_fuser.fuser.pipeline import Fuser
+from te_fuser.fuser.graph.op_instances import CallSpecs, ListedOp, bindings_of
+from te_fuser.fuser.graph.passes import keys_now, prepared
+from te_fuser.fuser.graph.reference import reference_run
+from te_fuser.fuser.pipeline import Fuser, lower
+from te_fuser.fuser.run.loading import draw_seed
 from te_fuser.ops.hooks import has_users_hooks
 from te_fuser.params.binding import Given, has_tensor
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,22 @@ class FusedRegion:
             for reader, held in tensors.items():
                 stack.enter_context(reader.holding(**held))
             return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
+
+    def reference(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+        """The meaning of its ops, op by op, in PyTorch's operations alone."""
+        values = dict(inputs)
+        keys = keys_now(x.dtype)
+        listed = prepared(self.listed, keys, reads=True).listed if keys else self.listed
+        parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
+        # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
+        seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in self.listed) else None
+        call = CallSpecs.of(x, values, parameters, around=keys)
+        y = reference_run(lower(listed, call), x, values, parameters, seed)
+        return (y, *(values[n] for n in outputs)) if outputs else y
+
+    def noted(self, plan: Plan) -> Plan:
+        """A plan of its ops, with why these are planned by themselves."""
+        return replace(plan, notes=(*plan.notes, *self.notes)) if self.notes else plan
 
 
 Part = Union[Border, FusedRegion]  # noqa: UP007 - a type alias at run time

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,14 +16,13 @@ from te_fuser.distributed.placement import CALL, Entering, entering_now
 from te_fuser.fake_tensors import NotSeenError, looking, stands_in
 from te_fuser.flatten import ListOptions, OpList, flatten, qualified, runs_itself
 from te_fuser.fused_regions import Border, FusedRegion, GroupRun, Part, walk_parts
-from te_fuser.fuser.graph.op_instances import CallSpecs, bindings_of, results_like
-from te_fuser.fuser.graph.passes import PassRecord, keys_now, prepared, record_passes
-from te_fuser.fuser.graph.reference import reference_run
-from te_fuser.fuser.pipeline import check_options, lower
+from te_fuser.fuser.graph.op_instances import results_like
+from te_fuser.fuser.graph.passes import PassRecord, record_passes
+from te_fuser.fuser.pipeline import check_options
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.call import PLAIN, check_input, check_tensor, named_tensors, refuse_proxy
 from te_fuser.fuser.run.delayed import backward_dw
-from te_fuser.fuser.run.loading import draw_seed, unhooked
+from te_fuser.fuser.run.loading import unhooked
 from te_fuser.fuser.show.measure import pythons_draws_undone, undisturbed
 from te_fuser.guards import Facts, still_hold
 from te_fuser.ops.base import FusableOperation, walk
@@ -240,7 +239,7 @@ class Sequential(OpList):
 
         def run(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             with contextlib.nullcontext(list[PassRecord]()) if passes is None else record_passes() as records:
-                found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
+                found.append(group.noted(group.fuser.plan(x, given, wanted, roofline)))
             if passes is not None:
                 passes.append(records)
             return results_like(found[-1].graph, wanted, x.device) if len(parts) > 1 else None
@@ -304,32 +303,30 @@ class Sequential(OpList):
         if x is None:
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
         records: list[list[PassRecord]] | None = [] if passes else None
-        if not measure:
-            plans, unseen = self._looked_at(x, outputs, device, inputs, records)
-            unknown = "" if unseen is None else str(unseen)
-            return Explanation(plans, source, (), unknown, _borders(self._prepared()), records or (), details)
-        if device is not None:
+        if measure and device is not None:
             raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
-        found = self._measured(x, outputs, inputs)
-        times = [times for _, times in found]
-        if passes:
-            self._looked_at(x, outputs, device, inputs, records)
-        plans = [plan for plan, _ in found]
-        return Explanation(plans, source, times, "", _borders(self._prepared()), records or (), details)
+        plans, times = self._measured(x, outputs, inputs) if measure else ([], [])
+        seen, unseen = self._looked_at(x, outputs, device, inputs, records) if passes or not measure else ([], None)
+        unknown = "" if unseen is None or measure else str(unseen)
+        found = plans if measure else seen
+        return Explanation(found, source, times, unknown, _borders(self._prepared()), records or (), details)
 
-    def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
-        """(plan, times) for each group of ops between plain modules."""
+    def _measured(
+        self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Plan], list[Any]]:
+        """The plan of each group of ops between plain modules, and its times."""
         from te_fuser.fuser.show.measure import measured_run
 
-        found = []
+        plans, times = list[Plan](), list[Any]()
 
         def run(group: FusedRegion, *call: Any) -> Any:
-            plan, times, made = measured_run(group.fuser, *call)
-            found.append((_with_notes(plan, group), times))
+            plan, taken, made = measured_run(group.fuser, *call)
+            plans.append(group.noted(plan))
+            times.append(taken)
             return made
 
         self._try(run, x, outputs, inputs)
-        return found
+        return plans, times
 
     def tune(
         self,
@@ -398,7 +395,7 @@ class Sequential(OpList):
         for name, t in inputs.items():
             if t is not None:
                 check_tensor(t, f" as its input {name!r}")
-        return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
+        return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), FusedRegion.reference)
 
     def operations(self) -> list[FusableOperation]:
         """All ops in this list and in nested ones."""
@@ -451,32 +448,12 @@ def _structure_of(model: Sequential) -> _Structure:
     return _Structure(facts, parts, first.fuser if plain else None, [((), ())], entering)  # type: ignore[union-attr]
 
 
-def _run_group(
-    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
-) -> Any:
+def _run_group(group: FusedRegion, x: torch.Tensor, given: Mapping[str, torch.Tensor], asked: tuple[str, ...]) -> Any:
     if not group.verify or stands_in(x):
-        return group.fuser.run(x, inputs, outputs)
+        return group.fuser.run(x, given, asked)
     from te_fuser.verify import run_verified
 
-    return run_verified(group.fuser, x, inputs, outputs)
-
-
-def _reference(
-    group: FusedRegion, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
-) -> Any:
-    values = dict(inputs)
-    keys = keys_now(x.dtype)
-    listed = prepared(group.listed, keys, reads=True).listed if keys else group.listed
-    parameters = {b: b.get() for b in bindings_of(listed)}  # before the seed, as when it runs fused
-    # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
-    seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
-    call = CallSpecs.of(x, values, parameters, around=keys)
-    y = reference_run(lower(listed, call), x, values, parameters, seed)
-    return (y, *(values[n] for n in outputs)) if outputs else y
-
-
-def _with_notes(plan: Plan, group: FusedRegion) -> Plan:
-    return replace(plan, notes=(*plan.notes, *group.notes)) if group.notes else plan
+    return run_verified(group.fuser, x, given, asked)
 
 
 _said: set[type] = set()  # classes that were warned of
@@ -484,8 +461,10 @@ _said: set[type] = set()  # classes that were warned of
 
 def _say_what_is_plain(model: Sequential) -> None:
     """Warn of modules in a list that run as they are although ops could stand for them, once for each class."""
+    from te_fuser.from_torch import why_none
+
     plain = {name: m for name, m in model.members() if not isinstance(m, (FusableOperation, OpList))}
-    new = {name: type(m) for name, m in plain.items() if type(m) not in _said and not _why_none(m)}
+    new = {name: type(m) for name, m in plain.items() if type(m) not in _said and not why_none(m)}
     if new:
         _said.update(new.values())
         named = ", ".join(f"{name} ({kind.__name__})" for name, kind in new.items())
@@ -497,14 +476,10 @@ def _say_what_is_plain(model: Sequential) -> None:
         )
 
 
-def _why_none(module: torch.nn.Module) -> str:
-    from te_fuser.from_torch import why_none
-
-    return why_none(module)
-
-
 def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
     """Modules that run by themselves, and why, with the number of plans before them; those of one reason in a row."""
+    from te_fuser.from_torch import why_none
+
     found: list[tuple[int, str, list[str]]] = []
     plans = 0
     for part in parts:
@@ -515,7 +490,7 @@ def _borders(parts: Iterable[Part]) -> list[tuple[int, str]]:
         if hasattr(module, "by_itself"):  # of converted models
             why = str(module.by_itself)
         elif not isinstance(module, (FusableOperation, OpList)):
-            none = _why_none(module)
+            none = why_none(module)
             made = f"makes none of it: {none}" if none else "makes ops of it, with its parameters"
             why = f"{why}; te_fuser.from_torch(module) {made}"
         if not found or found[-1][:2] != (plans, why):

@@ -55,9 +55,8 @@ def profile(
         'trace.json'
     """
     path, given = Path(path), _tensors_in((inputs, keywords))
-    _check(model, given, steps, path)
-    takes_gradients = yes_or_no("profile", "backward", backward)
-    wanted = [t for t in (*given, *model.parameters()) if t.requires_grad and takes_gradients]
+    _check(model, given, steps, path, backward)
+    wanted = [t for t in (*given, *model.parameters()) if t.requires_grad and backward]
     on_gpu = any(t.is_cuda for t in (*given, *model.parameters()))
 
     def step() -> None:
@@ -84,7 +83,7 @@ def profile(
     return path
 
 
-def _check(model: Any, given: list[torch.Tensor], steps: int, path: Path) -> None:
+def _check(model: Any, given: list[torch.Tensor], steps: int, path: Path, backward: bool) -> None:
     """Refuse what `profile` cannot run or write, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"profile takes a torch.nn.Module, got {type(model).__name__}")
@@ -96,6 +95,7 @@ def _check(model: Any, given: list[torch.Tensor], steps: int, path: Path) -> Non
         raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
     if path.is_dir():
         raise IsADirectoryError(f"profile writes a file, and {path} is a folder")
+    yes_or_no("profile", "backward", backward)
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:

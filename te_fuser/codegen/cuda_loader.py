@@ -313,14 +313,8 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
         len(text.row_values),
         description.integers,
         waits=True,
-        overwrites=_overwrites(description, text),
+        overwrites=tuple((places["store", store][1], places["load", load][1]) for store, load in text.overwrites),
     )
-
-
-def _overwrites(description: KernelDescription, text: CudaKernel) -> tuple[tuple[int, int], ...]:
-    """The pairs (written, read) of tensors that may have the same memory, by their numbers in a call."""
-    places = _places(description, text)
-    return tuple((places["store", store][1], places["load", load][1]) for store, load in text.overwrites)
 
 
 Place = tuple[str, int]

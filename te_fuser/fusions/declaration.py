@@ -88,13 +88,6 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Any]) -
             )
 
 
-def _check_functions(**given: Any) -> None:
-    """Check that what is asked while planning is a function."""
-    for what, function in given.items():
-        if function is not None and not callable(function):
-            raise TypeError(f"fusion: {what} is a function of the match, got {function!r}; write a lambda")
-
-
 def _check_meant(entry: Fusion) -> None:
     """Names without an op's number are words that mean something; numbers are of ops that the pattern has."""
     words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
@@ -187,8 +180,8 @@ def fusion(
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
-    _check_declared(direction, name, {"emits": emits, "reads": reads, "saves": saves}, details)
-    _check_functions(when=when, cost=cost)
+    named = {"emits": emits, "reads": reads, "saves": saves}
+    _check_declared(direction, name, named, details, when=when, cost=cost)
 
     def declare(body: Any) -> Fusion:
         own = name or getattr(body, "__name__", "")
@@ -202,11 +195,8 @@ def fusion(
             *_directions(own, direction, body, details),
             when=when,
             cost=cost,
-            emits=tuple(emits),
-            reads=tuple(reads),
-            saves=tuple(saves),
             doc=(body.__doc__ or "").strip(),
-            **_as_declared(direction, saves, details),
+            **_as_declared(direction, named, details),
         )
         _check_meant(entry)
         return register(entry) if details.registered else entry
@@ -222,13 +212,18 @@ def chosen(
     return register(entry) if registered else entry
 
 
-def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
+def _check_declared(
+    direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details, **asked: Any
+) -> None:
     """Check what a declaration says of itself, before there is a body."""
     names = ("takes", "gives", "sums", "gradients", "saved_bytes", "takes_gradients_in")
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
         _part(direction, what, getattr(details, what))
-    _check_functions(choose=details.choose, saved_bytes=details.saved_bytes, compiles=details.compiles)
+    asked |= {what: getattr(details, what) for what in ("choose", "saved_bytes", "compiles")}
+    for what, function in asked.items():  # while planning
+        if function is not None and not callable(function):
+            raise TypeError(f"fusion: {what} is a function of the match, got {function!r}; write a lambda")
     if not all(isinstance(node, Gradient) for node in details.gradients):
         raise TypeError(f"gradients are ops.base.Gradient(produces, reads, method), got {list(details.gradients)!r}")
     if not all(isinstance(dtype, torch.dtype) for dtype in details.takes_gradients_in):
@@ -247,10 +242,11 @@ def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[
         raise ValueError(f"sums are gradients of the match's parameters, as in '0.bias'; got {got}")
 
 
-def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict[str, Any]:
-    """The details as a Fusion has them."""
-    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
+def _as_declared(direction: str, named: dict[str, Sequence[str]], details: Details) -> dict[str, Any]:
+    """Names and details as a Fusion has them."""
+    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *named["saves"])}[direction]
     return {
+        **{what: tuple(names) for what, names in named.items()},
         "takes": tuple(details.takes),
         "gives": tuple(details.gives) or (by_default if details.takes else ()),
         "gradients": tuple(details.gradients),

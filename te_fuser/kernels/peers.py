@@ -276,8 +276,8 @@ class _Copies:
                 self.wait()
 
 
-def closed(opened: tuple[_native.PeerBuffers, int]) -> tuple[()]:
-    """Give back a buffer that a step has left open, when the current stream has come so far."""
+def closed(opened: tuple[_native.PeerBuffers, int], *behind: object) -> tuple[()]:
+    """Give back a buffer that a step has left open, when the current stream has come so far: behind these."""
     opened[0].close(opened[1])
     return ()
 

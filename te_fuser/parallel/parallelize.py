@@ -1,4 +1,4 @@
-"""parallelize: a model whose products the ranks of a mesh share."""
+"""Models that ranks share: products and presets over a mesh, sequences over another one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.group import Group
 from te_fuser.from_torch import converts
 from te_fuser.ops import Bound, Cut, FusableOperation, checks
-from te_fuser.ops.checks import yes_or_no
-from te_fuser.parallel.context import share_context
+from te_fuser.ops.checks import no_tensor, yes_or_no
+from te_fuser.ops.glu import GatedUnit
+from te_fuser.ops.sharing import Context
 from te_fuser.parallel.derive import derived_plan, sequence_dim
-from te_fuser.parallel.presets import share_presets
-from te_fuser.parallel.styles import Column, Row, described, distribute, set_cut
+from te_fuser.parallel.styles import Column, Parts, Row, described, distribute, owners, set_cut
 from te_fuser.params.concatenated_parameter import Together
+from te_fuser.presets.attention_base import set_context
+from te_fuser.presets.base import Preset
+from te_fuser.presets.dot_product_attention import DotProductAttention
+from te_fuser.presets.layer_norm_mlp import LayerNormMLP
+from te_fuser.presets.linear import Affine
+from te_fuser.presets.multihead_attention import MultiheadAttention
 from te_fuser.sequential import Sequential
+from te_fuser.sharding.rules import rule_of
 
 _SHOWN = 5  # modules that a message names
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -72,7 +79,12 @@ def parallelize(
             if groups and mesh is not None and group == Group.of("parallelize", mesh):
                 whose = f"{group.title!r} is mesh and context"
                 raise ValueError(f"parallelize: {whose}: give a dimension of a mesh to each")
-            share_context(model, group)
+            if not set_context(model, Context(group)):
+                raise ValueError(
+                    "parallelize: context= cuts the sequence that attention sees, and this model has no "
+                    "DotProductAttention: leave it out; attentions of converted models and other libraries know no "
+                    "context"
+                )
         consistency.compare(groups, [("argument", "parallelize(model, context=mesh)"), *described(model)])
     return model if mesh is None and context is not None else _shared(model, mesh, sequence_parallel, plan)
 
@@ -92,7 +104,7 @@ def _shared(model: Model, mesh: Any, sequence_parallel: bool, plan: Mapping[str,
         asked += [f"a plan with {pattern!r}: {consistency.shown(style)}" for pattern, style in plan.items()]
     consistency.compare(groups, [*[("argument", text) for text in asked], *described(model)])
     if plan is None:
-        share_presets(model, mesh, sequence_parallel, dim)
+        _share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
         module = model.get_submodule(name)
         if not isinstance(style, (Column, Row)):
@@ -158,3 +170,104 @@ def _matched(model: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[
             )
         found.update(dict.fromkeys(matching, style))
     return found
+
+
+# -------------------------------------------------------------------------------------------------- sequences
+
+
+def cut_sequence(x: torch.Tensor, group: Any, dim: int = 0, balanced: bool = False) -> torch.Tensor:
+    """Take this rank's part of a tensor with whole sequences: inputs, labels, or `torch.arange(positions)`.
+
+    Args:
+        x: the same on all ranks.
+        group: the ranks that cut sequences: `mesh["cp"]`, or a ProcessGroup.
+        dim: the dimension of the positions.
+        balanced: of 2 n equal blocks rank r of n has the blocks r and 2 n - 1 - r, as presets take them that have their
+            group by `set_context_parallel_group`; else of n blocks the block r, as `parallelize(model, context=..)`
+            says.
+
+    Returns:
+        [.., positions / ranks, ..]; a view where it is one block, which keeps all of x: clone it where that is large.
+
+    Raises:
+        ValueError: when the ranks cannot cut it into equal blocks, or it has no such dimension.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise no_tensor("cut_sequence", x)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"cut_sequence: an input of shape {list(x.shape)} has no dimension {dim!r} to cut along")
+    context = Context(Group.of("cut_sequence", group), balanced)
+    context.check("cut_sequence", x.shape[dim])
+    return context.own(x, x.shape[dim] // context.group.size, dim)
+
+
+# ---------------------------------------------------------------------------------------------------- presets
+
+
+def _share_presets(model: torch.nn.Module, mesh: DeviceMesh, sequence_parallel: bool, sequence_dim: int) -> None:
+    """Let the ranks of a mesh share the attentions and MLPs in a model, as `set_parallel_mode=True` does.
+
+    Raises:
+        ValueError: for one that is shared already, and for heads and features that cannot be cut into equal parts.
+    """
+    group = Group.of("parallelize", mesh)
+    presets = [m for m in model.modules() if isinstance(m, Preset)]
+    parts: dict[torch.nn.Module, dict[str, Parts]] = {}
+    for preset in presets:
+        parts.update(_parts_of(preset))
+    for preset in presets:
+        _check_preset(preset, group)
+    for preset in presets:
+        _set_preset(preset, group, sequence_parallel, sequence_dim)
+    for preset in reversed(presets):  # what is in it first
+        preset.relist()
+    for module in [*model.modules()]:
+        if not (isinstance(module, Bound) and isinstance(module.owner, Preset)):
+            continue
+        for name, (dim, _) in rule_of(module.op).cuts(module.op).items():
+            for owner, of in owners(module, name):
+                distribute(owner, of, mesh, dim, parts.get(owner, {}).get(of, 1))
+
+
+def _check_preset(preset: Preset, group: Group) -> None:
+    who = type(preset).__name__
+    if preset.tp_size != 1:
+        raise ValueError(f"{who} is shared by tp_group already: make it without, or parallelize what is around it")
+    if isinstance(preset, DotProductAttention) and preset.num_gqa_groups % group.size:
+        raise ValueError(
+            f"{who} on {group}: num_gqa_groups={preset.num_gqa_groups} cannot be cut into {group.size} equal "
+            "parts: take fewer ranks, or more key/value heads"
+        )
+    if isinstance(preset, LayerNormMLP) and preset.ffn_hidden_size % group.size:
+        raise ValueError(
+            f"{who} on {group}: ffn_hidden_size={preset.ffn_hidden_size} cannot be cut into {group.size} equal parts: "
+            "change one"
+        )
+
+
+def _set_preset(preset: Preset, group: Group, sequence_parallel: bool, sequence_dim: int) -> None:
+    preset._group, preset.tp_size = group, group.size
+    preset.sequence_parallel, preset.sequence_dim = sequence_parallel, sequence_dim
+    known = {f.name for f in dataclasses.fields(preset.common)}
+    said = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "set_parallel_mode": True}
+    preset.common = dataclasses.replace(preset.common, **{name: value for name, value in said.items() if name in known})
+    preset._refusal = preset._why_not()
+    preset._made_from = []  # variants are made anew
+    if isinstance(preset, MultiheadAttention):
+        for child in preset.children():
+            if isinstance(child, Affine):
+                child.parallel_mode = "row" if child is preset.proj else "column"
+
+
+def _parts_of(preset: Preset) -> dict[torch.nn.Module, dict[str, Parts]]:
+    """Parameters of a preset, and of those in it, in which several parts lie side by side, and which."""
+    if isinstance(preset, LayerNormMLP):
+        gates = [m for m in preset.children() if isinstance(m, GatedUnit)]
+        return {preset: dict.fromkeys(("fc1_weight", "fc1_bias"), 2)} if gates else {}
+    if isinstance(preset, MultiheadAttention) and preset.common.fuse_qkv_params and not preset.qkv_weight_interleaved:
+        heads, groups = preset.num_attention_heads, preset.num_gqa_groups
+        joined, parts = (
+            (preset.key_value, (groups, groups)) if preset.crosses else (preset.first, (heads, groups, groups))
+        )
+        return {joined: dict.fromkeys(("weight", "bias"), parts)}
+    return {}

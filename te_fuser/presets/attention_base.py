@@ -23,8 +23,8 @@ from te_fuser.variants import Variants
 
 
 @dataclass(frozen=True)
-class HeadsArguments(Normed):
-    """Arguments of `MultiheadAttention` and `TransformerLayer` for heads, as the former says."""
+class ProjectionArguments(Normed):
+    """Arguments of `MultiheadAttention` and `TransformerLayer` for the projections, as the former says."""
 
     num_gqa_groups: int | None = None
     kv_channels: int | None = checked(None, check_size)
@@ -32,6 +32,12 @@ class HeadsArguments(Normed):
     set_parallel_mode: bool = False
     fuse_qkv_params: bool = False
     qkv_weight_interleaved: bool = True
+
+
+@dataclass(frozen=True)
+class HeadsArguments(ProjectionArguments):
+    """Arguments for heads, and for what a call is like."""
+
     rotary_pos_interleaved: bool = False
     qk_norm_type: str | None = checked(None, NORMS)
     qk_norm_eps: float = checked(1e-6, check_epsilon)

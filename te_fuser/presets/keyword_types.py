@@ -22,11 +22,14 @@ class NormedKeys(CommonKeys, total=False):
 class AffineKeys(CommonKeys, total=False):
     init_method: Fill | None; output_layer_init_method: Fill | None; parallel_mode: str | None
     skip_weight_param_allocation: bool; return_bias: bool; parameters_split: Iterable[str] | Mapping[str, int] | None
-class HeadsKeys(NormedKeys, total=False):
+class ProjectionKeys(NormedKeys, total=False):
     bias: bool; set_parallel_mode: bool; fuse_qkv_params: bool; qkv_weight_interleaved: bool
+class HeadsKeys(ProjectionKeys, total=False):
     rotary_pos_interleaved: bool; qk_norm_type: str | None; qk_norm_eps: float; qk_norm_before_rope: bool
     softmax_type: str; window_size: Any; bottom_right_diagonal: bool | None; seq_length: int | None
     micro_batch_size: int | None
+class BranchKeys(HeadsKeys, total=False):
+    enc_dec_attn_mask_type: str | None; enc_dec_window_size: Any; enc_dec_bottom_right_diagonal: bool | None
 class DotProductAttentionKeys(ScoreKeys, total=False):
     layer_number: int | None; attention_type: str; get_rng_state_tracker: Callable[[], Any] | None
     rng_tracker_name: str | None; set_parallel_mode: bool; cp_group: Any; cp_global_ranks: Any; cp_stream: Any
@@ -42,8 +45,7 @@ class LinearKeys(AffineKeys, total=False): ...
 class MultiheadAttentionKeys(HeadsKeys, total=False):
     num_gqa_groups: int | None; return_bias: bool; input_layernorm: bool; attention_type: str; qkv_format: str
     prefix: str
-class TransformerLayerKeys(HeadsKeys, total=False):
-    enc_dec_attn_mask_type: str | None; enc_dec_window_size: Any; enc_dec_bottom_right_diagonal: bool | None
+class TransformerLayerKeys(BranchKeys, total=False):
     apply_query_key_layer_scaling: bool; attention_softmax_in_fp32: bool
     apply_residual_connection_post_layernorm: bool; output_layernorm: bool; parallel_attention_mlp: bool
     layer_type: str; drop_path_rate: float; activation: str; activation_params: Mapping[str, float] | None

@@ -48,8 +48,8 @@ _ARGUMENTS = ("self_attn_mask_type", *_CROSS, *(name for name in ARGUMENTS if na
 
 
 @dataclass(frozen=True)
-class TransformerLayerArguments(HeadsArguments):
-    """Keywords of `TransformerLayer`, documented there."""
+class BranchArguments(HeadsArguments):
+    """Arguments of `TransformerLayer` for dropout, and for the masks of its attentions."""
 
     hidden_dropout: float = checked(0.1, check_drop)
     attention_dropout: float = checked(0.1, check_drop)
@@ -57,6 +57,12 @@ class TransformerLayerArguments(HeadsArguments):
     enc_dec_attn_mask_type: str | None = None
     enc_dec_window_size: Any = None
     enc_dec_bottom_right_diagonal: bool | None = None
+
+
+@dataclass(frozen=True)
+class TransformerLayerArguments(BranchArguments):
+    """Keywords of `TransformerLayer`, documented there."""
+
     apply_query_key_layer_scaling: bool = True
     attention_softmax_in_fp32: bool = False
     apply_residual_connection_post_layernorm: bool = False

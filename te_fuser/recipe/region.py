@@ -185,12 +185,8 @@ def settings() -> int:
 @contextlib.contextmanager
 def counted_alone() -> Iterator[int]:
     """Context in which calls count as those of an entry of their own, of this number, which runs no callbacks."""
-    before, mine = _entry.get(), next(_count)
-    _entry.set(mine)
-    try:
-        yield mine
-    finally:
-        _entry.set(before)
+    with being(_entry, next(_count)):
+        yield _entry.get()
 
 
 def is_capturing() -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, cuda_loader, in_place, schedule
+from te_fuser import _native
+from te_fuser.codegen import cuda, in_place, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.cuda_loader import native_kernel
@@ -232,11 +233,10 @@ def test_the_native_kernel_refuses_what_cannot_be(
     pairs: tuple[object, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, dy = (expr.leaf(n, Axes.FULL, 8) for n in ("x", "dy"))
-    targets = [
-        Target(n, e, Axes.FULL, 8, t)
-        for n, e, t in (("a", x + dy, "float32"), ("b", x * dy, "float32"), ("c", x, "float16"))
-    ]
+    stored = ("a", x + dy, "float32"), ("b", x * dy, "float32"), ("c", x, "float16")
+    targets = [Target(n, e, Axes.FULL, 8, t) for n, e, t in stored]
     d = describe("three", targets, (), dict.fromkeys(("x", "dy"), (Axes.FULL, 8, "float32")))
-    monkeypatch.setattr(cuda_loader, "_overwrites", lambda description, text: pairs)
+    made = _native.CudaKernel
+    monkeypatch.setattr(_native, "CudaKernel", lambda *a, **k: made(*a, **k | {"overwrites": pairs}))
     with pytest.raises(ValueError, match=re.escape(why)):
         native_kernel(d, cuda.generate(d), b"")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.kernel_cache import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
@@ -64,9 +63,9 @@ class _Fit:
 class BackwardCandidates:
     """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
 
-    def __init__(self, problem: Problem, prices: Prices, limits: Withheld) -> None:
-        self.problem, self.prices, self.limits = problem, prices, limits
-        self.graph, self.nodes = problem.graph, problem.nodes
+    def __init__(self, prices: Prices, limits: Withheld) -> None:
+        self.prices, self.limits = prices, limits
+        self.problem, self.graph, self.nodes = prices.problem, prices.graph, prices.problem.nodes
         self.withheld = limits.forbidden - limits.given
 
     def edges(self, section: Section) -> Found:
@@ -181,15 +180,15 @@ class BackwardCandidates:
             return stretch.backward(start, stop, readable, self.withheld, (), silent, measuring=True)
 
         try:
-            steps = row_steps(problem, prices, covers, turned, derive)
-            steps = (*measuring_steps(problem, prices, covers, measuring), *steps)
+            steps = row_steps(prices, covers, turned, derive)
+            steps = (*measuring_steps(prices, covers, measuring), *steps)
         except NotOneKernel as why:
             found.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         made = {r for s in steps for r in s.writes()}
         left = [r for r in problem.recomputable(*covers) if r not in again]
         kept = prices.kept_bytes([*left, *[r for s in steps for r in s.reads() if r not in made]])
-        name, more = name_of_rows(steps), in_forward(problem, prices, stretch, covers, left)
+        name, more = name_of_rows(steps), in_forward(prices, stretch, covers, left)
         return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
@@ -224,7 +223,7 @@ class BackwardCandidates:
         what = ("backward", fusion, fit.whole)
         step = self.prices.once(what, functools.partial(self._fusion_step, fit, inputs))
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
-        steps = with_turned(self.problem, self.prices, [step], (fit.start, fit.stop))
+        steps = with_turned(self.prices, [step], (fit.start, fit.stop))
         return Edge(fit.start, fit.stop, fusion.name, steps, self.prices.kept_bytes(kept), fusion, fit.whole)
 
     def _fusion_step(self, fit: _Fit, inputs: Named) -> Step:
@@ -270,7 +269,7 @@ class BackwardCandidates:
         bytes_kept = self.prices.kept_bytes(
             [*(r for r in kept if r not in gathered), *self._left_for_hanging(fit.nodes)]
         )
-        all_steps = with_turned(self.problem, self.prices, steps, (fit.start, fit.stop))
+        all_steps = with_turned(self.prices, steps, (fit.start, fit.stop))
         return Edge(fit.start, fit.stop, fusion.name, all_steps, bytes_kept, fusion, fit.whole, gathered)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
+from te_fuser.fuser.graph.refs import Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.plan.prices import NOTHING
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import FusionTask
-from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
 
@@ -28,7 +29,6 @@ MatchOf = tuple["Fusion", tuple[int, int]]  # a fusion where it matches
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13
 NO_TENSOR = "its last op makes no tensor of its own"
-NOTHING = (0.0, 0.0)
 
 
 @record(eq=False)
@@ -116,33 +116,6 @@ def find_rows(problem: Problem, found: Found, derive: Callable[[Found, DerivedSt
         found.lone.append([derive(found, stretch, a, b) for a, b in sorted(lone)])
 
 
-def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
-    """A row kernel as the step for the ops start..stop-1."""
-    what = start, stop, kernel.inputs, kernel.outputs, kernel.raised, kernel.aliases
-    return prices.once(what, lambda: _kernel_step(problem, prices, kernel, start, stop))
-
-
-def _kernel_step(
-    problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int, price: Price | None = None
-) -> Step:
-    description = kernel.description
-    names = [load.name for load in description.loads]
-    outs = [t.name for t in description.stores] + [t.name for t in description.sums]
-    inputs = list(zip(names, kernel.inputs, strict=True))
-    inputs += [(m.name, ref) for m, ref in zip(description.maxima, kernel.raised, strict=True)]
-    if description.streams:
-        inputs.append(("seed", SEED))
-    outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
-    outputs += [(f"= {ref.label(problem.graph)}", new) for new, ref in kernel.aliases]
-    made = {r for _, r in outputs}
-    inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
-    if kernel.lead not in {r for _, r in inputs}:
-        inputs.append(("shape", kernel.lead))
-    name = description.name if kernel.computes else "alias"
-    price = price or Price("of_kernel", (kernel, problem.nodes[start]))
-    return prices.step(name, (start, stop), inputs, outputs, kernel, price)
-
-
 class Placed(NamedTuple):
     """Candidates of one section in another one that is like it, or in its own.
 
@@ -160,50 +133,36 @@ class Placed(NamedTuple):
         """Map from the refs of section `here` to those at their places in section `there`."""
         return self.here.refs_in(self.there)
 
-    def moved(self, problem: Problem, prices: Prices) -> Sequence[Edge]:
+    def moved(self, prices: Prices) -> Sequence[Edge]:
         """Candidates at their places in section `there`, with the costs that their steps have in `here`."""
         if not self.by:
             return self.edges
-        move = _Move(problem, prices, self.here, self.there, self.by, self.refs)
-        return [prices.once((e, self.there), functools.partial(move.edge, e)) for e in self.edges]
+        return [prices.once((e, self.there), functools.partial(self._edge, prices, e)) for e in self.edges]
 
-
-class _Move(NamedTuple):
-    """A move of candidates from one section to another, `by` ops later."""
-
-    problem: Problem
-    prices: Prices
-    here: Section
-    there: Section
-    by: int
-    refs: Mapping[Ref, Ref]
-
-    def edge(self, edge: Edge) -> Edge:
+    def _edge(self, prices: Prices, edge: Edge) -> Edge:
         """The candidate at its place there."""
         by, whole = self.by, edge.whole
         if whole is not None:
             whole = whole[0] + by, whole[1] + by
         again = tuple(map(self.refs.__getitem__, edge.recomputes))
-        steps = tuple([self.step(step, whole) for step in edge.steps])
+        steps = tuple([self._step(prices, step, whole) for step in edge.steps])
         start, stop = edge.start + by, edge.stop + by
         return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
 
-    def step(self, step: Step, whole: tuple[int, int] | None) -> Step:
+    def _step(self, prices: Prices, step: Step, whole: tuple[int, int] | None) -> Step:
         """The step at its place there; `whole`: the ops that its fusion matches there, if it is one's."""
-        problem, task, by, refs = self.problem, step.task, self.by, self.refs
-        start, stop = step.start + by, step.stop + by
+        problem, task, by, refs = prices.problem, step.task, self.by, self.refs
+        start, stop, nodes = step.start + by, step.stop + by, problem.nodes
         if isinstance(task, KernelTask):
-            nodes = problem.nodes
-            task = task.moved(
-                refs.__getitem__, nodes[self.there.start].draw.stream - nodes[self.here.start].draw.stream
-            )
+            later = nodes[self.there.start].draw.stream - nodes[self.here.start].draw.stream
+            task = task.moved(refs.__getitem__, later)
             if task.aliases:  # what they are called, the place says
-                return _kernel_step(problem, self.prices, task, start, stop, step.price)
+                return prices.kernel_step(task, start, stop, step.price)
         elif isinstance(task, FusionTask):
             assert whole is not None
-            task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
+            task = _moved_fusion(problem, whole, by, task, nodes[start:stop])
         else:
-            task = task.at(problem.nodes[start])
+            task = task.at(nodes[start])
         inputs = tuple([(name, refs[r]) for name, r in step.inputs])
         outputs = tuple([(name, refs[r]) for name, r in step.outputs])
         taken = step.cost, step.seconds, step.host

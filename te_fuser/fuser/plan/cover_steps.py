@@ -23,7 +23,6 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.layouts import turning_step
 from te_fuser.fuser.plan.plan import SavedTensor
 from te_fuser.fuser.steps.function_tasks import SumTask, add_task, cast_task
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
 
@@ -83,9 +81,9 @@ def without_idle(backward: list[Step]) -> list[Step]:
     return found[::-1]
 
 
-def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[SavedTensor, ...]:
+def kept_by(prices: Prices, backward: list[Step]) -> tuple[SavedTensor, ...]:
     """Tensors that backward steps read and none of them makes."""
-    graph = problem.graph
+    graph = prices.graph
     found: dict[Ref, SavedTensor] = {}
     made = {r for s in backward for _, r in s.outputs}
     for step in backward:
@@ -96,7 +94,7 @@ def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Sav
     return tuple(found.values())
 
 
-def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> list[Step]:
+def without_unread(prices: Prices, backward: list[Step]) -> list[Step]:
     """The steps whose kernels compute nothing again that no step reads."""
     again = {r for step in backward for _, r in step.outputs if r.kind is RECOMPUTED}
     idle = again - {r for step in backward for _, r in step.inputs} if again else again
@@ -108,7 +106,7 @@ def without_unread(problem: Problem, prices: Prices, backward: list[Step]) -> li
         if kernel is None or idle.isdisjoint(step.writes()):
             found.append(step)
         elif (less := _without(kernel, idle)) is not None:
-            found.append(replace(kernel_step(problem, prices, less, step.start, step.stop), chain=step.chain))
+            found.append(replace(prices.kernel_step(less, step.start, step.stop), chain=step.chain))
     return found
 
 
@@ -124,7 +122,7 @@ def _without(task: KernelTask, idle: Set[Ref]) -> KernelTask | None:
     return task.storing(stores, [o for o, stay in zip(task.outputs, stays, strict=True) if stay], aliases)
 
 
-def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+def with_forms(prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
     """Put before the first step that reads a form which no step makes the step that does; `made` are there before.
 
     Parameters in another dtype, and what is read transposed of which other code than a generated kernel makes the rows.
@@ -137,7 +135,7 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
                 continue
             covers = step.start, step.stop
             if ref.form.layout != "rows":
-                result.append(turning_step(problem, prices, ref, covers))
+                result.append(turning_step(prices, ref, covers))
             elif ref.kind is PARAMETER:
                 assert ref.form.dtype is not None
                 inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
@@ -148,7 +146,7 @@ def with_forms(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
     return result
 
 
-def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
+def with_sums(prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
     """Rename the contributions of several steps to one gradient, and add the steps that sum them.
 
     Args:
@@ -174,15 +172,15 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
         for ref in dict.fromkeys(complete):
             inputs = tuple((f"term {k}", r) for k, r in enumerate(seen[ref]))
             price = Price("of_sum", (ref, len(inputs) - 1))
-            absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(problem.nodes)
+            absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(prices.problem.nodes)
             covers, outputs = (step.start, step.stop), (("sum", ref),)
             result.append(prices.step("add_gradients", covers, inputs, outputs, add_task(len(inputs), absent), price))
     return result
 
 
-def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
+def with_sums_over_ranks(prices: Prices, steps: list[Step]) -> list[Step]:
     """Add two steps for each group that sums gradients of parameters over its ranks: one starts, one waits."""
-    sums = problem.graph.sums
+    sums = prices.graph.sums
     if not sums:
         return steps
     made = [r for s in steps for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term and r.index in sums]
@@ -191,12 +189,12 @@ def with_sums_over_ranks(problem: Problem, prices: Prices, steps: list[Step]) ->
     renames = {r: own_term_ref(r.index) for r in made}
     result = [_renamed(s, {r: renames[r] for r in s.writes() if r in renames}) for s in steps]
     for group in dict.fromkeys(sums[r.index] for r in made):
-        result += _over_ranks(problem, prices, group, [r.index for r in made if sums[r.index] == group])
+        result += _over_ranks(prices, group, [r.index for r in made if sums[r.index] == group])
     return result
 
 
-def _over_ranks(problem: Problem, prices: Prices, group: Group, parameters: list[int]) -> Iterable[Step]:
-    ops = tuple([n.index for n in problem.nodes if not set(parameters).isdisjoint(n.parameters.values())])
+def _over_ranks(prices: Prices, group: Group, parameters: list[int]) -> Iterable[Step]:
+    ops = tuple([n.index for n in prices.problem.nodes if not set(parameters).isdisjoint(n.parameters.values())])
     covers = ops[0], ops[-1] + 1
     terms = [(f"term {p}", own_term_ref(p)) for p in parameters]
     whole = [(f"sum {p}", parameter_gradient_ref(p)) for p in parameters]

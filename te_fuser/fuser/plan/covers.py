@@ -79,9 +79,9 @@ class _Round:
 class Covering:
     """The covers of one problem."""
 
-    def __init__(self, problem: Problem, prices: Prices) -> None:
-        self.problem, self.prices, self.sections = problem, prices, problem.sections
-        self._free = ForwardCandidates(problem, prices)
+    def __init__(self, prices: Prices) -> None:
+        self.prices, self.problem = prices, (problem := prices.problem)
+        self.sections, self._free = problem.sections, ForwardCandidates(prices)
         self._rank = {name: k for k, name in enumerate(dict.fromkeys(f.name for f, _, _ in problem.matches))}
         self._known: dict[Hashable, Any] = {}
 
@@ -112,7 +112,7 @@ class Covering:
 
     def _round(self, aim: Aim, held: frozenset[int], limits: Withheld) -> _Round | None:
         """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
-        candidates, impossible = BackwardCandidates(self.problem, self.prices, limits), dict[Any, Refusal]()
+        candidates, impossible = BackwardCandidates(self.prices, limits), dict[Any, Refusal]()
         known = self._all_found(limits, candidates)
         while True:
             backward = self._backward(aim, held, impossible, known)
@@ -135,7 +135,7 @@ class Covering:
         """A backward cover's joint fusions, the candidates for forward, the first that cannot run, and what is read."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         reads = self._reads(backward)
-        candidates = ForwardCandidates(self.problem, self.prices, reads[1], joint)
+        candidates = ForwardCandidates(self.prices, reads[1], joint)
         found = self._all_found((reads[1], *joint), candidates)
         return joint, found, self._cannot_run(joint, found), reads
 

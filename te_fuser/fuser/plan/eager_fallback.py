@@ -42,16 +42,19 @@ class _FunctionCall:
         return self.nodes[-1].output
 
 
-def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -> Plan:
+def with_recorded(prices: Prices, plan: Plan, weight: float) -> Plan:
     """The plan with each segment recorded that is cheaper so; a kept byte is worth `weight` passes over it."""
+
+    problem = prices.problem
 
     def price(p: Plan) -> float:
         return p.seconds() + p.kept_bytes() * weight / problem.options.device.bandwidth
 
     budget = problem.options.memory if isinstance(problem.options.memory, int) else None
     for k, segment in enumerate(plan.segments):
-        what = problem, prices, segment.start, segment.stop
-        steps = prices.once((_recorded, *what[2:]), functools.partial(_recorded, *what)) if segment.backward else None
+        part = segment.start, segment.stop
+        made = functools.partial(_recorded, prices, *part)
+        steps = prices.once((_recorded, *part), made) if segment.backward else None
         if steps is None:
             continue
         forward, backward, kept = steps
@@ -74,18 +77,19 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
 
 
 def _recorded(
-    problem: Problem, prices: Prices, start: int, stop: int
+    prices: Prices, start: int, stop: int
 ) -> tuple[tuple[Step, ...], tuple[Step, ...], tuple[SavedTensor, ...]] | None:
     """The steps of a segment as PyTorch's functions, and what these keep; None where something needs our own node."""
+    problem = prices.problem
     if not is_recordable(problem, start, stop):
         return None
     calls = _calls(problem, problem.nodes[start:stop]) or []
-    needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
+    needing = [call for call in reversed(calls) if prices.graph.needs_grad(call.output)]
     if not needing:
         return None
-    forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
-    backward = [_backward(problem, prices, call) for call in needing]
-    return tuple(forward), tuple(backward), kept_by(problem, prices, backward)
+    forward = with_forms(prices, [_forward(prices, call) for call in calls], set())
+    backward = [_backward(prices, call) for call in needing]
+    return tuple(forward), tuple(backward), kept_by(prices, backward)
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
@@ -150,8 +154,8 @@ def _joined(problem: Problem, call: _FunctionCall, function: TorchFunction, node
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
-def _forward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
-    graph = problem.graph
+def _forward(prices: Prices, call: _FunctionCall) -> Step:
+    graph = prices.graph
     inputs = tuple(zip((*call.function.reads, "addend"), call.reads, strict=False))
     outputs = (("output", graph.ref(call.output)),)
     covers, price = (call.nodes[0].index, call.nodes[-1].index + 1), Price(_forward_cost, (call, inputs, outputs))
@@ -165,8 +169,9 @@ def _forward_cost(prices: Prices, call: _FunctionCall, inputs: Named, outputs: N
     return prices.of_launch(inputs, outputs, flops_of(prices.graph, call.nodes[:1]))
 
 
-def _backward(problem: Problem, prices: Prices, call: _FunctionCall) -> Step:
+def _backward(prices: Prices, call: _FunctionCall) -> Step:
     """Step for the node that PyTorch records, with what it reads and gives, for the plan to show and to price."""
+    problem = prices.problem
     function, first = call.function, call.nodes[0]
     named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
     outputs = tuple((f"d_{name}", problem.gradient_target(node, name)) for name, node in named.items())

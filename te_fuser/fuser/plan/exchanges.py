@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
-from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.plan.overlap import awaited, started, starts_something
 from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.steps.function_tasks import GATHERED, FunctionTask, PeerProductTask
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.peer_product_task import BUFFER, GATHERED, CloseTask, PeerProductTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.kernels import peers
@@ -48,11 +47,8 @@ def with_copies(plan: Plan, prices: Prices) -> Plan:
     if not starts_something(plan):
         return plan
     refusals: dict[Refusal, None] = {}
-    segments = []
-    for segment in plan.segments:
-        forward, backward = (_InSegment(segment, prices, d, refusals).steps() for d in ("forward", "backward"))
-        segments.append(replace(segment, forward=forward, backward=backward))
-    return replace(plan, segments=tuple(segments), refusals=(*plan.refusals, *refusals))
+    found = plan.changed(lambda segment, direction: _InSegment(segment, prices, direction, refusals).steps())
+    return replace(found, refusals=(*plan.refusals, *refusals))
 
 
 def why_not(options: Options, graph: Graph, group: Group) -> str | None:
@@ -188,13 +184,14 @@ class _InSegment:
             return None
         k, reader = readers[0]
         buffer = Ref(PART, scatter.start, name="buffer")
-        made = kernel_step(self._prices.problem, self._prices, adding, reader.start, reader.stop)
+        made = self._prices.kernel_step(adding, reader.start, reader.stop)
         assert isinstance(scatter.task, PeerProductTask)
         task = replace(scatter.task, adds=False)  # type: ignore[call-arg]
-        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], (BUFFER, buffer))
-        read = (BUFFER, buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
+        outputs = (*[(f"part {rank}", ref) for rank, ref in enumerate(parts)], ("buffer", buffer))
+        read = ("buffer", buffer), ("read by", made.writes()[0])  # which ties it behind the kernel
         covers, price = (scatter.start, scatter.stop), Price("of_nothing", ())
-        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), CloseTask(), price)
+        close = FunctionTask(peers.closed, own_memory=True)
+        self._behind[k] = self._prices.step(f"{scatter.name}.close", covers, read, (), close, price)
         return {number: replace(scatter, outputs=outputs, task=task), k: replace(made, chain=reader.chain)}
 
     def _why_not_rows(self, ref: Ref, dim: int | None, pair: _Pair) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.candidates import MatchOf
     from te_fuser.fuser.plan.kernel_cache import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
@@ -38,11 +37,9 @@ class ForwardCandidates:
         joint: the joint fusions of the backward cover, each with its match; they are forced.
     """
 
-    def __init__(
-        self, problem: Problem, prices: Prices, demands: Set[Ref] = frozenset(), joint: Iterable[MatchOf] = ()
-    ) -> None:
-        self.problem, self.prices, self.demands, self.joint = problem, prices, demands, frozenset(joint)
-        self.graph, self.nodes = problem.graph, problem.nodes
+    def __init__(self, prices: Prices, demands: Set[Ref] = frozenset(), joint: Iterable[MatchOf] = ()) -> None:
+        self.prices, self.demands, self.joint = prices, demands, frozenset(joint)
+        self.problem, self.graph, self.nodes = prices.problem, prices.graph, prices.problem.nodes
 
     def edges(self, section: Section) -> Found:
         """Candidates of a section, without those that would break a forced joint fusion."""
@@ -95,9 +92,9 @@ class ForwardCandidates:
 
         try:
             wanted = [self.graph.ref(v).transposed for v in turned]
-            steps = row_steps(self.problem, self.prices, (start, stop), wanted, derive)
+            steps = row_steps(self.prices, (start, stop), wanted, derive)
             measuring = functools.partial(stretch.forward, start, stop, (), (), measuring=True)
-            steps = (*measuring_steps(self.problem, self.prices, (start, stop), measuring), *steps)
+            steps = (*measuring_steps(self.prices, (start, stop), measuring), *steps)
         except NotOneKernel as why:
             found.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []

@@ -20,7 +20,7 @@ from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.dtypes import name_of
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, Form, Ref, gradient_ref
-from te_fuser.fuser.plan.candidates import NOTHING, kernel_step
+from te_fuser.fuser.plan.prices import NOTHING
 from te_fuser.fuser.steps.function_tasks import transpose_task
 from te_fuser.fuser.steps.kernel_task import KernelOutput
 from te_fuser.fuser.steps.step import Price, Step
@@ -43,7 +43,7 @@ Place = tuple[int, int]  # the ops that a step covers
 
 
 def row_steps(
-    problem: Problem, prices: Prices, covers: Place, wanted: Sequence[Ref], derive: Callable[[bool], KernelTask | None]
+    prices: Prices, covers: Place, wanted: Sequence[Ref], derive: Callable[[bool], KernelTask | None]
 ) -> tuple[Step, ...]:
     """The kernel of a range, and where it cannot store what is wanted transposed, steps that turn its rows.
 
@@ -52,10 +52,10 @@ def row_steps(
     """
     kernel = derive(bool(wanted))
     turning: Sequence[Ref] = ()
-    if kernel is not None and why_not_transposed(problem.options, kernel.description):
+    if kernel is not None and why_not_transposed(prices.problem.options, kernel.description):
         kernel, turning = derive(False), wanted
-    steps = () if kernel is None else (kernel_step(problem, prices, kernel, *covers),)
-    return *steps, *[turning_step(problem, prices, ref, covers) for ref in turning]
+    steps = () if kernel is None else (prices.kernel_step(kernel, *covers),)
+    return *steps, *[turning_step(prices, ref, covers) for ref in turning]
 
 
 def why_not_transposed(options: Options, description: KernelDescription) -> str:
@@ -67,12 +67,12 @@ def why_not_transposed(options: Options, description: KernelDescription) -> str:
     return tile_refusal(rewrite(description), limits_of(options.device.arch))
 
 
-def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> Step:
+def turning_step(prices: Prices, ref: Ref, covers: Place) -> Step:
     """The step that makes a tensor transposed from its rows."""
     inputs, outputs = (("rows", ref.by_rows),), (("transposed", ref),)
-    spec = ref.spec(problem.graph)
+    spec = ref.spec(prices.graph)
     assert spec is not None
-    task = transpose_task(spec.dtype, problem.options.target == "cuda")
+    task = transpose_task(spec.dtype, prices.problem.options.target == "cuda")
     return prices.step("transposed8", covers, inputs, outputs, task, Price("of_launch", (inputs, outputs, 0.0)))
 
 
@@ -93,32 +93,30 @@ def given_transposed(problem: Problem, task: FusionTask, outputs: Iterable[tuple
     return [(f"{name}.transposed", r.transposed) for name, r in outputs if name in names and _is_read(problem, r)]
 
 
-def with_turned(problem: Problem, prices: Prices, steps: Sequence[Step], covers: Place) -> tuple[Step, ...]:
+def with_turned(prices: Prices, steps: Sequence[Step], covers: Place) -> tuple[Step, ...]:
     """A fusion's steps, with those that turn what it gives by rows alone and is read transposed."""
-    made = [r for s in steps for r in s.writes()] if problem.transposed else []
-    missing = [r.transposed for r in made if _is_read(problem, r) and r.transposed not in made]
-    return *steps, *[turning_step(problem, prices, r, covers) for r in missing]
+    made = [r for s in steps for r in s.writes()] if prices.problem.transposed else []
+    missing = [r.transposed for r in made if _is_read(prices.problem, r) and r.transposed not in made]
+    return *steps, *[turning_step(prices, r, covers) for r in missing]
 
 
 def _is_read(problem: Problem, ref: Ref) -> bool:
     return ref.form.layout == "rows" and ref.transposed in problem.transposed
 
 
-def in_forward(
-    problem: Problem, prices: Prices, stretch: DerivedStretch, covers: Place, kept: Iterable[Ref]
-) -> tuple[float, float]:
+def in_forward(prices: Prices, stretch: DerivedStretch, covers: Place, kept: Iterable[Ref]) -> tuple[float, float]:
     """Seconds, and those of the host, that forward takes more to make what is kept of a range transposed, too."""
     turned = [r for r in kept if r.form.layout == "transposed"]
     if not turned:
         return NOTHING
-    values = list(map(problem.graph.value_of, turned))
+    values = list(map(prices.graph.value_of, turned))
     try:
         kernel = stretch.forward(*covers, values, (), values)
     except NotOneKernel:
         return NOTHING  # who makes them, forward's cover says
-    if kernel is not None and not why_not_transposed(problem.options, kernel.description):
-        return sum(map(prices.size, turned)) / problem.options.device.bandwidth, 0.0
-    steps = [turning_step(problem, prices, r, covers) for r in turned]
+    if kernel is not None and not why_not_transposed(prices.problem.options, kernel.description):
+        return sum(map(prices.size, turned)) / prices.problem.options.device.bandwidth, 0.0
+    steps = [turning_step(prices, r, covers) for r in turned]
     return sum([s.seconds for s in steps]), sum([s.host for s in steps])
 
 
@@ -148,15 +146,15 @@ def store_by_blocks(plan: Plan, prices: Prices) -> Plan:
     return replace(plan, segments=tuple(segments))
 
 
-def held_together(problem: Problem, prices: Prices, covers: Covers) -> Iterator[int]:
+def held_together(prices: Prices, covers: Covers) -> Iterator[int]:
     """Ops before which no segment may begin: between a kernel and a product that it makes blocks for."""
-    if not _is_on(problem.options):
+    if not _is_on(prices.problem.options):
         return
     for placed in (covers.forward, covers.backward):
         if not any(s.task.takes_blocks for p in placed for e in p.edges for s in e.steps):
             continue
-        steps = [s for p in placed for e in p.moved(problem, prices) for s in e.steps]
-        for maker, reader, _ in _pairs(steps, _limits(problem.options)):
+        steps = [s for p in placed for e in p.moved(prices) for s in e.steps]
+        for maker, reader, _ in _pairs(steps, _limits(prices.problem.options)):
             parts = steps[maker], steps[reader]
             yield from range(min(s.stop for s in parts), max(s.start for s in parts) + 1)
 
@@ -226,7 +224,7 @@ def _store_of_alias(task: KernelTask, ref: Ref) -> Store | None:
 def _made_by(task: Task, step: Step, ref: Ref, blocks: ByBlocks, prices: Prices) -> Step:
     """The step that makes a tensor by blocks."""
     if task.kernel is not None:
-        return replace(kernel_step(prices.problem, prices, task.kernel, step.start, step.stop), chain=step.chain)
+        return replace(prices.kernel_step(task.kernel, step.start, step.stop), chain=step.chain)
     outputs: list[tuple[str, Ref]] = []
     for name, made in step.outputs:
         forms = [(f"{name}.{r.form.layout}", r) for r in _forms(ref, blocks)]

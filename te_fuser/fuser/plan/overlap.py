@@ -54,9 +54,9 @@ def overlap_exchanges(plan: Plan, prices: Prices) -> Plan:
 
 def retimed(plan: Plan) -> Plan:
     """A plan whose steps were priced anew, in the order that they have."""
-    device = plan.device
-    segments = (replace(s, forward=timed(s.forward, device), backward=timed(s.backward, device)) for s in plan.segments)
-    return replace(plan, segments=tuple(segments)) if starts_something(plan) else plan
+    if not starts_something(plan):
+        return plan
+    return plan.changed(lambda segment, direction: timed(segment.steps(direction), plan.device))
 
 
 def starts_something(plan: Plan) -> bool:

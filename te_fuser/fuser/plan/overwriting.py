@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -40,20 +40,17 @@ def mark_overwrites(plan: Plan, prices: Prices) -> Plan:
     if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):
         return plan
     ours = _kept_of_our_own(plan)
-    return replace(plan, segments=tuple(_in_segment(plan, s, ours) for s in plan.segments))
 
+    def change(segment: SegmentPlan, direction: str) -> Iterator[Step]:
+        steps = segment.steps(direction)
+        if direction == "forward":
+            lives = _Lives.of(steps, {*(k.ref for k in segment.kept), *segment.gives})
+        else:
+            returned = {r for s in steps for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
+            lives = _Lives.of(steps, returned | {gradient_ref(v) for v in segment.values_in}, ours)
+        return (_overwriting(plan, s, k, lives) for k, s in enumerate(steps))
 
-def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan:
-    forward, backward = segment.forward, segment.backward
-    stays = {*(k.ref for k in segment.kept), *segment.gives}
-    returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
-    returned |= {gradient_ref(v) for v in segment.values_in}
-    lives = _Lives.of(forward, stays), _Lives.of(backward, returned, ours)
-    changed = (
-        tuple(_overwriting(plan, s, k, alive) for k, s in enumerate(steps))
-        for steps, alive in zip((forward, backward), lives, strict=True)
-    )
-    return replace(segment, **dict(zip(("forward", "backward"), changed, strict=True)))  # type: ignore[arg-type]
+    return plan.changed(change)
 
 
 def _kept_of_our_own(plan: Plan) -> set[Ref]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, Ref, parameter_ref
-from te_fuser.fuser.plan.candidates import kernel_step
 from te_fuser.fuser.steps.function_tasks import MakeTask, scale_task, zeros_task
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.registry import Maker, Wanted, maker_for
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.blockwise_scaling import Scaling
@@ -69,24 +67,24 @@ def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
 
 
 def measuring_steps(
-    problem: Problem, prices: Prices, covers: tuple[int, int], derive: Callable[[], KernelTask | None]
+    prices: Prices, covers: tuple[int, int], derive: Callable[[], KernelTask | None]
 ) -> tuple[Step, ...]:
     """Pass that measures the largest magnitudes for the kernel of a range, and the steps that make scales of them.
 
     Args:
         derive: f() -> that pass; None where there is nothing to raise.
     """
-    found = [(node, own) for node in problem.nodes[slice(*covers)] if (own := _own_scale(node)) is not None]
+    found = [(node, own) for node in prices.problem.nodes[slice(*covers)] if (own := _own_scale(node)) is not None]
     kernel = derive() if found else None
     if kernel is None:
         return ()
-    in_kernel = _is_made_in_kernels(problem.options.target)
+    in_kernel = _is_made_in_kernels(prices.problem.options.target)
     own_of = {parameter_ref(node.parameters[_AMAX]): own for node, own in found}
     if in_kernel:
         d = kernel.description
         maxima = [replace(m, scale=in_kernels(*own_of[ref])) for m, ref in zip(d.maxima, kernel.raised, strict=True)]
         kernel = replace(kernel, description=replace(d, maxima=tuple(maxima)))
-    made = [kernel_step(problem, prices, kernel, *covers)]
+    made = [prices.kernel_step(kernel, *covers)]
     for node, own in found:
         if parameter_ref(node.parameters[_AMAX]) not in kernel.raised:
             continue
@@ -149,11 +147,7 @@ def raise_amaxes(plan: Plan, prices: Prices) -> Plan:
     """The plan whose kernels raise on their way what a pass of its own would look for in what they store."""
     if not _is_made_in_kernels(plan.target) or not any(b.made_in_call for b in plan.graph.parameters):
         return plan
-    made = [
-        replace(s, forward=_raised_in(s.forward, prices), backward=_raised_in(s.backward, prices))
-        for s in plan.segments
-    ]
-    return replace(plan, segments=tuple(made))
+    return plan.changed(lambda segment, direction: _raised_in(segment.steps(direction), prices))
 
 
 def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
@@ -165,7 +159,7 @@ def _raised_in(steps: tuple[Step, ...], prices: Prices) -> tuple[Step, ...]:
         task = None if ref is None or at is None else _raising(made[at].task.kernel, ref, step.task.kernel)
         if at is None or task is None:
             continue
-        maker = kernel_step(prices.problem, prices, task, made[at].start, made[at].stop)
+        maker = prices.kernel_step(task, made[at].start, made[at].stop)
         made[at] = replace(maker, chain=made[at].chain)
         left.add(k)
     return tuple([s for k, s in enumerate(made) if k not in left])

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
-from te_fuser.fuser.plan.candidates import NOTHING, TICK, Edge
+from te_fuser.fuser.plan.candidates import TICK, Edge
 from te_fuser.fuser.plan.plan import Choice
+from te_fuser.fuser.plan.prices import NOTHING
 from te_fuser.record import record
 
 if TYPE_CHECKING:

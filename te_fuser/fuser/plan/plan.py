@@ -253,17 +253,19 @@ class Plan:
         on_gpu = self.device.kind != "cpu"
         return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
+    def changed(self, change: Callable[[SegmentPlan, str], Iterable[Step]]) -> Plan:
+        """The plan with these steps in place of those of each segment and direction."""
+        segments = []
+        for segment in self.segments:
+            forward, backward = (tuple(change(segment, direction)) for direction in DIRECTIONS)
+            segments.append(replace(segment, forward=forward, backward=backward))
+        return replace(self, segments=tuple(segments))
+
     def seen_by(self, prices: CostModel) -> Plan:
         """The plan with bytes and times by these prices."""
-        segments = tuple(
-            replace(
-                segment,
-                forward=tuple(map(prices.priced, segment.forward)),
-                backward=tuple(map(prices.priced, segment.backward)),
-                kept=tuple([k._replace(bytes=prices.size(k.ref)) for k in segment.kept]),
-            )
-            for segment in self.segments
-        )
+        priced = self.changed(lambda segment, direction: map(prices.priced, segment.steps(direction)))
+        kept = [tuple([k._replace(bytes=prices.size(k.ref)) for k in s.kept]) for s in self.segments]
+        segments = tuple(replace(s, kept=k) for s, k in zip(priced.segments, kept, strict=True))
         choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
         before = tuple(map(prices.priced, self.before))
         return replace(self, graph=prices.graph, segments=segments, choices=choices, before=before)

@@ -99,12 +99,12 @@ _SHARES = (0.5, 1.0, 4.0)
 def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
     prices = Prices(problem)
-    covering = Covering(problem, prices)
-    found = [_covered(problem, prices, covering)]
+    covering = Covering(prices)
+    found = [_covered(covering)]
     for share in _SHARES:
         if not found[-1].waits_for_host:
             break
-        found.append(_covered(problem, prices, covering, share))
+        found.append(_covered(covering, share))
     options = problem.options
 
     def price(plan: Plan) -> tuple[float, float]:
@@ -116,18 +116,20 @@ def _cheapest(problem: Problem) -> tuple[Plan, Prices]:
     return min(found, key=price).chosen(), prices
 
 
-def _covered(problem: Problem, prices: Prices, covering: Covering, share: float = 0.0) -> Plan:
+def _covered(covering: Covering, share: float = 0.0) -> Plan:
+    prices = covering.prices
+
     def weighed(keeping: Keeping) -> Plan:
-        plan = finish(problem, prices, covering.cover(keeping, share))
-        return with_recorded(problem, prices, plan, keeping.weight)
+        plan = finish(prices, covering.cover(keeping, share))
+        return with_recorded(prices, plan, keeping.weight)
 
     def choices(keeping: Keeping) -> Sequence[Choice]:
         covers = covering.cover(keeping, share)
-        parts = segments(problem, prices, covers)
-        recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(problem, *p) for p in parts))
+        parts = segments(prices, covers)
+        recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(prices.problem, *p) for p in parts))
         return weighed(keeping).choices if recordable else covers.choices
 
-    return plan_for_memory(problem.options.memory, weighed, choices)
+    return plan_for_memory(prices.problem.options.memory, weighed, choices)
 
 
 def add_notes(plan: Plan, prices: Prices) -> Plan:

@@ -11,8 +11,8 @@ from te_fuser import dtypes
 from te_fuser.formula.evaluate import batch_layout
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, SAVED, Ref
-from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.graph.refs import GRADIENT, RECOMPUTED, SAVED, SEED, Ref
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.tensor_function import TORCH_FUNCTIONS, TorchFunction
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
-    from te_fuser.fuser.steps.step import Price, Task
+    from te_fuser.fuser.steps.step import Task
     from te_fuser.fusions.match import ByBlocks
     from te_fuser.fusions.registry import Fusion
 
@@ -38,6 +38,7 @@ _STATISTIC = 4  # bytes of a number for each row
 _FREE = {"input", "const", "value", "concat"}
 
 Named = Iterable[tuple[str, Ref]]
+NOTHING = (0.0, 0.0)  # seconds, and those of the host
 
 
 class CostModel:
@@ -225,6 +226,28 @@ class Prices(CostModel):
         """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
         cost, seconds, host = self.takes(price, task, covers[0])
         return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, host, chain, price)
+
+    def kernel_step(self, kernel: KernelTask, start: int, stop: int, price: Price | None = None) -> Step:
+        """A row kernel as the step for the ops start..stop-1; made anew where its price is given."""
+        if price is None:
+            what = start, stop, kernel.inputs, kernel.outputs, kernel.raised, kernel.aliases
+            price = Price("of_kernel", (kernel, self.problem.nodes[start]))
+            return self.once(what, lambda: self.kernel_step(kernel, start, stop, price))
+        description = kernel.description
+        names = [load.name for load in description.loads]
+        outs = [t.name for t in description.stores] + [t.name for t in description.sums]
+        inputs = list(zip(names, kernel.inputs, strict=True))
+        inputs += [(m.name, ref) for m, ref in zip(description.maxima, kernel.raised, strict=True)]
+        if description.streams:
+            inputs.append(("seed", SEED))
+        outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
+        outputs += [(f"= {ref.label(self.graph)}", new) for new, ref in kernel.aliases]
+        made = {r for _, r in outputs}
+        inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
+        if kernel.lead not in {r for _, r in inputs}:
+            inputs.append(("shape", kernel.lead))
+        name = description.name if kernel.computes else "alias"
+        return self.step(name, (start, stop), inputs, outputs, kernel, price)
 
 
 def _stated(fusion: Fusion, match: Match, direction: str) -> Any:

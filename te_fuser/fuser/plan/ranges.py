@@ -34,12 +34,11 @@ class Range:
     """Expressions cut at the beginning of a range, and the leaves they may have.
 
     Attributes:
-        mapping: by its id, what a canonical expression is here; `nodes` are all of these.
+        mapping: by its id, what a canonical expression is here.
         statistics: by its id, the digest of what backward may read in its place, a number for each row.
     """
 
     mapping: dict[int, Expr]
-    nodes: list[Expr]
     statistics: dict[int, str]
     leaves: dict[str, Leaf]
 

@@ -47,9 +47,10 @@ _SHORT_END = 1 / 16  # of that: too little for a segment of its own
 WORTH_A_NODE = 32  # times what an autograd node takes the host, a segment has to take the device
 
 
-def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
+def finish(prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
-    found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(problem, prices, covers))
+    problem = prices.problem
+    found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(prices, covers))
     memory = problem.options.memory
 
     def refused() -> list[Refusal]:
@@ -57,7 +58,7 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
 
     return Plan(
-        problem.graph,
+        prices.graph,
         found,
         problem.options.device,
         problem.options.target,
@@ -67,38 +68,38 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     )
 
 
-def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
+def _segments(prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
     """The segments of these covers."""
-    forward = [s for p in covers.forward for e in p.moved(problem, prices) for s in e.steps]
-    backward = in_running_order([e for p in covers.backward for e in p.moved(problem, prices)])
-    if problem.gathered_again:
+    forward = [s for p in covers.forward for e in p.moved(prices) for s in e.steps]
+    backward = in_running_order([e for p in covers.backward for e in p.moved(prices)])
+    if prices.problem.gathered_again:
         backward = without_idle(backward)
-    backward = without_unread(problem, prices, backward)
+    backward = without_unread(prices, backward)
     found = []
-    for part in segments(problem, prices, covers):
+    for part in segments(prices, covers):
         within = [[s for s in steps if part[0] <= s.start < part[1]] for steps in (forward, backward)]
-        found.append(_segment(problem, prices, part, within))
+        found.append(_segment(prices, part, within))
     return tuple(found)
 
 
-def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
+def _segment(prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
     """The segment of a range of ops, with its own casts and sums; autograd adds up gradients from several segments."""
-    graph = problem.graph
+    graph = prices.graph
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for _, r in s.outputs}
     leaving = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_out]
     # Where steps give the gradient of a value that leaves too, as that is read inside as well: a term of a sum.
     arriving = tuple([r._replace(term=1) if r in given else r for r in leaving])
-    forward = with_forms(problem, prices, steps[0], set())
+    forward = with_forms(prices, steps[0], set())
     cast = {r for s in forward for _, r in s.outputs}
-    summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = with_forms(problem, prices, with_sums_over_ranks(problem, prices, summed), cast)
+    summed = with_sums(prices, steps[1], [r for r in arriving if r is not None and r.term])
+    backward = with_forms(prices, with_sums_over_ranks(prices, summed), cast)
     reads, made = {r for s in (*forward, *backward) for _, r in s.inputs}, {r for s in backward for _, r in s.outputs}
     own = {r for s in (*forward, *backward) for r in s.writes()}  # scales, say, which each call makes
     parameters = {r.index for r in reads - own if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
-    kept = kept_by(problem, prices, backward)
+    kept = kept_by(prices, backward)
     # The gradient of each tensor that enters; None for one that needs none.
     gradients = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
     for ref in [r for r in takes if r.kind is not VALUE]:
@@ -182,13 +183,13 @@ def _places(graph: Graph) -> set[int]:
     return found
 
 
-def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
+def segments(prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Ranges (first op, op after the last) of the segments of these covers."""
     what = segments, *covers.forward, *covers.backward
-    return prices.once(what, lambda: _cut(problem, prices, covers))
+    return prices.once(what, lambda: _cut(prices, covers))
 
 
-def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
+def _cut(prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, or at a border, where both covers end a step, when parameter gradients pass SEGMENT_BYTES.
 
     Where ranks exchange what a product gives, the cut is before that: so in backward the exchange of its gradient is in
@@ -196,13 +197,14 @@ def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, i
     last product, is part of the segment before it. So is what takes so little time that the autograd node of a segment
     would count.
     """
-    graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
+    problem = prices.problem
+    graph, least = prices.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
     taken = [0.0] * (len(problem.nodes) + 2)  # seconds, before each op, of both directions' steps; last, of all steps
     for placed in (*covers.forward, *covers.backward):
         for step in [s for e in placed.edges for s in e.steps]:
             taken[step.start + placed.by + 1] += step.seconds
     taken = [*itertools.accumulate(taken)]
-    ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
+    ends = _ends(covers.forward) & _ends(covers.backward) - _bound(prices, covers)
     ends = _beside_exchanges(problem, ends)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
@@ -243,17 +245,19 @@ def _beside_exchanges(problem: Problem, ends: set[int]) -> set[int]:
     return found | ends & problem.borders if found else {k for k in ends if k - 1 not in exchanged}
 
 
-def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
+def _bound(prices: Prices, covers: Covers) -> set[int]:
     """Ops before which no segment may begin: between what computes or saves a value for backward and what reads it."""
-    graph = problem.graph
-    found = set(held_together(problem, prices, covers))
+    graph = prices.graph
+    found = set(held_together(prices, covers))
     # A gradient in another dtype than its value's would come out of autograd in the value's.
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
         found |= set(range((graph.makers[value] or 0) + 1, max(graph.readers[value]) + 1))
     for placed in (*covers.forward, *covers.backward):
         # A fusion that reads a value in another form than its ops do cannot be cut off from what makes that.
-        for edge, refs in prices.once((_read_apart, placed.edges), functools.partial(_read_apart, problem, placed)):
+        for edge, refs in prices.once(
+            (_read_apart, placed.edges), functools.partial(_read_apart, prices.problem, placed)
+        ):
             for ref in refs:
                 found.update(range((graph.makers[placed.refs[ref].index] or 0) + 1, edge.stop + placed.by))
     for placed in covers.backward:
@@ -262,7 +266,7 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
             if edge.whole is not None:
                 found.update(range(edge.whole[0] + by + 1, edge.whole[1] + by))
             for ref in edge.recomputes:
-                found.update(range(edge.stop + by, problem.last_readers[placed.refs[ref].by_rows] + 1))
+                found.update(range(edge.stop + by, prices.problem.last_readers[placed.refs[ref].by_rows] + 1))
     return found
 
 

@@ -173,7 +173,7 @@ class Stretch:
 
         cut = substitute(nodes, as_leaf) if earlier else nodes
         pairs = list(zip(nodes, cut, strict=True))
-        return Range({id(a): b for a, b in pairs}, cut, {id(b): a.digest for a, b in pairs if _is_statistic(b)}, leaves)
+        return Range({id(a): b for a, b in pairs}, {id(b): a.digest for a, b in pairs if _is_statistic(b)}, leaves)
 
     def _value_leaf(self, value: int) -> Leaf:
         v = self.graph.values[value]
@@ -397,7 +397,7 @@ class Stretch:
             leaves[name] = Leaf(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             return expr.leaf(name, Axes.ROWS)
 
-        return substitute(roots, as_leaf), Range({}, [], {}, leaves)
+        return substitute(roots, as_leaf), Range({}, {}, leaves)
 
     def _kernel(self, start: int, stop: int, direction: str, cut: Range, gives: Gives) -> KernelTask | None:
         if gives.nothing():
@@ -460,8 +460,8 @@ def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[
 
     A product that follows keeps ReLU's output anyway, and x need then not be there at all.
     """
-    told = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and FUNCTIONS[e.args[0].op].tells_sign]
-    given = {e.args[0].args[0]: e for e in told}
+    values = [e for e in cut.mapping.values() if e.op == "value" and e.attrs[0] in readable]
+    given = {e.args[0].args[0]: e for e in values if FUNCTIONS[e.args[0].op].tells_sign}
 
     def read(e: Expr) -> Expr | None:
         slope = e.op == "le" and e.args[0] in given and e.args[1] is expr.ZERO

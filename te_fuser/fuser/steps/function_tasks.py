@@ -1,4 +1,4 @@
-"""Steps that are one function of tensors: sums, casts, recorded functions, scales, 8 bits turned, makers' tensors."""
+"""Steps that are one function: sums, casts, recorded functions, scales, 8 bits turned, products that exchange rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.description import NUMBERS
 from te_fuser.fuser.graph.refs import LEFT
-from te_fuser.fuser.steps.step import Bench, Called, Runner, Step, Task
+from te_fuser.fuser.steps.step import Bench, Called, Runner, Step, Task, made_name
 from te_fuser.kernels import quantizers
+from te_fuser.kernels.peers import PeersOf
 from te_fuser.params.gradient_sums import start_sums, wait_for_sums
 from te_fuser.params.main_grad import is_absent
 from te_fuser.record import record
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Slots
     from te_fuser.fusions.registry import Maker, Wanted
     from te_fuser.ops.blockwise_scaling import Scaling
+
+GATHERED = "gathered"  # what a step calls the rows of all ranks that it gives beside its product
 
 
 @record()
@@ -209,3 +212,61 @@ def transpose_task(dtype: torch.dtype, by_kernel: bool) -> FunctionTask:
         return FunctionTask(quantizers.transpose_by_torch, call="function", own_memory=True)
     written = (quantizers.Transposed8(dtype),)
     return FunctionTask(quantizers.transpose_by_kernel, "kernel", "function", own_memory=True, written=written)
+
+
+@record()
+class PeerProductTask(Task):
+    """A native product of rows, of rows that are gathered, or scattered and added up.
+
+    Attributes:
+        product: the task of the product alone.
+        scatters: whether it scatters what it makes; else it gathers the first tensor that it takes.
+        group: the ranks, on `device`.
+        adds: whether it adds up what was scattered; else it gives all ranks' parts, and the buffer they lie in.
+    """
+
+    what = "fusion"
+    call = "product"
+
+    product: Task
+    scatters: bool
+    group: Group
+    device: torch.device
+    adds: bool = True
+
+    @property
+    def identity(self) -> Any:
+        return self.product.identity, self.scatters, self.group, self.device, self.adds
+
+    @property
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return self.adds
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.adds
+
+    @property
+    def hangs(self) -> bool:  # type: ignore[override]
+        return self.product.hangs
+
+    @property
+    def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
+        return self.product.written
+
+    def runs_by(self) -> str:
+        return self.product.runs_by()
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """A native step, which runs without the interpreter but for what PyTorch allocates."""
+        product, peers = self.product.row_product, PeersOf(self.group, self.device)
+        assert product is not None
+        read, made = dict(step.inputs), {made_name(name): bench.slots[r] for name, r in step.outputs}
+        inputs = [bench.slots[read[name]] for name in product.takes]
+        if self.scatters:
+            function = _native.MatmulScatter(product.make, peers, not self.adds)
+            return _native.FunctionStep(step.name, function, inputs, [*made.values()])
+        outputs = [made.get(name, -1) for name in product.gives]
+        gives = GATHERED in made
+        gather = _native.GatherMatmul(product.make, peers, gives)
+        return _native.FunctionStep(step.name, gather, inputs, [*outputs, *([made[GATHERED]] if gives else [])])

@@ -13,10 +13,10 @@ from te_fuser.fuser.plan.cover_steps import _over_ranks
 def test_groups_of_one_title_are_under_way_apart() -> None:
     """Those of two meshes, whose parameters one op has first: each waits for its own."""
     problem: Any = SimpleNamespace(nodes=[SimpleNamespace(index=0, parameters={"weight": 0, "bias": 1})])
-    prices: Any = SimpleNamespace(step=lambda name, covers, inputs, outputs, task, price: (inputs, outputs))
+    prices: Any = SimpleNamespace(problem=problem, step=lambda name, covers, *made: made[:2])
     found: list[Ref] = []
     for k, name in enumerate(("a", "b")):
-        (_, way), (waits, _) = _over_ranks(problem, prices, ops.Group(name, 2, "tp"), [k])
+        (_, way), (waits, _) = _over_ranks(prices, ops.Group(name, 2, "tp"), [k])
         (started,) = [ref for _, ref in way if ref.kind is STARTED]
         assert started in [ref for _, ref in waits]
         found.append(started)
