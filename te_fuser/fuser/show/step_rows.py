@@ -189,7 +189,7 @@ def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> l
 def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTensor]) -> StepRow:
     nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
-    one = getattr(step.task, "gradient", None)  # of a backward whose gradients run apart
+    one = getattr(step.task, "gradient", None) if what == "fusion" else None  # whose gradients run apart
     taken = step.seconds if measured is None else measured
     description, what = step.task.description, step.task.what
     if description is not None and step.cost.launches == 0:
@@ -206,7 +206,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTe
         ops=(step.start, step.stop - 1),
         covers=tuple(place(n) for n in nodes),
         what=what,
-        name=step.name if one is None or one.method in step.name else f"{step.name}.{one.method}",
+        name=step.name if one is None else f"{step.name}.{one.method}",
         read=step.cost.read,
         written=step.cost.written,
         launches=step.cost.launches,
