@@ -58,6 +58,9 @@ def test_a_call_like_the_sample_runs() -> None:
     model = Sequential(ops.Linear(4, 3), ops.GELU())
     x = torch.randn(2, 4)
     torch.testing.assert_close(graphed(model, x=x)(x), model(x))
+    loss, far = torch.nn.TripletMarginLoss(), torch.randn(2, 4)
+    call = graphed(loss, x=x, positive=far, negative=x)
+    torch.testing.assert_close(call(x, negative=x, positive=far + 1), loss(x, far + 1, x))
 
 
 def test_other_tensors_modes_and_parameters_are_refused() -> None:

@@ -84,6 +84,7 @@ def test_right_fusion_passes(entry: Fusion) -> None:
     report = check(entry, dtypes=DTYPES)
     assert report.passed and report.rows
     assert entry.name in str(report)
+    assert len({(row.case, row.tensor) for row in report.rows}) == len(report.rows)
 
 
 # Fusions that verify makes up nothing for, or not as they are meant: they have tests of their own.

@@ -87,9 +87,9 @@ class Turning:
     queries: bool
     keys: bool
     dtype: torch.dtype
-    starts: torch.dtype | None = None
-    offsets: torch.dtype | None = None
-    padded: bool = False
+    starts: torch.dtype | None
+    offsets: torch.dtype | None
+    padded: bool
 
 
 @dataclass(frozen=True)

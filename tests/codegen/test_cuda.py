@@ -182,6 +182,7 @@ PICKED = [
     (corpus.layer_norm, 4097, 1, [(Kind.SHARED, 1024, Sums.REGISTERS)]),
     (corpus.bias_gelu, 16384, 0, [(Kind.COLUMNS, 128, Sums.NONE)]),
     (corpus.bias_gelu, 16384, 1, [(Kind.COLUMNS, 32, Sums.REGISTERS)]),
+    (corpus.bias_gelu, 64, 0, [(Kind.COLUMNS, 8, Sums.NONE)]),
     (corpus.bias_gelu, 64, 1, [(Kind.COLUMNS, 8, Sums.REGISTERS)]),
     (corpus.bias_gelu, 1, 1, [(Kind.COLUMNS, 1, Sums.REGISTERS)]),
 ]

@@ -265,6 +265,10 @@ def test_blocks_that_end_soon_read_what_they_raise_when_they_begin() -> None:
     assert not walking.schedules[0].ends_soon and "raised_so_far" not in walking.source
 
 
+def test_a_row_that_is_only_read_has_a_thread_for_each_vector() -> None:
+    assert [cuda.generate(LOOK[width]).schedules[0].lanes for width in (1, 6, 33, 64)] == [1, 4, 32, 16]
+
+
 def test_a_kernel_says_what_it_raises() -> None:
     d = RAISING["cast-257-f32"]
     assert "max   amax_" in str(d) and d.key != dataclasses.replace(d, maxima=()).key

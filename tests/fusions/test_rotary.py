@@ -87,6 +87,14 @@ def test_strided_inputs_and_frozen_parameters(played: FakeDriver) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("names", ["ab", "a", "b"])
+def test_angles_of_queries_and_of_keys(names: str, played: FakeDriver) -> None:
+    model = te_fuser.Sequential(by_angles(angles=("a", "b")), ops.SiLU(), kernels="generated")
+    tables = {name: angles(7, seed=ord(name)) for name in names}
+    assert_as_meant(model, tensor(7, 3, FEATURES, dtype=torch.float32), 2, **tables)
+
+
+@needs_compiler
 def test_tokens(played: FakeDriver) -> None:
     model = te_fuser.Sequential(by_angles(layout="tokens", offsets="o"), norm(), kernels="generated")
     offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32)

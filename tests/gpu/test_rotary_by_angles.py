@@ -82,7 +82,8 @@ def test_strides(poisoned: None) -> None:
 
 def test_more_elements_than_32_bits_count() -> None:
     """Rows far apart are found where they are."""
-    p = TurnedPass(Groups.of(32, 32, 128, "blocked"), BF16, Turning(128, "half", "angles", True, True, torch.float32))
+    turning = Turning(128, "half", "angles", True, True, torch.float32, None, None, False)
+    p = TurnedPass(Groups.of(32, 32, 128, "blocked"), BF16, turning)
     x = torch.randn(180_000, 1, 3 * 32 * 128, device="cuda", dtype=BF16)
     angles = torch.rand(180_000, 1, 1, 128, device="cuda") * 1e4
     assert x.numel() > 2**31
@@ -93,7 +94,8 @@ def test_more_elements_than_32_bits_count() -> None:
 
 def test_angles_are_as_pytorch_has_them() -> None:
     """Of all sizes that positions have, in float32."""
-    p = TurnedPass(Groups(1, 1, 0, 0, 64), torch.float32, Turning(64, "half", "angles", True, True, torch.float32))
+    turning = Turning(64, "half", "angles", True, True, torch.float32, None, None, False)
+    p = TurnedPass(Groups(1, 1, 0, 0, 64), torch.float32, turning)
     for scale in (1.0, 100.0, 1e4, 1e6, 1e8):
         angles = (torch.rand(4096, 1, 1, 64, device="cuda") - 0.5) * scale
         x = torch.cat((torch.ones(4096, 1, 32), torch.zeros(4096, 1, 32)), -1).cuda()  # gives cosines, then sines

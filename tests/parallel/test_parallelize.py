@@ -213,6 +213,9 @@ def test_what_is_derived() -> None:
     parts = parallelize(apart(), mesh_of())
     assert parts[0].parallel_mode == parts[1].parallel_mode == "column" and parts[3].parallel_mode == "row"
     assert parts[6].parallel_mode is None and parts[0].weight.shape == (2 * INNER, F)
+    for between in (ops.Scale(INNER), ops.Fork("skip"), ops.Softmax(), ops.Reshape(-1, INNER)):
+        kept = parallelize(te_fuser.Sequential(ops.Linear(F, INNER), between, ops.Linear(INNER, F)), mesh_of())
+        assert all(p.placements == (Replicate(),) for p in kept.parameters())  # type: ignore[attr-defined]
 
 
 @on_ranks

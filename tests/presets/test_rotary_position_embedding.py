@@ -28,6 +28,8 @@ def test_angles(interleaved: bool) -> None:
     torch.testing.assert_close(made(), angles(D, at), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made(0.5), angles(4, at), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made(rotary_base=100.0), angles(D, at, 100.0), rtol=1e-6, atol=1e-6)
+    for alone in ("seq_len_interpolation_factor", "pretrained_max_position_embeddings"):
+        torch.testing.assert_close(made(**{alone: 2}), angles(D, at), rtol=1e-6, atol=1e-6)
     squeezed = made(seq_len_interpolation_factor=2, pretrained_max_position_embeddings=4)
     torch.testing.assert_close(squeezed, angles(D, at / 2), rtol=1e-6, atol=1e-6)
     squeezed = made(seq_len_interpolation_factor=2, pretrained_max_position_embeddings=3)

@@ -197,10 +197,11 @@ def test_what_stays_as_it_is() -> None:
     with te.quantized_model_init():
         odd = te.Linear(F, 24)
         plain = torch.nn.Linear(F, F)
+        bound = ops.Bound(ops.MatMul(F, F, device="meta"), plain, weight="weight")
         with te.quantized_model_init(enabled=False):
             off = te.Linear(F, F)
         given = te.Linear(F, F, skip_weight_param_allocation=True)
-    for module in (odd, plain, off, given, te.Linear(F, F)):
+    for module in (odd, plain, bound, off, given, te.Linear(F, F)):
         assert all(p.dtype == torch.float32 for p in module.parameters())
     assert te.fp8_model_init is te.quantized_model_init
 

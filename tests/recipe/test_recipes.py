@@ -62,7 +62,7 @@ def test_recipes_without_history() -> None:
     assert Float8CurrentScaling().fp8_quant_fwd_inp == QParams(power_2_scale=False, amax_epsilon=0.0)
     blocks = Float8BlockScaling()
     assert (blocks.x_block_scaling_dim, blocks.w_block_scaling_dim, blocks.grad_block_scaling_dim) == (1, 2, 1)
-    assert blocks.fp8_format == Format.E4M3 and blocks.fp8_quant_bwd_grad.power_2_scale
+    assert MMParams() == SPLIT and blocks.fp8_format == Format.E4M3 and blocks.fp8_quant_bwd_grad.power_2_scale
     assert MXFP8BlockScaling().margin == 0 and MXFP8BlockScaling().fp8_format == Format.E4M3
     assert all(issubclass(kind, Recipe) and kind() == kind() for kind in KINDS)
 

@@ -307,7 +307,7 @@ class FusionTask(Task):
     @property
     def row_product(self) -> RowProduct | None:  # type: ignore[override]
         """Native product that it runs as, if each row depends on that row of its first tensor; None for all others."""
-        if self.body is None or not self.body.by_rows or self._blocks is not None:
+        if self.body is None or not self.body.by_rows:
             return None
         return RowProduct(self.body.function, self._takes(), self._gives())
 

@@ -180,6 +180,10 @@ def test_reasons() -> None:
     assert one + "gelu_fwd is no product of the rows that are gathered, by cuBLASLt" in why(
         listed(ops.AllGather(group()), ops.GELU())
     )
+    heads = ops.HeadNorm(64, heads=4, norm="L2Normalization")
+    assert one + "turned_heads_forward is no product of the rows that are gathered, by cuBLASLt" in why(
+        listed(ops.AllGather(group()), heads, shape=(64, 2, 256))
+    )
     assert one + "no product of rows by cuBLASLt makes what is scattered here" in why(
         listed(ops.GELU(), ops.ReduceScatter(group()))
     )

@@ -183,6 +183,8 @@ def test_a_joint_fusion_may_pay_in_forward_alone():
             joint=[ops.DotProductAttention], name="explicit", saves=["x"], cost=lambda m, price=price: price
         )(Body)
         assert ("explicit" in [s.name for s in model.plan(x).backward]) == taken
+        ahead_alone = sequential(*model, ops.Linear(8, 8)).plan(x.detach())  # no gradient passes attention
+        assert "explicit" in [s.name for s in ahead_alone.forward]
         fusions.unregister(entry)
 
 
