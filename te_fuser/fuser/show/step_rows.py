@@ -189,9 +189,9 @@ def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> l
 def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, SavedTensor]) -> StepRow:
     nodes = [plan.graph.nodes[k] for k in step.task.ops or range(step.start, step.stop)]
     limit, least = _limit(plan, step, nodes[0])
-    one = getattr(step.task, "gradient", None) if what == "fusion" else None  # whose gradients run apart
     taken = step.seconds if measured is None else measured
     description, what = step.task.description, step.task.what
+    one = getattr(step.task, "gradient", None) if what == "fusion" else None  # whose gradients run apart
     if description is not None and step.cost.launches == 0:
         what = "no kernel:"
     elif description is not None and plan.target == "torch":
