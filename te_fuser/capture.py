@@ -163,7 +163,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
         A callable that takes the same tensors as the model.
 
     Raises:
-        RuntimeError: without a CUDA device.
+        RuntimeError: without a CUDA device; while an output of an earlier call is held with its autograd graph.
         ValueError: for a model or sample inputs that are not on a CUDA device; for one with `delay_wgrad_compute`.
         TypeError: for sample inputs in another form.
     """
@@ -174,7 +174,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     _check_devices(model, samples)
     within = GraphedRegion(model, samples["x"].device)
     # What the warm-up adds to main_grad is no gradient, and the largest magnitudes that it meets are none of a step.
-    with restored(model.parameters()), asides_undisturbed(), _planned_for_replay():
+    with restored(model.parameters()), asides_undisturbed(), _planned_for_replay(), _held_graphs_told():
         replay = torch.cuda.make_graphed_callables(
             _Positional(model, tuple(named), within),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
@@ -182,6 +182,20 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
             allow_unused_input=True,
         )
     return GraphedModel(model, replay, samples, within)
+
+
+@contextlib.contextmanager
+def _held_graphs_told() -> Iterator[None]:
+    """In here CUDA's error for an autograd graph of before, which a capture would have to wait for, is put in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "legacy stream" not in f"{error} {error.__context__}":
+            raise
+        raise RuntimeError(
+            "cuda_graph: an output of an earlier call, or a loss of it, is held with its autograd graph, which ties the "
+            "parameters' gradients to the default stream: delete it (del y), or detach it, before the capture"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -175,3 +175,24 @@ def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> 
     weight.main_grad = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"the main_grad of parameter 0.weight has other memory"):
         replayed(x)
+
+
+def _fails(*errors: str) -> None:
+    try:
+        raise RuntimeError(errors[0])
+    except RuntimeError:
+        raise RuntimeError(errors[-1])  # noqa: B904 - as the end of a capture does
+
+
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        (("make the legacy stream depend on a capturing stream", "failed during capture"), r"delete it \(del y\)"),
+        (("another", "failed during capture"), "^failed during capture$"),
+    ],
+)
+def test_a_graph_that_is_held_is_told(errors: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.capture, "_check_devices", lambda model, samples: None)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda *given, **how: _fails(*errors))
+    with pytest.raises(RuntimeError, match=words):
+        te_fuser.cuda_graph(te_fuser.Sequential(ops.Linear(3, 5)), torch.randn(2, 3))

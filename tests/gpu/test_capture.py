@@ -48,6 +48,16 @@ def test_replays_equal_calls_bit_for_bit_and_see_the_optimizer() -> None:
         optimizer.step()
 
 
+def test_an_output_that_holds_its_graph_is_told() -> None:
+    model, x = block(0.0), sample()
+    y = model(x)
+    with pytest.raises(RuntimeError, match=r"held with its autograd graph, .* delete it \(del y\)"):
+        te_fuser.cuda_graph(model, sample())
+    wanted = y.detach()
+    del y
+    torch.testing.assert_close(te_fuser.cuda_graph(model, sample())(x), wanted, rtol=0, atol=0)
+
+
 def test_every_replay_draws_new_masks() -> None:
     model = Sequential(ops.Dropout(0.5)).to(GPU)
     x = torch.ones(64, 256, device=GPU)
