@@ -193,7 +193,7 @@ def _held_graphs_told() -> Iterator[None]:
         if "legacy stream" not in f"{error} {error.__context__}":
             raise
         raise RuntimeError(
-            "cuda_graph: an output of an earlier call, or a loss of it, is held with its autograd graph, which ties the "
+            "cuda_graph: an output or a loss of an earlier call is held with its autograd graph, which ties the "
             "parameters' gradients to the default stream: delete it (del y), or detach it, before the capture"
         ) from error
 
