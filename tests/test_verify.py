@@ -502,6 +502,8 @@ def test_a_report_is_a_line_where_all_passes_and_its_table_has_all_cases() -> No
     line = f"Sequential: {len(report.rows)} checks passed, in {len(cases)} cases; report.table() shows them"
     assert str(report) == repr(report) == line
     assert all(case in report.table() for case in cases)
+    text = dataclasses.replace(report, skipped=[("a", "why"), ("b", "how"), ("c", "how")]).table()
+    assert re.search(r"a  .*not run: why", text) and re.search(r"b and 1 more .*not run: how", text)
 
 
 def test_a_failure_is_told_by_the_simplest_case_first() -> None:

@@ -19,13 +19,15 @@ def angles(turning: int, positions: torch.Tensor, base: float = 10000.0) -> torc
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_angles(interleaved: bool) -> None:
-    def made(*args: float, **keywords: float) -> torch.Tensor:
-        found = RotaryPositionEmbedding(D, *args, interleaved=interleaved, device="cpu", **keywords)(S, 2)  # type: ignore[arg-type]
+    def made(*args: float, at: tuple[int, ...] = (2,), **keywords: float) -> torch.Tensor:
+        keywords |= {"interleaved": True} if interleaved else {}
+        found = RotaryPositionEmbedding(D, *args, device="cpu", **keywords)(S, *at)  # type: ignore[arg-type]
         assert found.shape[1:3] == (1, 1) and found.dtype == torch.float32
         return (found[..., 0::2] if interleaved else found[..., : found.shape[-1] // 2])[:, 0, 0].double()
 
     at = torch.arange(2, S + 2)
     torch.testing.assert_close(made(), angles(D, at), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(made(at=()), angles(D, torch.arange(S)), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made(0.5), angles(4, at), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made(rotary_base=100.0), angles(D, at, 100.0), rtol=1e-6, atol=1e-6)
     for alone in ("seq_len_interpolation_factor", "pretrained_max_position_embeddings"):
@@ -41,7 +43,7 @@ def test_angles(interleaved: bool) -> None:
 @pytest.mark.parametrize("size", [D, 4])
 def test_heads_are_turned(order: str, interleaved: bool, size: int) -> None:
     table = RotaryPositionEmbedding(size, interleaved=interleaved, device="cpu")(S + 3)
-    given = {"tensor_format": order, "interleaved": interleaved}
+    given = {"tensor_format": order, **({"interleaved": True} if interleaved else {})}
     for starts in (None, torch.tensor([0, 3, 1])):
         first = [0] * B if starts is None else starts.tolist()
         if order == "thd":

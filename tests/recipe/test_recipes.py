@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -55,6 +55,7 @@ def test_products_are_summed_fast_forward_and_split_for_gradients() -> None:
     for kind in (Float8BlockScaling, MXFP8BlockScaling):
         recipe = kind()
         assert (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad) == (SPLIT, SPLIT, SPLIT)
+        assert all(f.kw_only for f in fields(recipe) if f.name.startswith("fp8_gemm"))
 
 
 def test_recipes_without_history() -> None:
