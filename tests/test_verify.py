@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import re
@@ -18,9 +17,9 @@ from te_fuser.codegen.compiler import find_compiler
 from te_fuser.compare import same_bits
 from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Details, Fusion, fusion, registry
-from te_fuser.verify import VerificationError, VerifyReport, example, models, verify
+from te_fuser.verify import VerificationError, VerifyReport, models, verify
 from te_fuser.verify import fusions as verify_fusions
-from te_fuser.verify.examples import Case, OpExample, example_cases, example_of
+from te_fuser.verify.examples import Case, example_cases
 from tests.recorded import recorded
 from tests.twins import randomize
 
@@ -244,78 +243,6 @@ def test_ops_can_be_given() -> None:
     assert check(twice, ops=[[Twice(1)]]).passed
 
 
-@example(
-    make=lambda features, rng, **others: Centred(torch.randn(features, generator=rng), **others),
-    choices={"sign": "minus"},
-)
-class Centred(ops.RowOp):
-    """y = x - offset or offset - x."""
-
-    def __init__(self, offset: torch.Tensor, sign: str = "plus") -> None:
-        super().__init__()
-        self.offset, self.sign = torch.nn.Parameter(offset), sign
-
-    def compute(self, x: Any, offset: Any) -> Any:
-        return x - offset if self.sign == "plus" else offset - x
-
-
-def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
-    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", details=Details(registered=False))
-    def right(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x - m[0].offset
-
-    assert check(right).passed
-    wrong = dataclasses.replace(right, when=None)
-    with pytest.raises(VerificationError, match="Centred with sign='minus'"):
-        check(wrong)
-
-
-@example(arguments={"power": 2.0})
-class Weighted(ops.RowOp):
-    """y = x * weight**power."""
-
-    def __init__(self, features: int, power: float, flat: bool = False) -> None:
-        super().__init__()
-        self.power, self.flat = power, flat
-        self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
-
-    def compute(self, x: Any, weight: Any) -> Any:
-        return x if self.flat else x * weight**self.power
-
-
-def test_an_op_is_made_by_its_constructor() -> None:
-    made = example_of(Weighted, 5, torch.Generator(), flat=True)
-    assert isinstance(made, Weighted) and made.weight.shape == (5,) and (made.power, made.flat) == (2.0, True)
-    like = example_of(Weighted, 7, torch.Generator(), power=3.0)
-    assert isinstance(like, Weighted) and 0 < (like.weight - 2.0).abs().max() < 2.5 and like.power == 3.0
-
-    @fusion(forward=[Weighted], details=Details(registered=False))
-    def squared(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * m[0].weight ** 2
-
-    with pytest.raises(VerificationError, match="Weighted with (power=4.125|flat=True)"):
-        check(squared)
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({}, "missing 1 required positional argument: 'offset'"),
-        ({"make": lambda: 3}, "its example is 3"),
-        ({"make": lambda: {}["size"]}, "'size'"),
-        ({"arguments": lambda features, name: None}, "'NoneType' object is not .*"),
-    ],
-)
-def test_an_op_that_its_row_does_not_make(row: dict[str, Any], words: str) -> None:
-    @example(**row)
-    class Other(Centred):
-        """One with a row of its own."""
-
-    entry = fusion(forward=[Other], name="other", details=Details(registered=False))(lambda m, x: x - m[0].offset)
-    with pytest.raises(ValueError, match=rf"cannot make a Other by itself \(.*({words})\): say how by @example\("):
-        check(entry)
-
-
 def test_what_cannot_be_verified() -> None:
     entry = fusion(forward=[ops.GELU], name="mine", details=Details(registered=False))(lambda m, x: x)
     for lists in ([], [ops.GELU()]):
@@ -396,11 +323,6 @@ def test_another_default_device() -> None:
     assert all(t.grad.device.type == "cpu" for t in (x, scale, shift))
 
 
-def test_an_op_that_says_no_features_has_those_of_its_parameters() -> None:
-    report = te_fuser.verify(Centred(torch.randn(8)), dtypes=[torch.float32], kernels="reference")
-    assert report.passed and "gradient of 0.offset" in {row.tensor for row in report.rows}
-
-
 def test_ops_that_are_bound_to_a_module_outside_the_model() -> None:
     class Mlp(torch.nn.Module):
         def __init__(self) -> None:
@@ -444,43 +366,6 @@ class WrongGradient(ops.UnfusedOperation):
 
     def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
         return dy * call["input"]
-
-
-class Affine(ops.RowOp):
-    """y = x * w + b, made with numbers that hide what a fusion forgets."""
-
-    def __init__(self, features: int, empty: bool = False) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(features))
-        self.b = torch.nn.Parameter(torch.full((features,), torch.nan) if empty else torch.zeros(features))
-
-    def compute(self, x: Any, w: Any, b: Any) -> Any:
-        return x * w + b
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_parameters_of_an_op_of_ones_own_are_random(right: bool) -> None:
-    @fusion(forward=[ops.GELU, Affine], emits=["0.output"], details=Details(registered=False))
-    def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.gelu(x, approximate=m[0].approximate)
-        m.emit("0.output", y)
-        return y * m[1].w + m[1].b if right else y * m[1].w[0]
-
-    assert check(scaled, raise_on_failure=False).passed == right
-
-
-def test_the_numbers_of_an_example() -> None:
-    rng = torch.Generator().manual_seed(0)
-    for given, mean, deviation in ((None, 1.0, 0.5), ((3.0, 0.1), 3.0, 0.1), (lambda op: (-2.0, 0.0), -2.0, 0.0)):
-        op = Affine(2000)
-        OpExample(normal=given).draw(op, rng)  # type: ignore[arg-type]
-        assert abs(op.w.mean().item() - mean) < 0.1 and abs(op.w.std().item() - deviation) < 0.1
-    op = Affine(2000, empty=True)
-    OpExample().draw(op, rng)
-    assert abs(op.b.mean().item()) < 0.1
-    for wrong in (1.0, {"w": (0, 1)}, (1.0,)):
-        with pytest.raises(TypeError, match="normal is a mean and a standard deviation"):
-            OpExample(normal=wrong)  # type: ignore[arg-type]
 
 
 def test_an_op_with_a_wrong_gradient_is_found() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import te_fuser
 from te_fuser import ops
 from te_fuser.fusions import Details, OneOf, Optional, Repeat, fusion
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import FusableOperation, Spec
-from te_fuser.verify import example
-from te_fuser.verify.examples import EXAMPLES, LAYOUTS, example_of, examples, expand
+from te_fuser.verify import VerificationError, example
+from te_fuser.verify.examples import EXAMPLES, LAYOUTS, OpExample, example_of, examples, expand
+
+pytestmark = pytest.mark.usefixtures("few_rows")
+check = partial(te_fuser.verify, dtypes=[torch.float32], kernels="reference", device="cpu")
 
 # Bases, and what is made of other ops.
 _OTHERS = {
@@ -112,6 +118,123 @@ def test_a_row_says_what_it_may_say() -> None:
 def test_a_member_that_nobody_reads(name: str, value: object, decorator: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"Old.{name} is not read any more: put {decorator} above the class")):
         type("Old", (ops.RowOp,), {name: value})
+
+
+# ---- verifying with ops of one's own
+
+
+@example(
+    make=lambda features, rng, **others: Offset(torch.randn(features, generator=rng), **others),
+    choices={"sign": "minus"},
+)
+class Offset(ops.RowOp):
+    """y = x - offset or offset - x."""
+
+    def __init__(self, offset: torch.Tensor, sign: str = "plus") -> None:
+        super().__init__()
+        self.offset, self.sign = torch.nn.Parameter(offset), sign
+
+    def compute(self, x: Any, offset: Any) -> Any:
+        return x - offset if self.sign == "plus" else offset - x
+
+
+def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
+    @fusion(forward=[Offset], when=lambda m: m[0].op.sign == "plus" or "minus", details=Details(registered=False))
+    def right(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - m[0].offset
+
+    assert check(right).passed
+    wrong = dataclasses.replace(right, when=None)
+    with pytest.raises(VerificationError, match="Offset with sign='minus'"):
+        check(wrong)
+
+
+@example(arguments={"power": 2.0})
+class Weighted(ops.RowOp):
+    """y = x * weight**power."""
+
+    def __init__(self, features: int, power: float, flat: bool = False) -> None:
+        super().__init__()
+        self.power, self.flat = power, flat
+        self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
+
+    def compute(self, x: Any, weight: Any) -> Any:
+        return x if self.flat else x * weight**self.power
+
+
+def test_an_op_is_made_by_its_constructor() -> None:
+    made = example_of(Weighted, 5, torch.Generator(), flat=True)
+    assert isinstance(made, Weighted) and made.weight.shape == (5,) and (made.power, made.flat) == (2.0, True)
+    like = example_of(Weighted, 7, torch.Generator(), power=3.0)
+    assert isinstance(like, Weighted) and 0 < (like.weight - 2.0).abs().max() < 2.5 and like.power == 3.0
+
+    @fusion(forward=[Weighted], details=Details(registered=False))
+    def squared(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * m[0].weight ** 2
+
+    with pytest.raises(VerificationError, match="Weighted with (power=4.125|flat=True)"):
+        check(squared)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "missing 1 required positional argument: 'offset'"),
+        ({"make": lambda: 3}, "its example is 3"),
+        ({"make": lambda: {}["size"]}, "'size'"),
+        ({"arguments": lambda features, name: None}, "'NoneType' object is not .*"),
+    ],
+)
+def test_an_op_that_its_row_does_not_make(row: dict[str, Any], words: str) -> None:
+    @example(**row)
+    class Other(Offset):
+        """One with a row of its own."""
+
+    entry = fusion(forward=[Other], name="other", details=Details(registered=False))(lambda m, x: x - m[0].offset)
+    with pytest.raises(ValueError, match=rf"cannot make a Other by itself \(.*({words})\): say how by @example\("):
+        check(entry)
+
+
+def test_an_op_that_says_no_features_has_those_of_its_parameters() -> None:
+    report = check(Offset(torch.randn(8)))
+    assert report.passed and "gradient of 0.offset" in {row.tensor for row in report.rows}
+
+
+class Affine(ops.RowOp):
+    """y = x * w + b, made with numbers that hide what a fusion forgets."""
+
+    def __init__(self, features: int, empty: bool = False) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(features))
+        self.b = torch.nn.Parameter(torch.full((features,), torch.nan) if empty else torch.zeros(features))
+
+    def compute(self, x: Any, w: Any, b: Any) -> Any:
+        return x * w + b
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_parameters_of_an_op_of_ones_own_are_random(right: bool) -> None:
+    @fusion(forward=[ops.GELU, Affine], emits=["0.output"], details=Details(registered=False))
+    def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.gelu(x, approximate=m[0].approximate)
+        m.emit("0.output", y)
+        return y * m[1].w + m[1].b if right else y * m[1].w[0]
+
+    assert check(scaled, raise_on_failure=False).passed == right
+
+
+def test_the_numbers_of_an_example() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for given, mean, deviation in ((None, 1.0, 0.5), ((3.0, 0.1), 3.0, 0.1), (lambda op: (-2.0, 0.0), -2.0, 0.0)):
+        op = Affine(2000)
+        OpExample(normal=given).draw(op, rng)  # type: ignore[arg-type]
+        assert abs(op.w.mean().item() - mean) < 0.1 and abs(op.w.std().item() - deviation) < 0.1
+    op = Affine(2000, empty=True)
+    OpExample().draw(op, rng)
+    assert abs(op.b.mean().item()) < 0.1
+    for wrong in (1.0, {"w": (0, 1)}, (1.0,)):
+        with pytest.raises(TypeError, match="normal is a mean and a standard deviation"):
+            OpExample(normal=wrong)  # type: ignore[arg-type]
 
 
 # ---- lists and layouts
