@@ -1,6 +1,5 @@
 """What holds for every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from te_fuser import fusions
 from te_fuser.verify import examples
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
-from tests.settings import CPUS, settle
+from tests.settings import CPUS, collect_less, settle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,9 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays: collections of garbage, which take a second with it, leave it out."""
-    gc.collect()
-    gc.freeze()
+    """Collections of garbage leave out all that is there before the first test."""
+    collect_less()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -260,8 +260,7 @@ class WithBuffer(nn.Linear):
         self.register_buffer("seen", torch.zeros(()))
 
 
-def hooked() -> nn.Module:
-    m = nn.Linear(E, E)
+def hooked(m: nn.Module) -> nn.Module:
     m.register_forward_hook(lambda m, args, y: 3.0 * y)
     return m
 
@@ -282,7 +281,7 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "conv": (lambda: nn.Conv1d(S, S, 1), "te_fuser has no op for it"),
     "subclass": (lambda: OwnLinear(E, E), "a Linear with a forward of its own"),
     "buffer": (WithBuffer, "parameters or buffers that the op has not: seen"),
-    "hook": (hooked, "it has hooks"),
+    "hook": (lambda: hooked(nn.Linear(E, E)), "it has hooks"),
     "patched": (patched, "it has a forward of its own"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, E)), "parametrize the op in its place"),
     "softmax": (lambda: nn.Softmax(dim=1), r"works over dim=1, the op over the features"),
@@ -290,7 +289,7 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own_block": (lambda: Louder(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a _ff_block of its own"),
     "own_layer": (lambda: OwnLayer(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a forward of its own"),
     "no_features": (to_nothing, "it gives 0 features"),
-    "hooked_list": (lambda: hooked_list(), "it has hooks"),
+    "hooked_list": (lambda: hooked(nn.Sequential(nn.Linear(E, E))), "it has hooks"),
     "activation": (
         lambda: nn.TransformerEncoderLayer(E, 3, 20, batch_first=True, activation=F.mish),
         "its activation is the function 'mish'",
@@ -318,12 +317,6 @@ class Louder(nn.TransformerEncoderLayer):
 class OwnLayer(nn.TransformerEncoderLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return 2.0 * super().forward(x)
-
-
-def hooked_list() -> nn.Module:
-    m = nn.Sequential(nn.Linear(E, E))
-    m.register_forward_hook(lambda m, args, y: 3.0 * y)
-    return m
 
 
 ATTENTION = {

@@ -76,7 +76,7 @@ class VerifyReport:
         failed = [str(row) for row in self.failures]
         passed = f"{len(failed)} of {len(self.rows)} checks failed" if failed else f"{len(self.rows)} checks passed"
         reasons = [*dict.fromkeys(why for _, why in self.skipped)]
-        others = f" and {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
+        others = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
         not_run = f", {left} not run ({reasons[0]}{others})" if left else ""
         more = [f"... and {len(failed) - _FEW} more"] if len(failed) > _FEW else []
         head = f"{self.title}: {passed}, in {ran} cases{not_run}; report.table() shows them"

@@ -107,7 +107,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", params=[WIDE, NARROW])
 def looked(request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script found at one width, a narrow one of all pages, and the lines of the browser's console."""
+    """Findings of the script at one width, a narrow one of all pages, and the lines of the browser's console."""
     width, folder = request.param, tmp_path_factory.mktemp("browser")
     pages = [p.parent.relative_to(SITE).as_posix() + "/" for p in SITE.rglob("index.html") if p.parent != SITE]
     shown = ["", *sorted(pages)] if width == NARROW else [*SHOWN.values()]

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "verify.md"
 
 @pytest.mark.parametrize("name", wrong_fusions.WRONG)
 def test_a_wrong_fusion_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes behind the first case that finds it is not run."""
+    """Cases behind the first that finds it are not run."""
     wrong, words, given = wrong_fusions.WRONG[name]
     options = {"dtypes": [torch.float32], "kernels": "reference", "device": "cpu", **given}
     check_case = FusionCheck._check_case

@@ -387,6 +387,35 @@ def test_without_a_gpu_tensors_are_refused() -> None:
             products.multiply("forward", tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
 
 
+# Names here -> in the header.
+FUNCTIONS = {
+    "get_version": "GetVersion", "create": "Create",
+    "description_create": "MatmulDescCreate", "description_destroy": "MatmulDescDestroy",
+    "description_set": "MatmulDescSetAttribute", "layout_create": "MatrixLayoutCreate",
+    "layout_destroy": "MatrixLayoutDestroy", "preference_create": "MatmulPreferenceCreate",
+    "preference_destroy": "MatmulPreferenceDestroy", "preference_set": "MatmulPreferenceSetAttribute",
+    "get_heuristic": "MatmulAlgoGetHeuristic", "check_algorithm": "MatmulAlgoCheck", "matmul": "Matmul",
+}  # fmt: skip
+NUMBERS = {
+    "success": "CUBLAS_STATUS_SUCCESS", "not_supported": "CUBLAS_STATUS_NOT_SUPPORTED",
+    "compute_32f": "CUBLAS_COMPUTE_32F", "compute_32f_fast_tf32": "CUBLAS_COMPUTE_32F_FAST_TF32",
+    "r_32f": "CUDA_R_32F", "r_16f": "CUDA_R_16F", "r_16bf": "CUDA_R_16BF",
+    "r_8f_e4m3": "CUDA_R_8F_E4M3", "r_8f_e5m2": "CUDA_R_8F_E5M2",
+    "desc_a_scale_pointer": "CUBLASLT_MATMUL_DESC_A_SCALE_POINTER",
+    "desc_b_scale_pointer": "CUBLASLT_MATMUL_DESC_B_SCALE_POINTER",
+    "desc_fast_accum": "CUBLASLT_MATMUL_DESC_FAST_ACCUM",
+    "op_n": "CUBLAS_OP_N", "op_t": "CUBLAS_OP_T",
+    **{f"desc_{n}": f"CUBLASLT_MATMUL_DESC_{n.upper()}" for n in ("transa", "transb", "epilogue", "bias_pointer")},
+    "desc_aux_pointer": "CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER",
+    "desc_aux_ld": "CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD",
+    **{f"pref_{n}": f"CUBLASLT_MATMUL_PREF_{n.upper()}" for n in (
+        "max_workspace_bytes", *(f"min_alignment_{t}_bytes" for t in "abcd"))},
+    **{f"epilogue_{n}": f"CUBLASLT_EPILOGUE_{n.upper()}" for n in (
+        "default", "bias", "relu_bias", "gelu_bias", "relu_aux_bias", "gelu_aux_bias", "drelu", "drelu_bgrad",
+        "dgelu", "dgelu_bgrad", "bgrada", "bgradb")},
+}  # fmt: skip
+
+
 @needs_compiler
 def test_the_declarations_are_the_librarys(tmp_path: Path) -> None:
     """The hand-written numbers and argument lists are those of NVIDIA's own header."""
@@ -395,34 +424,8 @@ def test_the_declarations_are_the_librarys(tmp_path: Path) -> None:
     for header in ("cublasLt.h", "crt/host_defines.h"):  # some packages have the one without the other
         if not any((f / header).exists() for f in folders):
             pytest.skip(f"no {header}")
-    functions = {
-        "get_version": "GetVersion", "create": "Create",
-        "description_create": "MatmulDescCreate", "description_destroy": "MatmulDescDestroy",
-        "description_set": "MatmulDescSetAttribute", "layout_create": "MatrixLayoutCreate",
-        "layout_destroy": "MatrixLayoutDestroy", "preference_create": "MatmulPreferenceCreate",
-        "preference_destroy": "MatmulPreferenceDestroy", "preference_set": "MatmulPreferenceSetAttribute",
-        "get_heuristic": "MatmulAlgoGetHeuristic", "check_algorithm": "MatmulAlgoCheck", "matmul": "Matmul",
-    }  # fmt: skip
-    numbers = {
-        "success": "CUBLAS_STATUS_SUCCESS", "not_supported": "CUBLAS_STATUS_NOT_SUPPORTED",
-        "compute_32f": "CUBLAS_COMPUTE_32F", "compute_32f_fast_tf32": "CUBLAS_COMPUTE_32F_FAST_TF32",
-        "r_32f": "CUDA_R_32F", "r_16f": "CUDA_R_16F", "r_16bf": "CUDA_R_16BF",
-        "r_8f_e4m3": "CUDA_R_8F_E4M3", "r_8f_e5m2": "CUDA_R_8F_E5M2",
-        "desc_a_scale_pointer": "CUBLASLT_MATMUL_DESC_A_SCALE_POINTER",
-        "desc_b_scale_pointer": "CUBLASLT_MATMUL_DESC_B_SCALE_POINTER",
-        "desc_fast_accum": "CUBLASLT_MATMUL_DESC_FAST_ACCUM",
-        "op_n": "CUBLAS_OP_N", "op_t": "CUBLAS_OP_T",
-        **{f"desc_{n}": f"CUBLASLT_MATMUL_DESC_{n.upper()}" for n in ("transa", "transb", "epilogue", "bias_pointer")},
-        "desc_aux_pointer": "CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER",
-        "desc_aux_ld": "CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD",
-        **{f"pref_{n}": f"CUBLASLT_MATMUL_PREF_{n.upper()}" for n in (
-            "max_workspace_bytes", *(f"min_alignment_{t}_bytes" for t in "abcd"))},
-        **{f"epilogue_{n}": f"CUBLASLT_EPILOGUE_{n.upper()}" for n in (
-            "default", "bias", "relu_bias", "gelu_bias", "relu_aux_bias", "gelu_aux_bias", "drelu", "drelu_bgrad",
-            "dgelu", "dgelu_bgrad", "bgrada", "bgradb")},
-    }  # fmt: skip
-    checks = [f"static_assert(same(&cublasLt{theirs}, te::CublasLt{{}}.{ours}));" for ours, theirs in functions.items()]
-    checks += [f"static_assert((int)te::CublasLt::{ours} == (int){theirs});" for ours, theirs in numbers.items()]
+    checks = [f"static_assert(same(&cublasLt{theirs}, te::CublasLt{{}}.{ours}));" for ours, theirs in FUNCTIONS.items()]
+    checks += [f"static_assert((int)te::CublasLt::{ours} == (int){theirs});" for ours, theirs in NUMBERS.items()]
     source = tmp_path / "declarations.cpp"
     source.write_text(
         """

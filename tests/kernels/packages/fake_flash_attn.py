@@ -49,6 +49,111 @@ def compiled(launch):
     return run
 
 
+def forward_of(package):
+    """Its forward: causal calls by one kernel, all others by that of windows, caps, sinks and lengths."""
+
+    def _flash_attn_fwd(
+        q,
+        k,
+        v,
+        qv=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        softmax_scale=None,
+        causal=False,
+        softcap=None,
+        window_size_left=None,
+        window_size_right=None,
+        learnable_sink=None,
+        return_lse=False,
+        out=None,
+        lse=None,
+    ):
+        assert return_lse and not q.requires_grad and lse.is_contiguous()
+        package.entered += 1
+        ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        window = (window_size_left, 0 if causal else window_size_right)
+        if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
+            cache, key = _flash_attn_fwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
+            cache[key] = compiled(functools.partial(package._forward_varlen, window, softcap or 0.0))
+            cache[key](q.detach(), k.detach(), v.detach(), out, lse, softmax_scale, *ragged, learnable_sink)
+            return out, lse, None, None, None
+        cache, key = _flash_attn_fwd.compile_cache, (q.dtype, causal)
+        if key not in cache:
+            cache[key] = compiled(functools.partial(package._forward, causal))
+        cache[key](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, None, (None, None))
+        return out, lse, None, None, None
+
+    return _flash_attn_fwd
+
+
+def backward_of(package):
+    """Its backward, likewise."""
+
+    def _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        softcap=0.0,
+        window_size_left=None,
+        window_size_right=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=None,
+        deterministic=False,
+        dq=None,
+        dk=None,
+        dv=None,
+        learnable_sink=None,
+    ):
+        assert lse.is_contiguous() and not deterministic
+        assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        package.entered += 1
+        ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        window = (window_size_left, 0 if causal else window_size_right)
+        if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
+            dsink = None if learnable_sink is None else torch.empty_like(learnable_sink)
+            cache, key = _flash_attn_bwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
+            cache[key] = compiled(functools.partial(package._backward_varlen, window, softcap))
+            read = (q.detach(), k, v, out, dout, lse)
+            cache[key](*read, dq, dk, dv, softmax_scale, *ragged, learnable_sink, dsink)
+            return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
+        dout = dout.clone() if package.copies else dout
+        sums = torch.empty(lse.shape, dtype=lse.dtype, device=q.device).detach()
+        added = torch.zeros(k.shape, dtype=torch.float64, device=q.device)
+        package._bwd_preprocess(out, dout, sums)
+        cache, key = _flash_attn_bwd.compile_cache, (q.dtype, causal)
+        if key not in cache:
+            cache[key] = compiled(functools.partial(package._backward, causal))
+        cache[key](q.detach(), k, v, out, dout, lse, sums, added, dq, dk, dv, softmax_scale)
+        package._bwd_postprocess_convert(added, dv)
+        return dq, dk, dv
+
+    return _flash_attn_bwd
+
+
+def _bwd_preprocess(out, dout, sums):
+    cache = _bwd_preprocess.compile_cache
+    if out.dtype not in cache:
+        cache[out.dtype] = compiled(lambda out, dout, sums: sums.copy_((out * dout).sum(-1).mT))
+    cache[out.dtype](out, dout, sums)
+
+
+def _bwd_postprocess_convert(added, dv):
+    cache = _bwd_postprocess_convert.compile_cache
+    if dv.dtype not in cache:
+        cache[dv.dtype] = compiled(lambda added, dv: dv.copy_(added))
+    cache[dv.dtype](added, dv)
+
+
 class Package(types.ModuleType):
     """The module `flash_attn.cute.interface`.
 
@@ -63,98 +168,7 @@ class Package(types.ModuleType):
         super().__init__(flash_attn_4._MODULE)
         self.calls, self.entered, self.fails, self.copies = [], 0, None, False
 
-        def _flash_attn_fwd(
-            q,
-            k,
-            v,
-            qv=None,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            seqused_q=None,
-            seqused_k=None,
-            softmax_scale=None,
-            causal=False,
-            softcap=None,
-            window_size_left=None,
-            window_size_right=None,
-            learnable_sink=None,
-            return_lse=False,
-            out=None,
-            lse=None,
-        ):
-            assert return_lse and not q.requires_grad and lse.is_contiguous()
-            self.entered += 1
-            ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-            window = (window_size_left, 0 if causal else window_size_right)
-            if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
-                cache, key = _flash_attn_fwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
-                cache[key] = compiled(functools.partial(self._forward_varlen, window, softcap or 0.0))
-                cache[key](q.detach(), k.detach(), v.detach(), out, lse, softmax_scale, *ragged, learnable_sink)
-                return out, lse, None, None, None
-            cache, key = _flash_attn_fwd.compile_cache, (q.dtype, causal)
-            if key not in cache:
-                cache[key] = compiled(functools.partial(self._forward, causal))
-            cache[key](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, None, (None, None))
-            return out, lse, None, None, None
-
-        def _flash_attn_bwd(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse,
-            softmax_scale=None,
-            causal=False,
-            softcap=0.0,
-            window_size_left=None,
-            window_size_right=None,
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            seqused_q=None,
-            seqused_k=None,
-            deterministic=False,
-            dq=None,
-            dk=None,
-            dv=None,
-            learnable_sink=None,
-        ):
-            assert lse.is_contiguous() and not deterministic
-            assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
-            self.entered += 1
-            ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-            window = (window_size_left, 0 if causal else window_size_right)
-            if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
-                dsink = None if learnable_sink is None else torch.empty_like(learnable_sink)
-                cache, key = _flash_attn_bwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
-                cache[key] = compiled(functools.partial(self._backward_varlen, window, softcap))
-                read = (q.detach(), k, v, out, dout, lse)
-                cache[key](*read, dq, dk, dv, softmax_scale, *ragged, learnable_sink, dsink)
-                return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
-            dout = dout.clone() if self.copies else dout
-            sums = torch.empty(lse.shape, dtype=lse.dtype, device=q.device).detach()
-            added = torch.zeros(k.shape, dtype=torch.float64, device=q.device)
-            _bwd_preprocess(out, dout, sums)
-            cache, key = _flash_attn_bwd.compile_cache, (q.dtype, causal)
-            if key not in cache:
-                cache[key] = compiled(functools.partial(self._backward, causal))
-            cache[key](q.detach(), k, v, out, dout, lse, sums, added, dq, dk, dv, softmax_scale)
-            _bwd_postprocess_convert(added, dv)
-            return dq, dk, dv
-
-        def _bwd_preprocess(out, dout, sums):
-            cache = _bwd_preprocess.compile_cache
-            if out.dtype not in cache:
-                cache[out.dtype] = compiled(lambda out, dout, sums: sums.copy_((out * dout).sum(-1).mT))
-            cache[out.dtype](out, dout, sums)
-
-        def _bwd_postprocess_convert(added, dv):
-            cache = _bwd_postprocess_convert.compile_cache
-            if dv.dtype not in cache:
-                cache[dv.dtype] = compiled(lambda added, dv: dv.copy_(added))
-            cache[dv.dtype](added, dv)
-
-        for function in (_flash_attn_fwd, _flash_attn_bwd, _bwd_preprocess, _bwd_postprocess_convert):
+        for function in (forward_of(self), backward_of(self), _bwd_preprocess, _bwd_postprocess_convert):
             function.compile_cache = {}
             setattr(self, function.__name__, function)
 
