@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils import _pytree
 
 from te_fuser.fuser.show.measure import undisturbed
-from te_fuser.ops.checks import yes_or_no
+from te_fuser.ops.checks import count, yes_or_no
 from te_fuser.params.main_grad import spared
 
 _profiler = threading.RLock()  # PyTorch's, of which a process has one
@@ -89,8 +89,7 @@ def _check(model: Any, given: list[torch.Tensor], steps: int, path: Path, backwa
         raise TypeError(f"profile takes a torch.nn.Module, got {type(model).__name__}")
     if not given:
         raise TypeError("profile takes what the model is called with, and got no tensor: profile(model, x)")
-    if steps < 1:
-        raise ValueError(f"profile runs a model at least once, got steps={steps}")
+    count("profile", "steps", steps)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"profile writes {path}, and there is no folder {path.parent}")
     if path.is_dir():

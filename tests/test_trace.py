@@ -125,7 +125,8 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     [
         ({"model": print}, TypeError, "profile takes a torch.nn.Module, got builtin_function_or_method"),
         ({"x": 3}, TypeError, r"got no tensor: profile\(model, x\)"),
-        ({"steps": 0}, ValueError, "at least once, got steps=0"),
+        ({"steps": 0}, ValueError, "takes a whole number from 1 on as steps, got 0"),
+        ({"steps": "3"}, TypeError, "takes a whole number as steps, got '3'"),
         ({"path": "nowhere/t.json"}, FileNotFoundError, "there is no folder nowhere"),
         ({"path": ""}, IsADirectoryError, r"writes a file, and \. is a folder"),
         ({"path": "t" * 300}, OSError, "name too long"),
