@@ -1,5 +1,6 @@
-"""What holds for every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
+"""Settings of every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from te_fuser import fusions
 from te_fuser.verify import examples
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
-from tests.settings import CPUS, collect_less, settle
+from tests.settings import CPUS, settle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Collections of garbage leave out all that is there before the first test."""
-    collect_less()
+    """Collections of garbage, which take a second with all that is there before the first test, leave it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,13 +38,13 @@ def _settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    """Which tests ran before in this process is a matter of time; what a test draws must not be."""
+    """Random numbers of a test do not depend on the tests that ran before in its process."""
     torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _same_fusions() -> Iterator[None]:
-    """Whatever a test registers is gone after it."""
+    """Fusions that a test registers are gone after it."""
     before = set(fusions.names())
     yield
     for name in set(fusions.names()) - before:
@@ -64,7 +66,7 @@ def library() -> Path:
 
 @pytest.fixture
 def driver(library: Path) -> Iterator[FakeDriver]:
-    """That driver in place of the real one."""
+    """The fake driver in place of the real one."""
     with in_place(library) as fake:
         yield fake
 

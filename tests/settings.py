@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,13 +32,6 @@ def settle(patch: pytest.MonkeyPatch, cpu: str, folder: Path) -> None:
     _own_nodes(patch)
     _nothing_tuned(patch, folder)
     _no_optional_packages(patch)
-
-
-def collect_less() -> None:
-    """Collect garbage now, later more rarely and without what is there: tests that ask what it keeps collect it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
 
 
 def _one_cpu(patch: pytest.MonkeyPatch, name: str) -> None:
