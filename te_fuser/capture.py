@@ -186,15 +186,15 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
 @contextlib.contextmanager
 def _held_graphs_told() -> Iterator[None]:
-    """In here CUDA's error for an autograd graph of before, which a capture would have to wait for, is put in words."""
+    """In here CUDA's error for work on the default stream is put in words: mostly an autograd graph of before."""
     try:
         yield
     except RuntimeError as error:
         if "legacy stream" not in f"{error} {error.__context__}":
             raise
         raise RuntimeError(
-            "cuda_graph: an output or a loss of an earlier call is held with its autograd graph, which ties the "
-            "parameters' gradients to the default stream: delete it (del y), or detach it, before the capture"
+            "cuda_graph: the capture met work on the default stream. An output or a loss of an earlier call, held with "
+            "its autograd graph, brings it there, for one: delete it (del y), or detach it, before the capture"
         ) from error
 
 

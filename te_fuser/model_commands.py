@@ -213,7 +213,8 @@ def explain(chosen: argparse.Namespace) -> int:
             at = {"path": paths[0], "layers": paths} if paths else {}
             plans += [{**at, **plan} for plan in plans_as_data(one)]
             between += [f"In {paths[0]}: {text}" if paths else text for _, text in one.borders]
-        print(json.dumps({"plans": plans, "by_itself": between, "unseen": found.unseen}, indent=1))
+        unseen = "; ".join(filter(None, (one.unseen for _, one in told)))
+        print(json.dumps({"plans": plans, "by_itself": between, "unseen": unseen}, indent=1))
     elif not chosen.html:
         print(found)
     return 0

@@ -88,7 +88,7 @@ class Conversion:
             borders += [(len(plans) + before, text) for before, text in explained.borders]
             plans += explained.plans
             if explained.unseen:
-                borders.append((len(plans), f"No plan is known from here on: {explained.unseen}."))
+                borders.append((len(plans), explained.beyond))
         return Explanation(plans, source, (), "", borders, (), details)
 
     def explain_layers(

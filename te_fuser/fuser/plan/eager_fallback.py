@@ -44,7 +44,6 @@ class _FunctionCall:
 
 def with_recorded(prices: Prices, plan: Plan, weight: float) -> Plan:
     """The plan with each segment recorded that is cheaper so; a kept byte is worth `weight` passes over it."""
-
     problem = prices.problem
 
     def price(p: Plan) -> float:

@@ -231,8 +231,8 @@ class Prices(CostModel):
         """A row kernel as the step for the ops start..stop-1; made anew where its price is given."""
         if price is None:
             what = start, stop, kernel.inputs, kernel.outputs, kernel.raised, kernel.aliases
-            price = Price("of_kernel", (kernel, self.problem.nodes[start]))
-            return self.once(what, lambda: self.kernel_step(kernel, start, stop, price))
+            own = Price("of_kernel", (kernel, self.problem.nodes[start]))
+            return self.once(what, lambda: self.kernel_step(kernel, start, stop, own))
         description = kernel.description
         names = [load.name for load in description.loads]
         outs = [t.name for t in description.stores] + [t.name for t in description.sums]

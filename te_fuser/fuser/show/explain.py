@@ -125,7 +125,12 @@ class Explanation:
             yield from show(plan, self.measured[k] if self.measured else None, number)
             yield from pass_page(self.passes[k]) if self.passes else ()
         if self.unseen:
-            yield Text(f"\nNo plan is known from here on: {self.unseen}.")
+            yield Text(f"\n{self.beyond}")
+
+    @property
+    def beyond(self) -> str:
+        """Sentence behind the last plan that is known; empty where all are."""
+        return f"No plan is known from here on: {self.unseen}." if self.unseen else ""
 
     @property
     def makers(self) -> list[list[tuple[str, str]]]:

@@ -68,7 +68,7 @@ def fragment(explanation: Explanation, name: str = "step") -> str:
         parts += _plan(plan, e.measured[k] if e.measured else None, title, f"{name}-{k}")
     parts += [f"<p>{escape(text)}</p>" for before, text in e.borders if before == len(e.plans)]
     if e.unseen:
-        parts.append(f"<p>No plan is known from here on: {escape(e.unseen)}.</p>")
+        parts.append(f"<p>{escape(e.beyond)}</p>")
     return f'<div class="te-fuser">{"".join(parts)}</div>'
 
 
