@@ -89,14 +89,14 @@ size_t gather(PeerBuffers& buffers, const py::object& x, const py::object& out, 
   return buffer;
 }
 
-// Sends each rank its block of x, or all of it (`whole`); the own one is put beside those that arrive.
-size_t scatter(PeerBuffers& buffers, const py::object& x, bool whole) {
+// Sends each rank its block of x; the own one is put beside those that arrive.
+size_t scatter(PeerBuffers& buffers, const py::object& x) {
   const Dense given = dense(x, "scatter", 0);
-  const size_t bytes = whole ? given.bytes : given.bytes / buffers.ranks();
+  const size_t bytes = given.bytes / buffers.ranks();
   const CudaDriver::Stream stream = stream_of(buffers);
-  const size_t buffer = send_all(buffers, given, whole, stream);
+  const size_t buffer = send_all(buffers, given, false, stream);
   run([&](Failure& failure) {
-    const char* own = whole ? given.data : given.data + buffers.rank() * bytes;
+    const char* own = given.data + buffers.rank() * bytes;
     return buffers.send(buffer, buffers.rank(), own, bytes, stream, false, failure) &&
            buffers.end_sending(buffer, failure);
   });
@@ -130,8 +130,7 @@ void bind_exchanges(py::module_& module) {
       .def_static("flag_bytes", &PeerBuffers::flag_bytes, py::arg("ranks"), py::arg("buffers"))
       .def("gather", &gather, py::arg("x"), py::arg("out"), py::arg("whole") = true,
            "Start to join every rank's x in out, or its block of every rank's x; the number of the buffer it takes.")
-      .def("scatter", &scatter, py::arg("x"), py::arg("whole") = false,
-           "Start to send each rank its block of x, or the whole; the number of the buffer.")
+      .def("scatter", &scatter, py::arg("x"), "Start to send each rank its block of x; the number of the buffer.")
       .def("wait", &await, py::arg("buffer"), "Have the current stream wait for all blocks, its own among them, of what is scattered.")
       .def("close", &close, py::arg("buffer"), "Have the current stream wait for all, and let others send anew.")
       .def("mark", &mark, "Note that the current stream has come so far, as behind a replay, for is_done().")

@@ -376,8 +376,8 @@ class PeerBuffers:
     def gather(self, x: torch.Tensor, out: torch.Tensor, whole: bool = True) -> int:
         """Start to join every rank's x in out, or its block of every rank's x; the number of the buffer it takes."""
 
-    def scatter(self, x: torch.Tensor, whole: bool = False) -> int:
-        """Start to send each rank its block of x, or the whole; the number of the buffer."""
+    def scatter(self, x: torch.Tensor) -> int:
+        """Start to send each rank its block of x; the number of the buffer."""
 
     def wait(self, buffer: int) -> None:
         """Have the current stream wait for all blocks, its own among them, of what is scattered."""

@@ -39,9 +39,6 @@ class Transport(Protocol):
     def swap(self, sent: torch.Tensor, made: torch.Tensor) -> Work:
         """Swap blocks: receive every rank's block for this one."""
 
-    def add_up(self, summed: torch.Tensor) -> Work:
-        """The sum of every rank's tensor, in the place of this one's."""
-
 
 class ByProcessGroup:
     """Collectives of torch.distributed."""
@@ -60,6 +57,7 @@ class ByProcessGroup:
         return _CollectiveUnderWay("all_to_all", sent.shape, self._group, self._ranks.alltoall_base(made, sent, [], []))
 
     def add_up(self, summed: torch.Tensor) -> Work:
+        """The sum of every rank's tensor, in the place of this one's."""
         return _CollectiveUnderWay("all_reduce", summed.shape, self._group, self._ranks.allreduce([summed]))
 
 
@@ -142,16 +140,18 @@ class Exchange:
         Args:
             by: what moves it; None: the ProcessGroup.
         """
-        n, x, by = group.size, x.detach(), by or ByProcessGroup(group)
+        n, x = group.size, x.detach()
         x = x.view(torch.uint8) if x.dtype in FLOAT8.values() else x  # of which not every backend knows
         sent = (x if self.cut is None else self._cut(x, self.cut, n)).contiguous()
         if self.cut is None and self.join is None:
             summed = sent.clone()
-            return UnderWay(summed, by.add_up(summed))
+            return UnderWay(summed, ByProcessGroup(group).add_up(summed))
         rows = sent.shape[0] * (1 if self.join is None else n) // (1 if self.cut is None else n)
         made = sent.new_empty(rows, *sent.shape[1:])
-        move = by.gather if self.cut is None else by.scatter if self.join is None else by.swap
-        return UnderWay(made, move(sent, made))
+        by = by or ByProcessGroup(group)
+        return UnderWay(
+            made, (by.gather if self.cut is None else by.scatter if self.join is None else by.swap)(sent, made)
+        )
 
     def wait(self, started: UnderWay, group: Group, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Wait for what `start` gave, and join it.

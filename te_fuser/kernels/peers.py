@@ -244,11 +244,6 @@ class ByCopies:
         number = buffers.scatter(sent)
         return _Copies(buffers, number, (sent, made), self._peers.blocks(number, made)[-1])
 
-    def add_up(self, summed: torch.Tensor) -> Work:
-        buffers = self._peers.buffers(summed.nbytes)
-        number = buffers.scatter(summed, True)
-        return _Copies(buffers, number, (summed, summed), self._peers.blocks(number, summed)[-1])
-
 
 class _Copies:
     """Copies under way, and the tensors that they need, which may not be freed before.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_fuser.distributed.exchange import ByProcessGroup, Exchange, Transport, UnderWay, exchanged
+from te_fuser.distributed.exchange import ByProcessGroup, Exchange, UnderWay, exchanged
 from te_fuser.distributed.group import Group
 from te_fuser.params.concatenated_parameter import parts_of
 
@@ -29,20 +29,16 @@ def is_left(parameter: torch.Tensor) -> bool:
     return marks.pop()
 
 
-def start_sums(gradients: Sequence[torch.Tensor], group: Group, by: Transport | None = None) -> Sums:
-    """Sums over the ranks of tensors that each of them has, on their way: one exchange for each dtype among them.
-
-    Args:
-        by: what moves them; None: the ProcessGroup.
-    """
+def start_sums(gradients: Sequence[torch.Tensor], group: Group) -> Sums:
+    """Sums over the ranks of tensors that each of them has, on their way: one collective for each dtype among them."""
     found = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         places = [k for k, g in enumerate(gradients) if g.dtype == dtype]
         if len(places) == 1:
-            found.append((places, Exchange().start(gradients[places[0]], group, by)))
+            found.append((places, Exchange().start(gradients[places[0]], group)))
             continue
         flat = torch.cat([gradients[k].reshape(-1) for k in places])
-        found.append((places, UnderWay(flat, (by or ByProcessGroup(group)).add_up(flat))))
+        found.append((places, UnderWay(flat, ByProcessGroup(group).add_up(flat))))
     return found
 
 

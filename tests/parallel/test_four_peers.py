@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.parallel import test_peers as two
 from tests.parallel.ranks import on_ranks
@@ -15,11 +14,6 @@ RANKS = 4
 @on_ranks
 def test_an_exchange(body: str) -> None:
     vars(getattr(two, body))["body"]()
-
-
-@on_ranks
-def test_a_sum() -> None:
-    vars(two.test_a_sum_that_all_ranks_get)["body"](torch.bfloat16)
 
 
 @on_ranks

@@ -67,9 +67,9 @@ def test_norms_of_heads_are_terms_without_a_cut_sequence() -> None:
 def test_one_collective_for_all_of_a_segment() -> None:
     calls: list[int] = []
 
-    def counted(gradients: Any, *given: Any) -> Any:
+    def counted(gradients: Any, group: Any) -> Any:
         calls.append(len(gradients))
-        return start_sums(gradients, *given)
+        return start_sums(gradients, group)
 
     start_sums = function_tasks.start_sums
     cut, whole = pair(CASES[LAYER], True)

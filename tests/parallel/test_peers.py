@@ -76,22 +76,6 @@ def test_scatter() -> None:
         buffers.close(number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@on_ranks
-def test_a_sum_that_all_ranks_get(dtype: torch.dtype) -> None:
-    """In float32 at least, rounded once, and bit for bit the same on all of them."""
-    with standing_in():
-        peers, rank, ranks = world()
-        for number, shape in enumerate([(3, 5), (1,), (0, 4), (257,)]):
-            x = given(number, rank, *shape, dtype=dtype)
-            ByCopies(peers).add_up(x).wait()
-            terms = torch.stack([given(number, r, *shape, dtype=dtype).double() for r in range(ranks)])
-            torch.testing.assert_close(x, terms.sum(0).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
-            everyone = [torch.empty_like(x) for _ in range(ranks)]
-            dist.all_gather(everyone, x)
-            assert all(torch.equal(x, other) for other in everyone)
-
-
 @pytest.mark.parametrize("delay", [0, 60])
 @on_ranks
 def test_many_exchanges_of_any_size_in_any_order(delay: int) -> None:

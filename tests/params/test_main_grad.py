@@ -16,7 +16,6 @@ from te_fuser.fuser.plan import segmenting
 from te_fuser.fusions import cublaslt
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
-from te_fuser.params.main_grad import IN_BUCKET
 from tests.fusions.products import covered, plan, reasons
 from tests.ops.check import normal
 
@@ -310,7 +309,7 @@ def test_without_it_nothing_changes() -> None:
 def test_on_a_gpu_the_product_adds() -> None:
     p = plan(ops.SiLU(), ops.Linear(4096, 1024, accumulate_into_main_grad=True), ops.Dropout(0.1))
     assert [s for s in covered(p.backward) if s[0] == "matmul_main_grad"] == [("matmul_main_grad", 1, 2)] * 2
-    for over in (True, False, IN_BUCKET):
+    for over in (True, False):
         product = ops.MatMul(4096, 64, accumulate_into_main_grad=True)
         product.overwrite_main_grad = over
         bodies = [s.task.body.function for s in plan(product).backward]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import AS_MADE, PART, Ref
 from te_fuser.fuser.plan.overlap import awaited, started, starts_something
-from te_fuser.fuser.plan.plan import Refusal, size_text
-from te_fuser.fuser.steps.function_tasks import GATHERED, FunctionTask, PeerProductTask, SumTask
+from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.steps.function_tasks import GATHERED, FunctionTask, PeerProductTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Options, Problem
     from te_fuser.fusions.match import Cost
-
-
-_MOST_SUMMED = 2**20  # bytes of gradients that each rank sends whole to all others; of more NCCL sends less
 
 
 class _Pair(NamedTuple):
@@ -105,28 +102,14 @@ class _InSegment:
             if why is None and (pair.exchange.cut, pair.exchange.join) == (None, None):
                 why = "a sum that all ranks get is left to NCCL"
             if why is not None:
-                self._refuse(self._given[pair.start], why)
+                self._refuse(pair, why)
                 continue
             found |= self._beside_product(pair, found) or self._alone(pair)
-        for k, step in enumerate(self._given):
-            if isinstance(step.task, SumTask) and step.task.phase == "start":
-                found[k] = self._gradient_sum(step, step.task)
         made = [(step, self._behind.get(k)) for k, step in found.items()]
         return tuple([step for pair in made for step in pair if step is not None])
 
-    def _gradient_sum(self, step: Step, task: SumTask) -> Step:
-        """The step that starts to add up gradients over ranks, by copies where they are few."""
-        why = why_not(self._prices.problem.options, self._graph, task.group)
-        size = sum(ref.bytes(self._graph) for name, ref in step.inputs if name.startswith("term "))
-        if why is None and size > _MOST_SUMMED:
-            why = f"sums of gradients of more than {size_text(_MOST_SUMMED)} ({size_text(size)}) are left to NCCL"
-        if why is not None:
-            self._refuse(step, why)
-            return step
-        by = peers.PeersOf(task.group, self._graph.values[0].spec.device)
-        return replace(step, task=replace(task, peers=by))  # type: ignore[call-arg]
-
-    def _refuse(self, step: Step, why: str) -> None:
+    def _refuse(self, pair: _Pair, why: str) -> None:
+        step = self._given[pair.start]
         self._refusals[Refusal(self._direction, step.start, step.stop, registry.PEER_COPIES, why)] = None
 
     def _alone(self, pair: _Pair) -> dict[int, Step | None]:
@@ -142,7 +125,7 @@ class _InSegment:
             return None
         found = self._gathering(pair, steps) if pair.exchange.cut is None else self._scattering(pair, steps)
         if isinstance(found, str):
-            self._refuse(self._given[pair.start], f"it is no step with a product: {found}")
+            self._refuse(pair, f"it is no step with a product: {found}")
             return None
         return found
 

@@ -105,7 +105,6 @@ class SumTask(Task):
         group: the ranks.
         parameters: whose gradients, as the graph counts them; those that a call leaves to the engine stay terms.
         phase: "start" or "wait".
-        peers: the GPUs that add up by copies; None: the ProcessGroup does.
     """
 
     what = "torch"
@@ -115,7 +114,6 @@ class SumTask(Task):
     parameters: tuple[int, ...]
     phase: str
     ops: tuple[int, ...] = ()
-    peers: PeersOf | None = None
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
@@ -125,11 +123,10 @@ class SumTask(Task):
         inputs, outputs = dict(step.inputs), dict(step.outputs)
         terms = [(p, bench.slots[inputs[f"term {p}"]]) for p in self.parameters]
         under_way = bench.slots[inputs["started"] if self.waits else outputs["started"]]
-        left, group, peers = bench.slots[LEFT], self.group, self.peers
+        left, group = bench.slots[LEFT], self.group
 
         def start(slots: Slots) -> None:
-            by = None if peers is None else peers.transport()
-            slots[under_way] = start_sums([slots[k] for p, k in terms if p not in slots[left]], group, by)
+            slots[under_way] = start_sums([slots[k] for p, k in terms if p not in slots[left]], group)
 
         if not self.waits:
             return start

@@ -15,7 +15,6 @@ from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.step_rows import step_rows
-from te_fuser.fuser.steps.function_tasks import SumTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.kernels import peers
 from tests.fusions.products import autocast_on_cuda
@@ -191,29 +190,6 @@ def test_reasons() -> None:
     assert why(listed(ops.AllReduce(group()))) == {"a sum that all ranks get is left to NCCL"}
     on_cpu = listed(ops.AllGather(group()), ops.MatMul(8, 8), device=None)
     assert next(iter(why(on_cpu))).startswith("copy engines are of GPUs, and the plan is for ")
-
-
-def test_gradients_that_ranks_add_up() -> None:
-    """Few go by copies, whole; of many NCCL sends less."""
-
-    def sums(features: int) -> tuple[peers.PeersOf | None, set[str]]:
-        linear = ops.Linear(64, features, dtype=torch.bfloat16, device="meta")
-        linear.group, linear.parallel_mode, linear.sequence_parallel = group(), "row", True
-        linear.weight = torch.nn.Parameter(torch.empty(features, 32, dtype=torch.bfloat16, device="meta"))
-        model = te_fuser.Sequential(linear)
-        x = torch.empty(64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        plan = model.plan(x, device="h200")
-        (start,) = [s.task for s in plan.backward if s.name == "sum_gradients.start"]
-        assert isinstance(start, SumTask)
-        return start.peers, why(plan)
-
-    most = 2**20 // 2
-    assert sums(most)[0] == peers.PeersOf(group(), torch.device("cuda"))
-    by, reasons = sums(most + 8)
-    assert by is None and "sums of gradients of more than 1.00 MiB (1.00 MiB) are left to NCCL" in reasons
-    with fusions.disabled(fusions.PEER_COPIES):
-        by, reasons = sums(64)
-        assert by is None and reasons == {"it is disabled"}
 
 
 def test_a_gpu_at_hand_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
