@@ -14,7 +14,6 @@ import torch
 import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import loading
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu
@@ -136,7 +135,7 @@ def test_nothing_is_copied(layout: str, packing: str, tmp_path: Path) -> None:
     assert len(forward) == 2 and "packed_heads" in forward[0], forward
     again = lambda: torch.autograd.grad(y, [x, *model.parameters()], dy, retain_graph=True)  # noqa: E731
     backward = launched(again, tmp_path)
-    assert [n for n in backward if "packed_heads" in n] == backward[-2:-1] and backward[-1] == "column_sums", backward
+    assert [n for n in backward if "packed_heads" in n] == backward[-2:] and backward[-1] == "packed_heads_finish"
     assert not [n for n in backward if "elementwise" in n or "CatArray" in n or "reduce" in n], backward
 
 
@@ -155,7 +154,7 @@ def repeatable() -> Iterator[None]:
 
 
 def layer(kind: str) -> Sequential:
-    """A norm, a projection with its bias, and what is named: the kernels of two have sums, which all wait."""
+    """A norm, a projection with its bias, and what is named: the kernels of two have sums."""
     bias, rotation, attention = projected(4, 4, 64)
     after = {"attention": [attention], "rotation and attention": [rotation, attention], "rotation": [rotation]}[kind]
     model = randomize(Sequential(ops.LayerNorm(256), ops.MatMul(256, 768), bias, *after))
@@ -172,53 +171,28 @@ def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x, dy
 
 
-def at_once(model: Sequential, patch: pytest.MonkeyPatch) -> Sequential:
-    """The same ops in a model whose kernels all add up their own sums."""
-    patch.setattr(loading, "load_column_sums", lambda target, device: None)
-    return Sequential(*model)
-
-
 KINDS = ("attention", "rotation and attention", "rotation")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_that_wait_are_those_added_up_at_once(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, and right in float64."""
+def test_sums_of_two_kernels(kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit the same in each call, and right in float64."""
     model = layer(kind).to("cuda", dtype)
     x, dy = batch(kind, dtype)
     with repeatable():
-        waited, again = gradients(model, x, dy), gradients(model, x, dy)
-        found = gradients(at_once(model, monkeypatch), x, dy)
-    assert all(torch.equal(a, b) for a, b in zip(waited, again, strict=True)), "a call does not repeat itself"
-    assert all(torch.equal(a, b) for a, b in zip(waited, found, strict=True))
+        found, again = gradients(model, x, dy), gradients(model, x, dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "a call does not repeat itself"
     plain = gradients(model, x, dy, reference=True)
     exact = gradients(model.double(), x.double(), dy, reference=True)
-    for one, usual, want in zip(waited, plain, exact, strict=True):
+    for one, usual, want in zip(found, plain, exact, strict=True):
         error, scale = (one.double() - want).abs().max(), want.abs().max()
         units = 16 if dtype == torch.float32 else 4
         assert error <= 2 * (usual.double() - want).abs().max() + units * torch.finfo(dtype).eps * scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_that_wait_spare_a_launch(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = layer(kind).to("cuda", torch.bfloat16)
-    x, dy = batch(kind, torch.bfloat16)
-
-    def kernels_of(one: Sequential) -> list[str]:
-        gradients(one, x, dy)
-        return launched(lambda: gradients(one, x, dy), tmp_path)
-
-    waited, found = kernels_of(model), kernels_of(at_once(model, monkeypatch))
-    assert waited.count("column_sums") == 1 and "column_sums" not in found
-    assert "packed_heads_finish" not in waited and found.count("packed_heads_finish") == 1
-    assert len(waited) == len(found) - 1, (waited, found)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_captured_layer_leaves_the_same_sums(kind: str) -> None:
+def test_a_captured_layer_has_the_same_sums(kind: str) -> None:
     model = layer(kind).to("cuda", torch.bfloat16)
     x, dy = batch(kind, torch.bfloat16)
     with repeatable():

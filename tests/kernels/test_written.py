@@ -12,7 +12,7 @@ from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
 from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
-from te_fuser.kernels.reductions import ColumnSumsKernel, FoldAmaxes
+from te_fuser.kernels.reductions import FoldAmaxes
 from te_fuser.ops.blockwise_scaling import Scaling
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2
@@ -36,7 +36,6 @@ QUERIES = ("several heads", "groups", "many heads of a group", "a window")
 # What its texts are called -> kernels, and the symbols that each of them has.
 KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "blank_rows": ([BlankRows(dtype) for dtype in (torch.bfloat16, torch.float16)], {"blank_rows"}),
-    "column_sums": ([ColumnSumsKernel()], {"column_sums"}),
     "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),
     "key_value_cache": ([*caches.KERNELS.values()], {"key_value_cache"}),
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),

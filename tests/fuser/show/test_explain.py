@@ -309,7 +309,7 @@ def test_gradients_of_a_product_are_told_apart() -> None:
 
 
 def test_the_launches_that_add_up_column_sums_are_told() -> None:
-    """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
+    """One of each kernel that has such sums; on a CPU there are none."""
     listed = [ops.LayerNorm(4096)]
     for _ in range(2):
         listed += [ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU()]
@@ -318,23 +318,8 @@ def test_the_launches_that_add_up_column_sums_are_told() -> None:
     plan = model.plan(x, device="h200")
     assert len(plan.segments) == 2
     text = str(model.explain(x, device="h200", details=True))
-    assert "column sums are added up by at most 2 launches more" in " ".join(text.split())
+    assert "column sums are added up by at most 3 launches more" in " ".join(text.split())
     assert "column sums" not in str(model.explain(x, device="cpu", details=True))
-    model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200", details=True))
-
-
-def test_the_sums_of_packed_heads_are_told_too() -> None:
-    model = te_fuser.Sequential(
-        ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal", layout="sequence_first")
-    ).to("meta", torch.bfloat16)
-    x = torch.empty(1024, 4, 384, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    (step,) = model.plan(x, device="h200").backward
-    # Attention's kernel and the packing.
-    assert (step.name, step.cost.launches) == ("attention_cuda_cudnn", 2)
-    assert "column sums are added up by at most 1 launch more" in " ".join(
-        str(model.explain(x, device="h200", details=True)).split()
-    )
     model.requires_grad_(False)
     assert "column sums" not in str(model.explain(x, device="h200", details=True))
 
