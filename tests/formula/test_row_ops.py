@@ -167,12 +167,3 @@ def test_trace_is_compute_and_adjoint_is_autograd(name: str, scale: float) -> No
     for (leaf_name, leaf), want in zip(leaves.items(), wanted, strict=True):
         adjoint = s.run(adjoints[leaf], dy=dy.reshape(-1, dy.shape[-1]))
         close(s.summed(adjoint, leaf_name), want)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_example_is_of_the_given_size_and_repeats(name: str) -> None:
-    first, second = (row_op(name, 8) for _ in range(2))
-    assert type(first) is OPS[name][0]
-    for (key, a), (other, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
-        assert key == other and a.shape == b.shape and torch.equal(a, b)
-        assert a.dim() == 0 or a.unique().numel() == 8  # random, not a default

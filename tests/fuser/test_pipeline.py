@@ -1,20 +1,26 @@
-"""The Fuser: when it plans again and when not, ops alone, and threads."""
+"""The Fuser: when it plans again and when not, ops alone, what nobody needs, and threads."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fuser
-from te_fuser import fusions, ops
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
-from te_fuser.ops import op_table
+from te_fuser.ops import UnfusedOperation, op_table
 from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
+from te_fuser.ops.base import OpCall
 from tests.fuser.models import mlp, our_mlp
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
 
@@ -217,14 +223,6 @@ def test_what_was_used_longest_ago_is_forgotten(monkeypatch, planned):
     assert_as_meant(model, tensor(3, 8))
 
 
-def test_sixty_five_lengths_in_turn_are_planned_once(planned):
-    model = our_mlp()
-    for _ in range(2):
-        for rows in range(1, 300):
-            model(tensor(rows, 8, grad=False))
-    assert len(planned) == 10  # 1, 2, 4, ... 512 rows
-
-
 def test_a_plan_in_the_making_holds_up_no_known_shape():
     begun, going_on = threading.Event(), threading.Event()
 
@@ -291,13 +289,6 @@ def test_an_op_alone_plans_again_when_it_changes(planned):
     assert len(planned) == 2
 
 
-def test_add_alone_takes_its_input_by_name():
-    other = tensor(6, 8, seed=2)
-    torch.testing.assert_close(ops.Add("other")(X, other=other), X + other)
-    with pytest.raises(ValueError, match=r"op 0 \(Add '0'\) reads 'other'.*pass it: model\(x, other=\.\.\.\)"):
-        ops.Add("other")(X)
-
-
 def test_a_fuser_of_ops():
     up, down = ops.Linear(8, 16).double(), ops.Linear(16, 8).double()
     fuser = te_fuser.Fuser([ops.Fork("a"), up, ops.Output("mid"), ops.GELU(), down, ops.Add("a")], kernels="reference")
@@ -335,3 +326,137 @@ def test_threads_call_one_model():
     for t in threads:
         t.join()
     assert not failures, failures
+
+
+# -------------------------------------------------------------------------------- what nobody needs
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shapes of what they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
+        return func(*args, **(kwargs or {}))
+
+
+def count_products(run):
+    with Products() as mode:
+        run()
+    return mode.count
+
+
+# what is frozen -> products in backward, of three Linears
+FROZEN = {
+    "nothing": ((), True, 6),
+    "input": ((), False, 5),
+    "first_weight": (("0.weight",), True, 5),
+    "first_weight_and_input": (("0.weight",), False, 4),  # the first bias still needs what the second hands down
+    "first_layer_and_input": (("0.weight", "0.bias"), False, 3),
+    "two_layers_and_input": (("0.weight", "0.bias", "2.weight", "2.bias"), False, 1),
+    "all_weights": (("0.weight", "2.weight", "4.weight"), True, 3),
+    "all_but_the_last_bias": (("0.weight", "0.bias", "2.weight", "2.bias", "4.weight"), False, 0),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_no_product_is_computed_that_nobody_needs(name):
+    frozen, input_needs, want = FROZEN[name]
+    model = sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8))
+    for parameter in frozen:
+        model.get_parameter(parameter).requires_grad_(False)
+    x = X if input_needs else X.detach()
+    held = []
+    assert count_products(lambda: held.append(model(x))) == 3
+    assert count_products(lambda: held[0].sum().backward()) == want
+    assert {n for n, p in model.named_parameters() if p.grad is None} == set(frozen)
+    X.grad = None
+    assert_as_meant(model, x)
+
+
+def test_no_grad_builds_no_graph_and_keeps_nothing():
+    model = mlp()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = model(X)
+            plan = model.plan(X)
+        assert not y.requires_grad and y.grad_fn is None
+        assert plan.backward == () and plan.kept == ()
+    assert not model.requires_grad_(False)(X.detach()).requires_grad
+
+
+def test_inference_tensors_take_part():
+    model = our_mlp()
+    with torch.inference_mode():
+        x = tensor(6, 8, grad=False) + 1.0
+        y = model(x)
+        assert y.is_inference()
+    torch.testing.assert_close(y.clone(), model(x.clone()))
+
+
+# -------------------------------------------------------------------------------- modes that change meanwhile
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], Any]) -> None:
+    """Let another thread `act`, once, just before the function runs."""
+    function, acts = getattr(owner, name), [act]
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        if acts:
+            thread = threading.Thread(target=acts.pop())
+            thread.start()
+            thread.join()
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, later)
+
+
+PLACES = {"graph": (GraphBuilder, "build"), "plan": (pipeline, "make_plan"), "kernels": (pipeline, "load")}
+PLACES["run"] = (pipeline, "execute")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["dropout", "attention"])
+def test_a_mode_that_changes_during_a_call(
+    kind: str, place: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is of the mode in which it began, and so is each later one."""
+    drop = (
+        [ops.Dropout(1.0)]
+        if kind == "dropout"
+        else [ops.DotProductAttention(2, 4, dropout=1.0, mask="none", layout="sequence_first")]
+    )
+    model, x = Sequential(ops.Linear(8, 24), *drop).train(training), torch.randn(3, 2, 8)
+    meanwhile(monkeypatch, *PLACES[place], lambda: model.train(not training))
+    y = model(x)
+    y.sum().backward()
+    assert bool((y == 0).all()) is training
+    for mode in (training, not training):
+        assert bool((model.train(mode)(x) == 0).all()) is mode
+
+
+def test_a_mode_that_changes_between_forward_and_backward() -> None:
+    """An opaque op's backward is of forward's mode, too."""
+
+    class Doubled(UnfusedOperation):
+        reads = ()
+
+        def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if self.training else x.clone()
+
+        def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+            return 2 * dy if self.training else dy
+
+    model, x = Sequential(Doubled(), ops.Bias(4)), torch.randn(3, 4, requires_grad=True)
+    y = model(x)
+    model.eval()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))

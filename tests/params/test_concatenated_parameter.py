@@ -154,17 +154,6 @@ def test_in_half_precision_and_under_autocast() -> None:
     torch.testing.assert_close(half(x.bfloat16()), half.meaning(x.bfloat16()), rtol=0.05, atol=0.05)
 
 
-def test_planned_on_another_device_verified_and_tuned() -> None:
-    model, x = Projection(together=False), normal(5, WIDTH).float().requires_grad_()
-    assert model.plan(x, device="h200").notes == model.plan(x, device="h200").notes
-    assert te_fuser.verify(model, x.detach()).passed
-    model.explain(x, measure=True, details=True)
-    model.key_weight.register_hook(lambda g: g * 2)
-    want = torch.autograd.grad(model.meaning(x).sum(), model.key_weight)[0]
-    model(x).sum().backward()
-    torch.testing.assert_close(model.key_weight.grad, want)
-
-
 def test_what_cannot_be_joined() -> None:
     x = normal(3, WIDTH).float()
     model = Projection()

@@ -170,22 +170,6 @@ def kinds_under_autocast(model, x):
     return [(n.op.kind.__name__, graph.values[n.output].spec.dtype) for n in graph.nodes], graph
 
 
-def test_autocast_casts_the_input_of_a_product_once():
-    model = sequential(ops.LayerNorm(8), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), dtype=torch.float32)
-    found, graph = kinds_under_autocast(model, tensor(5, 8, dtype=torch.float32))
-    low = torch.bfloat16
-    assert found == [
-        ("LayerNorm", torch.float32),
-        ("Cast", low),
-        ("MatMul", low),
-        ("Bias", low),
-        ("GELU", low),
-        ("MatMul", low),
-        ("Bias", low),
-    ]
-    assert [dict(n.casts) for n in graph.nodes if n.op.kind is ops.MatMul] == [{"weight": low}] * 2
-
-
 def test_autocast_leaves_float64_and_bfloat16_alone():
     for dtype in (torch.float64, torch.bfloat16):
         model = sequential(ops.LayerNorm(8), ops.Linear(8, 8), dtype=dtype)

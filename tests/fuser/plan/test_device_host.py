@@ -117,15 +117,6 @@ def test_plans_made_for_a_capture_are_for_a_free_host() -> None:
     assert len(group.fuser._cache._forms.items()) == 2  # type: ignore[union-attr]
 
 
-def test_both_sums_are_shown() -> None:
-    text = str(mlp(256).explain(torch.empty(16, 256, device="meta", requires_grad=True), device="h200", details=True))
-    head = next(line for line in text.splitlines() if "predicted ms" in line and "host ms" in line)
-    assert head.split()[:6] == ["predicted", "ms", "device", "ms", "host", "ms"]
-    both = next(line for line in text.splitlines() if line.split()[:1] == ["both"])
-    predicted, device, host = map(float, both.split()[1:4])
-    assert predicted == host > device > 0
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_runs_in_a_match_is_chosen_once_for_all_shares_of_the_host(direction: str) -> None:
     asked: list[tuple[int, str]] = []

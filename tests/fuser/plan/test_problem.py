@@ -105,16 +105,6 @@ def test_its_own_code_runs_in_both_directions(kernel: Fusion) -> None:
         assert_as_meant(model, X)
 
 
-def test_it_is_taken_by_cost_like_others() -> None:
-    te_fuser.fusion(
-        joint=[GatedProjection], name="dear", saves=["hidden"], reads=["input"], cost=lambda m: Cost(seconds=1.0)
-    )(Kernel)
-    plan = sequential(GatedProjection()).plan(X)
-    assert "dear" not in [s.name for s in (*plan.forward, *plan.backward)]
-    (reason,) = (r.reason for r in plan.refusals if r.name == "dear")
-    assert "us more than" in reason
-
-
 def test_verify_checks_it(kernel: Fusion) -> None:
     assert te_fuser.verify("gated", dtypes=[torch.float32]).rows
     wrong = te_fuser.fusion(

@@ -38,17 +38,6 @@ def test_the_profiler_sees_steps_and_their_ops() -> None:
         assert f"{step.name}: {', '.join(covered)}" in names, step.name
 
 
-def test_a_profiled_call_gives_the_same_bits() -> None:
-    model, x = made(), torch.randn(70, 8)
-    found = []
-    for use in (False, True):
-        model.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU]) if use else torch.enable_grad():
-            model(x).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 def test_anomaly_mode_names_the_step_and_its_ops() -> None:
     model = Sequential(ops.Linear(8, 8), Root(), ops.Scale(8))
     with torch.no_grad():
