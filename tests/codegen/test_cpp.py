@@ -62,11 +62,6 @@ def every_feature(width: int) -> KernelDescription:
     return kit.forward("every_feature", {"y": (total, width)})
 
 
-def draws_per_sample() -> KernelDescription:
-    keep = expr.keep_leaf("drop_path", random.threshold(0.5), Axes.BATCH, 1)
-    return Kit().forward("draws", {"y": (keep, 3)})
-
-
 def column_sums() -> KernelDescription:
     kit = Kit()
     x, bias = kit.full("x", 16), kit.feature("bias", 16)
@@ -88,8 +83,8 @@ CASTS = {pair: cast(*pair) for narrow in NARROW for pair in ((narrow, "float32")
 WIDTHS = {width: every_feature(width) for width in (1, 17, 200)}
 ALL_OR_NONE = {drop: mask_kernel(40, 1, drop) for drop in (0.0, 1.0)}
 LONG_MASK, FUNCTIONS = mask_kernel(24, 1, 0.3), CORPUS["every_function-40-f32"]
-DRAWS, SUMS, CHAIN = draws_per_sample(), column_sums(), chain()
-SMALL = [LONG_MASK, FUNCTIONS, DRAWS, SUMS, CHAIN]
+SUMS, CHAIN = column_sums(), chain()
+SMALL = [LONG_MASK, FUNCTIONS, SUMS, CHAIN]
 SMALL += [d for table in (MASKS, CASTS, WIDTHS, ALL_OR_NONE) for d in table.values()]
 Loaded = Callable[..., LoadedKernel]
 
@@ -217,15 +212,6 @@ def test_row_reductions_look_at_every_feature(loaded: Loaded, width: int) -> Non
     torch.testing.assert_close(y, torch.full_like(y, 6.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
 
 
-def test_row_reductions_pass_nan_on(kernels: dict[str, LoadedKernel]) -> None:
-    d = CORPUS["softmax_fwd-40-f32"]
-    x = torch.zeros(3, 40)
-    x[0, 39], x[1, 3], x[2] = math.nan, math.inf, -math.inf
-    (y,) = call(kernels["softmax_fwd-40-f32"].run, d, {"x": x}, 3)
-    torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True)
-    assert y.isnan().all(-1).all()
-
-
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("flags", [None, AVX2, SSE2])
 def test_conversions_are_torchs(loaded: Loaded, name: str, flags: Flags) -> None:
@@ -298,14 +284,6 @@ def test_dropout_bits_of_billions_of_rows(loaded: Loaded, flags: Flags) -> None:
 def test_dropout_of_nothing_and_of_everything(loaded: Loaded, drop: float) -> None:
     (got,) = call(loaded(ALL_OR_NONE[drop]).run, ALL_OR_NONE[drop], {}, 9)
     assert (got == 1 - drop).all()
-
-
-def test_draws_per_sample(loaded: Loaded) -> None:
-    (got,) = call(loaded(DRAWS).run, DRAWS, {}, 96, (2, 16))
-    drawn = random.keep_bits(torch.arange(16), 1, SEED, OFFSET, FIRST_STREAM) >= random.threshold(0.5)
-    samples = (torch.arange(96) // 2) % 16
-    assert torch.equal(got, drawn[samples].float().expand(96, 3))
-    assert 0 < got.mean() < 1
 
 
 # ------------------------------------------------------------------------------------- sums over rows

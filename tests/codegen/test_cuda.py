@@ -275,12 +275,12 @@ def test_text_is_the_same_in_every_process() -> None:
     script = textwrap.dedent("""
         from te_fuser.codegen import cpp, cuda
         from tests.codegen.corpus import descriptions
-        for d in [*{d.name: d for d in descriptions().values()}.values()][::2]:
+        for d in [*{d.name: d for d in descriptions().values()}.values()][::4]:
             print(cpp.generate(d).source, cuda.generate(d, "sm_90a").source)
     """)
     env = {"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
-    once = [*{d.name: d for d in CORPUS.values()}.values()][::2]
+    once = [*{d.name: d for d in CORPUS.values()}.values()][::4]
     here = [f"{cpp.generate(d).source} {cuda.generate(d, 'sm_90a').source}\n" for d in once]
     assert done.stdout == "".join(here)
 

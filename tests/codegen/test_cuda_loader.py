@@ -87,13 +87,6 @@ def test_kernels_are_made_once_and_loaded_on_each_device(driver: FakeDriver, com
     assert len(compiler.names) == 2 and driver.loads == 3
 
 
-def test_kernels_compile_at_the_same_time(driver: FakeDriver, compiler: Compiler) -> None:
-    compiler.company = 1  # nobody goes on alone
-    with mock.patch("os.cpu_count", return_value=4):
-        cuda_loader.load(list(CORPUS.values())[:4], GPU)
-    assert compiler.most > 1
-
-
 def test_a_kernel_runs_after_it_was_loaded(driver: FakeDriver, compiler: Compiler) -> None:
     d = CORPUS["layer_norm_fwd-257-f32"]
     (kernel,) = cuda_loader.load([d], GPU)

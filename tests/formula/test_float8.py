@@ -87,14 +87,6 @@ def test_another_dtype_is_refused() -> None:
         formula.quantize(torch.ones(2), 1.0, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("dtype", "relative", "absolute"), [(E4M3, 0.125, 0.0675), (E5M2, 0.25, 0.125)])
-def test_accuracy_against_float64(dtype: torch.dtype, relative: float, absolute: float) -> None:
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scale = torch.finfo(dtype).max / x.abs().max()
-    found = rounded((x * scale).float(), dtype).double() / scale
-    torch.testing.assert_close(found, x, rtol=relative, atol=absolute)
-
-
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64])
 @formats
 def test_ties_turned(dtype: torch.dtype, wide: torch.dtype) -> None:

@@ -184,20 +184,6 @@ def test_a_plan_follows_the_state_that_an_op_names():
     assert taken == [False, True, False]
 
 
-def test_dtypes(planned):
-    model, x = our_mlp(), tensor(6, 8)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
-        model.to(dtype)
-        y = model(x.detach().to(dtype).requires_grad_())
-        assert y.dtype == dtype
-        y.sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {dtype}
-        model.zero_grad()
-    assert len(planned) == 3
-    randomize(model)
-    assert_as_meant(model, x)
-
-
 def test_input_that_needs_no_gradient(planned):
     model = mlp()
     for x in (X, X.detach(), X, X.detach()):
@@ -376,17 +362,6 @@ def test_no_product_is_computed_that_nobody_needs(name):
     assert {n for n, p in model.named_parameters() if p.grad is None} == set(frozen)
     X.grad = None
     assert_as_meant(model, x)
-
-
-def test_no_grad_builds_no_graph_and_keeps_nothing():
-    model = mlp()
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            y = model(X)
-            plan = model.plan(X)
-        assert not y.requires_grad and y.grad_fn is None
-        assert plan.backward == () and plan.kept == ()
-    assert not model.requires_grad_(False)(X.detach()).requires_grad
 
 
 def test_inference_tensors_take_part():

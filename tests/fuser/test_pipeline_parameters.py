@@ -15,32 +15,6 @@ from tests.twins import assert_as_meant, sequential, tensor
 X = tensor(6, 8)
 
 
-def test_replaced_parameters_get_the_gradients():
-    model = our_mlp()
-    model(X).sum().backward()
-    old, new = model[1].weight, nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
-    old.grad = None
-    model[1].weight = new
-    assert_as_meant(model, X)
-    model(X).sum().backward()
-    assert old.grad is None and new.grad is not None
-    X.grad = None
-
-
-def test_a_parameter_of_another_shape_is_refused():
-    model = our_mlp()
-    model(X)
-    model[1].weight = nn.Parameter(torch.ones(24, 8, dtype=torch.float64))
-    with pytest.raises(
-        ValueError, match=r"op 1 \(MatMul '1.matmul'\): parameter weight has shape \[24, 8\], .* \[16, 8\]"
-    ):
-        model(X)
-    model = our_mlp()
-    model[1].bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"op 2 \(Bias '1.bias'\): .* widths 16 and 24"):
-        model(X)
-
-
 def test_a_parameter_that_is_taken_away_is_seen():
     model = our_mlp()
     model(X)

@@ -41,15 +41,6 @@ def test_a_value_that_nobody_reads_has_no_gradient(asked: tuple[str, ...]) -> No
     torch.testing.assert_close(x.grad, want)
 
 
-def test_only_the_other_value_has_a_gradient() -> None:
-    ours = Sequential(ops.GELU(), Exported(), ops.GELU(), kernels="reference").double()
-    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
-    _, other = ours(x, outputs=("other",))
-    (dx,) = torch.autograd.grad(other.sum(), x)
-    _, other = ours.reference(x, outputs=("other",))
-    torch.testing.assert_close(dx, torch.autograd.grad(other.sum(), x)[0])
-
-
 @pytest.mark.parametrize("first", [Pair(), ops.Fork("other")])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_a_reader_that_gives_no_gradient(first: ops.FusableOperation, kernels: str) -> None:

@@ -225,15 +225,6 @@ def test_frozen_parts_checkpoints_copies_and_autocast() -> None:
     assert detached.requires_grad
 
 
-@pytest.mark.usefixtures("dear_nodes")
-def test_it_is_shown() -> None:
-    model, x = mlp(), numbers(3, 8)
-    (taken,) = {r.reason.partition(" us ")[2] for r in model.plan(x).refusals if r.name == "matmul_bias"}
-    assert taken == "more than PyTorch's functions for ops 0-5"
-    measured = str(model.explain(x, measure=True, details=True))
-    assert "torch F.linear" in measured
-
-
 @torch_function(TorchFunction("thrice", lambda t: 3.0 * t))
 class Wrong(ops.RowOp):
     """Names a function that is not its formula."""

@@ -261,15 +261,6 @@ def test_fewer_tensors_are_made(ours: None) -> None:
 # ------------------------------------------------------------------------------------------- who else may look
 
 
-def test_a_kept_graph_is_run_again(ours: None) -> None:
-    model, x = mlp(ops.LayerNorm(WIDTH)), x_of()
-    once = run(model)
-    y = model(x)
-    for keep in (True, True, False):
-        grads = torch.autograd.grad(y, [x, *model.parameters()], dy_of(y), retain_graph=keep)
-        assert same([y.detach(), *grads], once)
-
-
 def hooks(name: str, seen: list[Any]) -> contextlib.AbstractContextManager[Any]:
     """Hooks for saved tensors, which keep what they see in `seen`: what they hold and how it was."""
 

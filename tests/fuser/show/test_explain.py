@@ -11,7 +11,6 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.show.step_rows import step_rows
-from te_fuser.fusions import Details, fusion
 
 
 def mlp(**options: Any) -> te_fuser.Sequential:
@@ -106,23 +105,6 @@ def test_a_direction_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No backward" in str(te_fuser.Sequential().explain(sample()))
 
 
-def test_many_refusals_are_cut_short() -> None:
-    made = []
-    for k in range(20):
-
-        @fusion(
-            forward=[ops.GELU], name=f"no_{k}", when=lambda m, k=k: f"reason {k}", details=Details(registered=False)
-        )  # type: ignore[misc]
-        def never(m: Any, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-        made.append(never)
-    with te_fuser.fusions.only(*made, te_fuser.fusions.STRETCH):
-        explanation = te_fuser.Sequential(ops.GELU(), kernels="reference").explain(torch.randn(2, 4), details=True)
-    assert "... and 8 more" in str(explanation)
-    assert len(explanation.plans[0].refusals) == 20
-
-
 def test_repeated_layers_are_shown_once() -> None:
     few, many = (te_fuser.Sequential(*(mlp() for _ in range(n)), kernels="reference") for n in (4, 24))
     short, long = (str(m.explain(sample(), details=True)) for m in (few, many))
@@ -154,37 +136,6 @@ def test_measuring_needs_the_device_at_hand() -> None:
 def test_without_an_input_it_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"torch.empty of its shape will do"):
         mlp().explain(details=True)
-
-
-def test_the_launches_that_add_up_column_sums_are_told() -> None:
-    """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
-    listed = [ops.LayerNorm(4096)]
-    for _ in range(2):
-        listed += [ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU()]
-    model = te_fuser.Sequential(*listed).to("meta", torch.bfloat16)
-    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    plan = model.plan(x, device="h200")
-    assert len(plan.segments) == 2
-    text = str(model.explain(x, device="h200", details=True))
-    assert "column sums are added up by at most 2 launches more" in " ".join(text.split())
-    assert "column sums" not in str(model.explain(x, device="cpu", details=True))
-    model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200", details=True))
-
-
-def test_the_sums_of_packed_heads_are_told_too() -> None:
-    model = te_fuser.Sequential(
-        ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal", layout="sequence_first")
-    ).to("meta", torch.bfloat16)
-    x = torch.empty(1024, 4, 384, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    (step,) = model.plan(x, device="h200").backward
-    # Attention's kernel and the packing.
-    assert (step.name, step.cost.launches) == ("attention_cuda_cudnn", 2)
-    assert "column sums are added up by at most 1 launch more" in " ".join(
-        str(model.explain(x, device="h200", details=True)).split()
-    )
-    model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200", details=True))
 
 
 def test_which_dimension_is_which_is_told_with_its_size() -> None:
