@@ -304,13 +304,6 @@ def test_sums_over_many_rows_stay_accurate(loaded: Loaded, batch: tuple[int, int
 # --------------------------------------------------------------------------------------------- text
 
 
-def test_names_are_roles() -> None:
-    text = cpp.generate(CORPUS["layer_norm_fwd-1024-bf16-f32"]).source
-    assert text.startswith("// layer_norm_fwd, 1024 features\n//   load  x: full x 1024 bfloat16\n")
-    assert "const float rstd = te::rsqrt(" in text
-    assert "layer_norm_weight" in text
-
-
 def test_dear_values_are_computed_once_and_cheap_ones_again() -> None:
     softmax = cpp.generate(CORPUS["softmax_fwd-40-f32"]).source
     assert softmax.count("te::exp(") == 1

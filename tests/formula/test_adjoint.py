@@ -265,16 +265,10 @@ def halves() -> torch.Tensor:
 
 
 TIES: dict[str, Formula] = {
-    "relu": lambda x, z: relu(x),
-    "abs": lambda x, z: absolute(x),
     "clamp": lambda x, z: clamp(x, -0.5, 0.5),
     "clamp_above": lambda x, z: clamp(x, high=0.5),
     "clamp_below": lambda x, z: clamp(x, low=0.5),
-    "maximum": lambda x, z: maximum(x, z),
-    "minimum": lambda x, z: minimum(x, z),
     "maximum_with_number": lambda x, z: maximum(x, 0.5) * minimum(0.0, z),
-    "row_max": lambda x, z: row_max(x) * z,
-    "row_min": lambda x, z: row_min(x) * z,
     "row_min_of_concat": lambda x, z: row_min(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
     "row_max_of_concat": lambda x, z: row_max(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
     "row_max_of_halves": lambda x, z: row_max(split(x, 2)[0]) * z,

@@ -93,22 +93,6 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     assert len(model.plan(x).graph.nodes) == 4
 
 
-def test_each_gets_its_gradient() -> None:
-    model, x = Projection(), normal(3, WIDTH).float()
-    model.key_weight.requires_grad_(False)
-    model(x).sum().backward()
-    model(x).sum().backward()
-    want = torch.autograd.grad(2 * model.meaning(x).sum(), [model.query_weight, model.value_bias])
-    assert model.key_weight.grad is None
-    torch.testing.assert_close((model.query_weight.grad, model.value_bias.grad), want)
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    assert model.is_together
-    torch.testing.assert_close(model(x), model.meaning(x))
-    for p in model.parameters():
-        p.requires_grad_(False)
-    assert not model(x).requires_grad
-
-
 def saved(model: Projection) -> Projection:
     held = io.BytesIO()
     torch.save(model, held)

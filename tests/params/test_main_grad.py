@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import fusions, ops
@@ -210,34 +209,6 @@ def test_a_weight_that_is_tied_to_an_embedding() -> None:
     (rows.square().sum() + m(rows.detach()).square().sum()).backward()
     torch.testing.assert_close(weight.grad, parts[0])
     torch.testing.assert_close(weight.main_grad, parts[1])
-
-
-def test_a_parameter_may_look_it_up() -> None:
-    m, x = model(), normal(7, IN).float()
-    held = torch.zeros(OUT, IN)
-    m[1].weight.get_main_grad = lambda: held
-    m(x).sum().backward()
-    assert held.abs().sum() > 0
-
-
-HOOKS = {"copied": (lambda t: t, torch.clone), "checkpointed": None}
-
-
-@pytest.mark.parametrize("how", HOOKS)
-def test_what_is_saved_need_not_be_the_parameter(how: str) -> None:
-    """Hooks for saved tensors give tensors without a parameter's attributes."""
-    m, x = model(), normal(3, IN).float().requires_grad_()
-    dx, dw = gradients(m, x)
-    m[1].weight.main_grad = torch.ones(OUT, IN)
-    hooks = HOOKS[how]
-    if hooks is None:
-        y = checkpoint(m, x, use_reentrant=False)
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            y = m(x)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, dx)
-    torch.testing.assert_close(m[1].weight.main_grad, 1 + dw)
 
 
 @pytest.mark.parametrize(

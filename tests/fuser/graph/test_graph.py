@@ -18,22 +18,6 @@ def graph_of(model, x=X, **arguments):
     return model.plan(x, **arguments).graph
 
 
-def names(graph):
-    return [n.op.kind.__name__ for n in graph.nodes]
-
-
-def test_edges():
-    model = sequential(ops.Fork("a"), ops.Linear(8, 8), ops.Output("o"), ops.Add("a"), ops.Add("c"))
-    graph = graph_of(model, c=tensor(5, 8, seed=1), outputs=("o",))
-    assert names(graph) == ["Fork", "MatMul", "Bias", "Output", "Add", "Add"]
-    fork, matmul, bias, output, add, add_call = graph.nodes
-    assert matmul.input == fork.output and bias.input == matmul.output and graph.output == add_call.output
-    assert graph.readers[fork.named_out[0]] == [add.index] and graph.makers[fork.named_out[0]] == 0
-    assert graph.named_outputs == {"/o": output.named_out[0]} and output.named_out[0] in graph.results
-    assert graph.makers[graph.named_inputs["c"]] is None and graph.readers[graph.named_inputs["c"]] == [5]
-    assert [n.label for n in (matmul, bias)] == ["op 1 (MatMul '1.matmul')", "op 2 (Bias '1.bias')"]
-
-
 def test_views_are_in_the_memory_of_what_they_view():
     model = sequential(ops.Reshape(4, 10), ops.Identity(), ops.Reshape(10, 4), ops.GELU(), ops.Reshape(5, 8))
     graph = graph_of(model)

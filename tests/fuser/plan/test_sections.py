@@ -182,6 +182,8 @@ def _calls(layers: int, device: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("device", ["cpu", "h200"])
-def test_twelve_layers_call_at_most_twice_as_many_functions_as_one(device: str) -> None:
-    assert _calls(12, device) <= 2.0 * _calls(1, device)
+@pytest.mark.parametrize(("device", "most"), [("cpu", 80_000), ("h200", 115_000)])
+def test_twelve_layers_call_at_most_twice_as_many_functions_as_one(device: str, most: int) -> None:
+    """And one layer little more than 71,000 and 102,000: planning is that fast on every machine."""
+    one = _calls(1, device)
+    assert one < most and _calls(12, device) <= 2.0 * one

@@ -165,15 +165,6 @@ def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatc
     assert 10 <= len(rewritten) < 60
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
-def test_relus_slope_is_known_from_its_output(memory: str) -> None:
-    model, x = sequential(ops.Linear(6, 8), ops.ReLU(), ops.Linear(8, 3), memory=memory), tensor(5, 6)
-    plan = model.plan(x)
-    assert {k.name for k in plan.kept if k.owner == "activation"} == {"relu.output"}
-    assert not [str(c) for c in plan.choices if c.recomputed]
-    assert_as_meant(model, x)
-
-
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("parts", "name", "read"),
