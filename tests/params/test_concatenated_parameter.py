@@ -1,4 +1,4 @@
-"""Ops that read several parameters as one: values, each one's gradient, and when they take no copy."""
+"""Ops that read several parameters as one, or one transposed: values, gradients, and when they take no copy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan import segmenting
 from te_fuser.params import concatenated_parameter
+from te_fuser.params.concatenated_parameter import TransposedBinding
 from tests.ops.check import normal
 
 WIDTH, ROWS = 8, {"query": 8, "key": 3, "value": 5}
@@ -56,7 +57,26 @@ class Projection(ops.Together, te_fuser.Sequential):
         )
 
 
-def assert_as_meant(model: Projection, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
+class Turned(te_fuser.Sequential):
+    """y = gelu(norm(x) W + b) with W [in, out]."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            ops.LayerNorm(WIDTH),
+            ops.Bound(ops.MatMul(WIDTH, OUT, device="meta"), self, weight=ops.Transposed("weight")),
+            ops.Bound(ops.Bias(OUT, device="meta"), self, bias="bias"),
+            ops.GELU(),
+            **options,
+        )
+        self.weight = torch.nn.Parameter(normal(WIDTH, OUT).float())
+        self.bias = torch.nn.Parameter(normal(OUT).float())
+
+    def meaning(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.layer_norm(x, (WIDTH,), self[0].weight, self[0].bias)
+        return torch.nn.functional.gelu(x @ self.weight + self.bias, approximate="tanh")
+
+
+def assert_as_meant(model: Any, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
     y, want = (run or model)(x), model.meaning(x)
     torch.testing.assert_close(y, want)
     dy = torch.randn_like(want)
@@ -66,17 +86,25 @@ def assert_as_meant(model: Projection, x: torch.Tensor, run: Callable[..., Any] 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("together", [True, False])
+MODELS: dict[str, Callable[..., Any]] = {
+    "together": Projection,
+    "apart": lambda **options: Projection(together=False, **options),
+    "transposed": Turned,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"kernels": "reference"}, {"verify": True}])
 @pytest.mark.parametrize("shape", [(3, 5), (1,), (0,)])
-def test_values_and_gradients(together: bool, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    model, x = Projection(together, **options), normal(*shape, WIDTH).float().requires_grad_()
-    assert model.is_together is together
+def test_values_and_gradients(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    model, x = MODELS[name](**options), normal(*shape, WIDTH).float().requires_grad_()
     for _ in range(2):
         assert_as_meant(model, x)
     assert_as_meant(model, x, model.reference)
     assert_as_meant(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
     assert_as_meant(model.double(), x.detach().double().requires_grad_())
+    next(p for name, p in model.named_parameters() if name.endswith("weight")).requires_grad_(False)
+    assert_as_meant(model, x.detach().double())
     with torch.no_grad():
         torch.testing.assert_close(model(x.double()), model.meaning(x.double()))
 
@@ -84,6 +112,7 @@ def test_values_and_gradients(together: bool, options: dict[str, Any], shape: tu
 @pytest.mark.parametrize("together", [True, False])
 def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, copies = Projection(together), normal(3, WIDTH).float(), []
+    assert model.is_together is together
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda *args, **kwargs: copies.append(1) or cat(*args, **kwargs))
     model(x).sum().backward()
@@ -286,3 +315,23 @@ def test_backward_keeps_no_copy_of_what_lies_apart(segments: int, monkeypatch: p
     for keep in (True, False):
         for got, other in zip(torch.autograd.grad(y, leaves, dy, retain_graph=keep), want, strict=True):
             torch.testing.assert_close(got, other)
+
+
+def test_a_transposed_parameter_is_read_in_place_and_looked_at() -> None:
+    model, x = Turned(), normal(5, WIDTH).float()
+    binding = TransposedBinding(model, "weight")
+    assert binding.taken().data_ptr() == model.weight.data_ptr()
+    assert [p.key for p in model.plan(x).graph.parameters].count(binding.key) == 1
+    model.plan(x, device="h200")
+    assert te_fuser.verify(model, x).passed
+    assert "weight=weight.T" in repr(model[1])
+
+
+def test_what_is_no_matrix_is_not_transposed() -> None:
+    model = Turned()
+    model.weight = torch.nn.Parameter(torch.zeros(WIDTH))
+    with pytest.raises(ValueError, match=r"weight.T of Turned is read of a matrix, got \[8\]"):
+        model(torch.zeros(3, WIDTH))
+    del model.weight
+    with pytest.raises(AttributeError, match="reads 'weight' of Turned, which has no parameter"):
+        model(torch.zeros(3, WIDTH))
