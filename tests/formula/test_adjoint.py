@@ -331,16 +331,6 @@ def test_what_is_rounded_is_the_sum_of_what_arrives(read: tuple[str, str]) -> No
         same(got, want)
 
 
-def test_an_output_that_is_the_input() -> None:
-    x, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("dy", Axes.FULL, 4)
-    assert differentiate({x: dy}, [x])[x] is dy
-
-
-def test_a_leaf_that_is_not_read_has_adjoint_zero() -> None:
-    x, w, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("w", Axes.FEATURE, 4), expr.leaf("dy", Axes.FULL, 4)
-    assert is_const(differentiate({relu(x): dy}, [x, w])[w], 0)
-
-
 def test_what_cancels_is_no_number_where_its_terms_are_none() -> None:
     """The gradients that x and an op's output -x give x, of rows too: 0, and NaN where they are infinite or NaN."""
     x, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("dy", Axes.FULL, 4)

@@ -201,19 +201,3 @@ def test_a_condition_that_sees_no_parameter_is_asked_once_for_all_places_that_ar
     assert len(asked) == times
     refused = [r.start for r in found.refusals if r.name == "product" and "condition" in r.reason]
     assert refused == ([4] if look == "at a parameter" else [])
-
-
-def test_a_condition_is_asked_again_where_sizes_or_attributes_differ() -> None:
-    asked = []
-
-    @fusions.fusion(
-        forward=[ops.MatMul, ops.Bias], when=lambda m: asked.append((m.x.features, m[0].out_features)) or True,
-        details=Details(registered=False),
-    )  # fmt: skip
-    def product(m, x):
-        return F.linear(x, m[0].weight, m[1].bias)
-
-    model = te_fuser.Sequential(ops.Linear(8, 16), ops.Linear(16, 8), ops.Linear(8, 16), ops.Linear(16, 16))
-    with fusions.only(product):
-        model.to(X.dtype).plan(X, device="cpu")
-    assert asked == [(8, 16), (16, 8), (16, 16)]
