@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import cpp, cpp_scope
-from te_fuser.codegen.compiler import LoadedKernel, find_compiler, load
+from te_fuser.codegen.compiler import Compiler, LoadedKernel, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula import expr, random
 from te_fuser.formula import functions as f
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 CORPUS = descriptions()
 ON_X86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86 processors")
 AVX2, SSE2 = (pytest.param(flags, marks=ON_X86, id=str(flags)) for flags in (("-mavx2", "-mfma"), ("-msse2",)))
-Flags = tuple[str, ...] | None
 
 
 @pytest.fixture(scope="session")
@@ -41,64 +39,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def kernels(cache: Path) -> dict[str, LoadedKernel]:
     return dict(zip(CORPUS, load(list(CORPUS.values()), cache_dir=cache), strict=True))
-
-
-def mask_kernel(width: int, parts: int, drop: float) -> KernelDescription:
-    kit = Kit()
-    keep = expr.keep_leaf("dropout", random.threshold(drop), Axes.FULL, width * parts)
-    pieces = f.split(keep, parts)
-    return kit.forward("mask", {f"y{k}": (piece, width) for k, piece in enumerate(pieces)})
-
-
-def cast(read: str, stored: str) -> KernelDescription:
-    kit = Kit(stored)
-    return kit.forward(f"cast_{read}", {"y": (kit.leaf("x", Axes.FULL, 16, read), 16)})
-
-
-def every_feature(width: int) -> KernelDescription:
-    kit = Kit()
-    x = kit.full("x", width)
-    total = f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x) + 4 * f.row_min(-x)
-    return kit.forward("every_feature", {"y": (total, width)})
-
-
-def column_sums() -> KernelDescription:
-    kit = Kit()
-    x, bias = kit.full("x", 16), kit.feature("bias", 16)
-    scale, gain, slope = kit.leaf("scale", Axes.SAMPLE_FEATURES, 16), kit.leaf("gain", Axes.BATCH), kit.leaf("slope", 0)
-    return kit.backward("sums_bwd", {"y": (x * slope + bias + scale + x * gain, 16)}, [bias, scale, gain, slope])
-
-
-def chain() -> KernelDescription:
-    kit = Kit()
-    x = y = kit.full("x", 24)
-    for step in range(150):
-        y = f.where(y > 0, y * 0.75 + x, y - x * (1 + step / 100))
-    return kit.forward("chain", {"y": (y, 24)})
-
-
-NARROW = ("bfloat16", "float16")
-MASKS = {(w, n): mask_kernel(w, n, 0.3) for w, n in ((1, 1), (3, 1), (8, 1), (257, 1), (3, 2), (40, 3), (128, 2))}
-CASTS = {pair: cast(*pair) for narrow in NARROW for pair in ((narrow, "float32"), ("float32", narrow))}
-WIDTHS = {width: every_feature(width) for width in (1, 17, 200)}
-ALL_OR_NONE = {drop: mask_kernel(40, 1, drop) for drop in (0.0, 1.0)}
-LONG_MASK, FUNCTIONS = mask_kernel(24, 1, 0.3), CORPUS["every_function-40-f32"]
-SUMS, CHAIN = column_sums(), chain()
-SMALL = [LONG_MASK, FUNCTIONS, SUMS, CHAIN]
-SMALL += [d for table in (MASKS, CASTS, WIDTHS, ALL_OR_NONE) for d in table.values()]
-Loaded = Callable[..., LoadedKernel]
-
-
-@pytest.fixture(scope="module")
-def loaded(cache: Path) -> Loaded:
-    """Those kernels, compiled together for the instructions that flags allow."""
-
-    @functools.cache
-    def by_key(flags: Flags) -> dict[str, LoadedKernel]:
-        compiler = find_compiler(flags=flags)
-        return {kernel.description.key: kernel for kernel in load(SMALL, cache_dir=cache, compiler=compiler)}
-
-    return lambda d, flags=None: by_key(flags)[d.key]
 
 
 @pytest.fixture
@@ -179,6 +119,10 @@ def _run_at_borders(cache: Path) -> None:
 # ------------------------------------------------------------------------------------------ functions
 
 
+def only(kernel_of: KernelDescription, cache: Path, compiler: Compiler | None = None) -> LoadedKernel:
+    return load([kernel_of], cache_dir=cache, compiler=compiler)[0]
+
+
 def grid(width: int) -> torch.Tensor:
     """Rows of numbers of every magnitude, denormal ones too, and a dense grid where functions bend or vanish."""
     generator = torch.Generator().manual_seed(0)
@@ -191,9 +135,10 @@ def grid(width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("flags", [None, AVX2, SSE2])
-def test_functions_are_accurate(loaded: Loaded, flags: Flags) -> None:
-    d, tensors = FUNCTIONS, {"x": grid(40)}
-    got = call(loaded(d, flags).run, d, tensors, len(tensors["x"]))
+def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> None:
+    d = CORPUS["every_function-40-f32"]
+    tensors = {"x": grid(40)}
+    got = call(only(d, cache, find_compiler(flags=flags)).run, d, tensors, len(tensors["x"]))
     exact = reference(d, tensors, len(tensors["x"]))
     for store, value, want in zip(d.stores, got, exact, strict=True):
         rounded = want.float()
@@ -205,39 +150,56 @@ def test_functions_are_accurate(loaded: Loaded, flags: Flags) -> None:
         torch.testing.assert_close(value[~finite], rounded[~finite], equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_row_reductions_look_at_every_feature(loaded: Loaded, width: int) -> None:
-    d = WIDTHS[width]
-    (y,) = call(loaded(d).run, d, {"x": torch.eye(width) - 3}, width)
+@pytest.mark.parametrize("width", [1, 17, 200])
+def test_row_reductions_look_at_every_feature(cache: Path, width: int) -> None:
+    kit = Kit()
+    x = kit.full("x", width)
+    total = f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x) + 4 * f.row_min(-x)
+    d = kit.forward("every_feature", {"y": (total, width)})
+    (y,) = call(only(d, cache).run, d, {"x": torch.eye(width) - 3}, width)
     torch.testing.assert_close(y, torch.full_like(y, 6.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("flags", [None, AVX2, SSE2])
-def test_conversions_are_torchs(loaded: Loaded, name: str, flags: Flags) -> None:
-    dtype = getattr(torch, name)
+def test_conversions_are_torchs(cache: Path, dtype: torch.dtype, flags: tuple[str, ...] | None) -> None:
+    compiler = find_compiler(flags=flags)
+    name = str(dtype).removeprefix("torch.")
 
-    def convert(t: torch.Tensor, *pair: str) -> torch.Tensor:
-        kernel = loaded(CASTS[pair], flags)
-        return call(kernel.run, kernel.description, {"x": t}, len(t))[0]
+    def convert(t: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+        kit = Kit()
+        x = kit.leaf("x", Axes.FULL, 16, str(t.dtype).removeprefix("torch."))
+        kit.main = str(to).removeprefix("torch.")
+        handle = only(kit.forward(f"cast_{name}", {"y": (x, 16)}), cache, compiler)
+        return call(handle.run, handle.description, {"x": t}, len(t))[0]
 
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 16)
-    torch.testing.assert_close(convert(every, name, "float32"), every.float(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(convert(every, torch.float32), every.float(), equal_nan=True, rtol=0, atol=0)
     middles = every.float().view(torch.int32)
     step = 1 << (15 if dtype == torch.bfloat16 else 12)
     near = torch.cat([middles + step + k for k in (-1, 0, 1)]).view(torch.float32)
     near = torch.cat([near, near * 2.0**-13, grid(16), torch.tensor(RARE)[None]])
-    torch.testing.assert_close(convert(near, "float32", name), near.to(dtype), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(convert(near, dtype), near.to(dtype), equal_nan=True, rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------------- random draws
 
 
-@pytest.mark.parametrize(("width", "parts"), MASKS, ids=str)
+def mask_kernel(width: int, parts: int, drop: float) -> KernelDescription:
+    kit = Kit()
+    keep = expr.keep_leaf("dropout", random.threshold(drop), Axes.FULL, width * parts)
+    pieces = f.split(keep, parts)
+    return kit.forward("mask", {f"y{k}": (piece, width) for k, piece in enumerate(pieces)})
+
+
+@pytest.mark.parametrize(("width", "parts"), [(1, 1), (3, 1), (8, 1), (257, 1), (3, 2), (40, 3), (128, 2)], ids=str)
 @pytest.mark.parametrize("flags", [None, SSE2])
-def test_dropout_bits_are_those_of_the_reference(loaded: Loaded, width: int, parts: int, flags: Flags) -> None:
-    d, rows = MASKS[width, parts], 21
-    got = call(loaded(d, flags).run, d, {}, rows)
+def test_dropout_bits_are_those_of_the_reference(
+    cache: Path, width: int, parts: int, flags: tuple[str, ...] | None
+) -> None:
+    d = mask_kernel(width, parts, 0.3)
+    rows = 21
+    got = call(only(d, cache, find_compiler(flags=flags)).run, d, {}, rows)
     drawn = random.keep_bits(torch.arange(rows), width * parts, SEED, OFFSET, FIRST_STREAM)
     want = (drawn >= random.threshold(0.3)).float()
     assert torch.equal(torch.cat(got, -1), want)
@@ -258,10 +220,10 @@ class Launch(ctypes.Structure):
 
 
 @pytest.mark.parametrize("flags", [None, SSE2])
-def test_dropout_bits_of_billions_of_rows(loaded: Loaded, flags: Flags) -> None:
+def test_dropout_bits_of_billions_of_rows(cache: Path, flags: tuple[str, ...] | None) -> None:
     """The group number passes 2**32 in the midst of a row; the store begins where row 0 would lie."""
     width, first, rows = 24, (2**32 - 1) // 3, 3
-    handle = loaded(LONG_MASK, flags)
+    handle = only(mask_kernel(width, 1, 0.3), cache, find_compiler(flags=flags))
     kernel = cpp.generate(handle.description)
     got = torch.full((rows, width), math.nan)
     seed = torch.tensor([SEED, OFFSET])
@@ -280,23 +242,31 @@ def test_dropout_bits_of_billions_of_rows(loaded: Loaded, flags: Flags) -> None:
     assert torch.equal(got, (drawn >= random.threshold(0.3)).float())
 
 
-@pytest.mark.parametrize("drop", ALL_OR_NONE)
-def test_dropout_of_nothing_and_of_everything(loaded: Loaded, drop: float) -> None:
-    (got,) = call(loaded(ALL_OR_NONE[drop]).run, ALL_OR_NONE[drop], {}, 9)
+@pytest.mark.parametrize("drop", [0.0, 1.0])
+def test_dropout_of_nothing_and_of_everything(cache: Path, drop: float) -> None:
+    d = mask_kernel(40, 1, drop)
+    (got,) = call(only(d, cache).run, d, {}, 9)
     assert (got == 1 - drop).all()
 
 
 # ------------------------------------------------------------------------------------- sums over rows
 
 
+def column_sums() -> KernelDescription:
+    kit = Kit()
+    x, bias = kit.full("x", 16), kit.feature("bias", 16)
+    scale, gain, slope = kit.leaf("scale", Axes.SAMPLE_FEATURES, 16), kit.leaf("gain", Axes.BATCH), kit.leaf("slope", 0)
+    return kit.backward("sums_bwd", {"y": (x * slope + bias + scale + x * gain, 16)}, [bias, scale, gain, slope])
+
+
 @pytest.mark.parametrize("batch", [(1, 1), (25000, 4), (1, 100)], ids=str)
-def test_sums_over_many_rows_stay_accurate(loaded: Loaded, batch: tuple[int, int]) -> None:
+def test_sums_over_many_rows_stay_accurate(cache: Path, batch: tuple[int, int]) -> None:
     """100,000 rows: added one by one in float32 they would be off by about 1e-3."""
-    d, rows = SUMS, 100_000
+    d, rows = column_sums(), 100_000
     tensors = inputs(d, rows, batch[1])
     for name in ("x", "dy"):
         tensors[name] = tensors[name] * 0.1 + 1.0
-    got = call(loaded(d).run, d, tensors, rows, batch)
+    got = call(only(d, cache).run, d, tensors, rows, batch)
     for item, value, want in zip(d.sums, got, reference(d, tensors, rows, batch=batch), strict=True):
         torch.testing.assert_close(value.double(), want, rtol=4e-7, atol=0, msg=lambda m, s=item: f"{s.name}: {m}")
 
@@ -332,10 +302,15 @@ def test_one_long_row_ends_anywhere(kernels: dict[str, LoadedKernel], two_thread
             assert_as_meant(d, call(kernel, d, tensors, rows), tensors, rows)
 
 
-def test_a_long_chain_of_operations(loaded: Loaded) -> None:
-    tensors = inputs(CHAIN, 5)
-    (got,) = call(loaded(CHAIN).run, CHAIN, tensors, 5)
-    torch.testing.assert_close(got.double(), reference(CHAIN, tensors, 5)[0], rtol=1e-4, atol=1e-4)
+def test_a_long_chain_of_operations(cache: Path) -> None:
+    kit = Kit()
+    x = y = kit.full("x", 24)
+    for step in range(150):
+        y = f.where(y > 0, y * 0.75 + x, y - x * (1 + step / 100))
+    d = kit.forward("chain", {"y": (y, 24)})
+    tensors = inputs(d, 5)
+    got = call(only(d, cache).run, d, tensors, 5)
+    torch.testing.assert_close(got[0].double(), reference(d, tensors, 5)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
