@@ -189,16 +189,6 @@ def test_collectives_take_what_a_link_takes(ranks: int, seconds: float) -> None:
     assert h200.seconds(Cost(launches=0, sent=16, ranks=ranks), "bfloat16") == h200.link.latency
 
 
-def test_what_is_sent_beside_products_counts_for_the_rest() -> None:
-    h200 = DEVICES["h200"]
-    product = Cost(flops=790e9, launches=0)  # 1 ms
-    sent = Cost(launches=0, sent=204e6, ranks=2)  # 1 ms
-    assert h200.seconds(product + sent, "bfloat16") == pytest.approx(2e-3)
-    half = Cost(flops=790e9, launches=0, sent=204e6, ranks=2, beside=0.5)
-    assert h200.seconds(half, "bfloat16") == pytest.approx(1.5e-3)
-    assert (half + sent).beside == 0.25
-
-
 # -------------------------------------------------------------------------------- what calls cost the host
 
 

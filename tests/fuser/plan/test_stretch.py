@@ -26,16 +26,6 @@ def test_both_ends_of_a_fork_enter_one_range(branch: tuple[ops.FusableOperation,
         assert_as_meant(model, tensor(3, 4))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_forks_in_stretches_cut_anywhere(seed: int) -> None:
-    residual = te_fuser.Residual
-    model = sequential(
-        ops.LayerNorm(6), residual(residual(), ops.GELU(), residual(ops.Bias(6))), ops.Output("y"), residual(ops.SiLU())
-    )
-    with random_cover(seed):
-        assert_as_meant(model, tensor(5, 6), outputs=("y",))
-
-
 class Softmin(ops.RowOp):
     """exp(min(x) - x) over its sum."""
 

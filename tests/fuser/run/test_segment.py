@@ -214,41 +214,6 @@ def test_a_changed_input_is_noticed():
 # -------------------------------------------------------------------------------- several segments
 
 
-def many_layers(**options):
-    shared = ops.Linear(8, 8)
-    return sequential(
-        ops.Fork("far"),
-        ops.Linear(8, 8),
-        ops.GELU(),
-        shared,
-        te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 16), ops.SwiGLU(), ops.Output("middle"), ops.Linear(8, 8)),
-        ops.Dropout(0.25),
-        ops.Add("extra"),
-        shared,
-        ops.AdaptiveLayerNorm(8, scale="extra", shift="extra", per="row"),
-        ops.Linear(8, 8, bias=False),
-        ops.Add("far"),
-        shared,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
-@pytest.mark.parametrize("segment_bytes", [1, 1500, 3000])
-def test_several_segments(segment_bytes, memory, monkeypatch):
-    whole = many_layers(memory=memory)
-    assert len(whole.plan(X, **EXTRA).segments) == 1
-    want = assert_as_meant(whole, X, ("middle",), **EXTRA)
-    monkeypatch.setattr(segmenting, "SEGMENT_BYTES", segment_bytes)
-    monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
-    model = many_layers(memory=memory)
-    plan = model.plan(X, **EXTRA)
-    assert len(plan.segments) >= (4 if segment_bytes == 1 else 2)
-    assert plan.segments[0].start == 0 and plan.segments[-1].stop == len(plan.graph.nodes)
-    torch.testing.assert_close(assert_as_meant(model, X, ("middle",), **EXTRA), want)
-    assert_as_meant(model, X.detach(), **EXTRA)
-
-
 def nodes_of(y):
     """The autograd nodes of this package below a result."""
     found, stack = set(), [y.grad_fn]
@@ -263,13 +228,13 @@ def nodes_of(y):
 def test_each_segment_is_one_autograd_node(monkeypatch):
     monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
-    model = many_layers()
+    model = block()
     y = model(X, **EXTRA)
     assert len(nodes_of(y)) == len(model.plan(X, **EXTRA).segments) > 3
     with torch.no_grad():
         assert len(model.plan(X, **EXTRA).segments) == 1
     monkeypatch.undo()
-    whole = many_layers()
+    whole = block()
     assert len(nodes_of(whole(X, **EXTRA))) == 1
 
 
