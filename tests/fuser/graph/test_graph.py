@@ -65,17 +65,6 @@ def test_needs_a_gradient_exactly_where_somebody_upstream_does():
     assert graph_of(model, frozen, c=fixed).parameter_needs == (False, True, False, True)
 
 
-def test_an_opaque_op_names_nothing():
-    class Named(ops.MatMul):
-        def named_outputs(self):
-            return ("a",)
-
-    with pytest.raises(
-        TypeError, match=r"op 0 \(Named '0'\): only a RowOp names its output; put Fork or Output behind"
-    ):
-        sequential(Named(8, 8), ops.Add("a"))(X)
-
-
 # ---------------------------------------------------------------------------------------- axes of named inputs
 
 

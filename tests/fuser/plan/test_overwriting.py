@@ -353,32 +353,23 @@ def test_autocast(ours: None) -> None:
     assert same(*found)
 
 
-def test_what_comes_from_outside_is_left_as_it_was(ours: None) -> None:
-    """The input, the gradient that is handed in, the parameters, and gradients that hooks of autograd saw."""
-    model, x = mlp(ops.GELU("tanh")), x_of()
+def test_what_comes_from_outside_or_hooks_saw_is_left_as_it_was(ours: None) -> None:
+    """The input, the output, the gradient that is handed in, parameters; and gradients that hooks may hold, those of
+    parameters too, which run in the middle of backward, as data-parallel training does."""
+    model, x = mlp(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.GELU("tanh")), x_of()
+    once, parameters = run(model), [*model.parameters()]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    x.register_hook(lambda g: seen.append((g, g.clone())))
     y = model(x)
-    y.register_hook(lambda g: seen.append((g, g.clone())))
-    dy = dy_of(y)
-    before = [t.detach().clone() for t in (x, y, dy, *model.parameters())]
-    y.backward(dy)
-    assert all(torch.equal(a, b) for a, b in zip((x, y, dy, *model.parameters()), before, strict=True))
-    assert len(seen) == 2 and all(torch.equal(a, b) for a, b in seen)
-
-
-def test_hooks_on_parameters(ours: None) -> None:
-    """They run in the middle of backward and may hold gradients, as data-parallel training does."""
-    model, x = mlp(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.GELU()), x_of()
-    once = run(model)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for p in model.parameters():
-        p.register_hook(lambda g: seen.append((g, g.clone())))
+    for t in (x, y, *parameters):
+        t.register_hook(lambda g: seen.append((g, g.clone())))
+    for p in parameters:
         p.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad, p.grad.clone())))
-    y = model(x)
-    y.backward(dy_of(y))
-    assert same([y.detach(), x.grad, *(p.grad for p in model.parameters())], once)  # type: ignore[list-item]
-    assert len(seen) == 2 * len(list(model.parameters())) and all(torch.equal(a, b) for a, b in seen)
+    outside = [x, y, dy_of(y), *parameters]
+    before = [t.detach().clone() for t in outside]
+    y.backward(outside[2])
+    assert same(outside, before)
+    assert same([y.detach(), x.grad, *(p.grad for p in parameters)], once)  # type: ignore[list-item]
+    assert len(seen) == 2 + 2 * len(parameters) and all(torch.equal(now, then) for now, then in seen)
 
 
 def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
