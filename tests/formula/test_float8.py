@@ -19,16 +19,10 @@ formats = pytest.mark.parametrize("dtype", FORMATS)
 
 
 @formats
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_every_number_of_16_bits(dtype: torch.dtype, narrow: torch.dtype) -> None:
-    x = every_number(narrow)
-    assert torch.equal(codes(rounded(x, dtype)), nearest_codes(x, dtype))
-
-
-@formats
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-def test_telling_numbers(dtype: torch.dtype, wide: torch.dtype) -> None:
-    x = telling_numbers(dtype).to(wide)
+@pytest.mark.parametrize("read", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_numbers_are_rounded_to_the_nearest(dtype: torch.dtype, read: torch.dtype) -> None:
+    """Every number of 16 bits, and of wider ones those that tell."""
+    x = every_number(read) if read.itemsize == 2 else telling_numbers(dtype).to(read)
     assert torch.equal(codes(rounded(x, dtype)), nearest_codes(x, dtype))
 
 

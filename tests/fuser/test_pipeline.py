@@ -38,24 +38,16 @@ def step(model, x=X):
         model(x)
 
 
-def test_grad_and_no_grad_alternate_without_planning(planned):
+def test_modes_alternate_without_planning(planned):
+    """Where nothing takes a gradient, inference mode has the plan of no_grad."""
     model = mlp()
     for _ in range(4):
-        step(model)
-        with torch.no_grad():
-            step(model)
-        with torch.inference_mode():
-            step(model)
-    assert len(planned) == 2
-
-
-def test_train_and_eval_alternate_without_planning(planned):
-    model = mlp()
-    for _ in range(4):
-        step(model.train())
-        step(model.eval())
-    assert len(planned) == 2
-    torch.testing.assert_close(model(X), model(X))
+        for training in (True, False):
+            step(model.train(training))
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                step(model)
+    assert len(planned) == 3
 
 
 # What may change between two calls -> whether it takes another plan.
