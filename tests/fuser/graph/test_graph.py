@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser import Sequential, ops, verify
-from te_fuser.formula import Axes
+from te_fuser import Sequential, fusions, ops, verify
+from te_fuser.formula import Axes, sigmoid
 from te_fuser.ops.base import Gradient, NamedInput, OpCall
 from te_fuser.ops.operations import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
@@ -69,22 +69,22 @@ def test_needs_a_gradient_exactly_where_somebody_upstream_does():
 
 
 def reader(axes, batch_dim=None):
-    class Times(ops.RowOp):
+    class Shifted(ops.RowOp):
         inputs = {"g": ops.NamedInput("factor", axes)}
 
         def batch_dim(self):
             return batch_dim
 
         def compute(self, x, g):
-            return x * g
+            return x * sigmoid(g) + g
 
-    return sequential(ops.GELU(), Times(), ops.SiLU())
+    return sequential(ops.Bias(8), Shifted(), ops.SiLU())
 
 
-# axes -> (the dimension that counts samples, a shape that fits [3, 4, 8], one that does not, the wanted one in words)
+# axes -> (the dimension that counts samples, a shape that fits [3, 4, 5, 8], one that does not, the wanted in words)
 EXTENTS = {
-    "full": (Axes.FULL, None, (3, 4, 8), (3, 1, 8), r"the main input \[3, 4, 8\]; they must be equal"),
-    "rows": (Axes.ROWS, None, (3, 4, 1), (3, 4), r"needs \[3, 4, 1\]"),
+    "full": (Axes.FULL, None, (3, 4, 5, 8), (3, 4, 1, 8), r"the main input \[3, 4, 5, 8\]; they must be equal"),
+    "rows": (Axes.ROWS, None, (3, 4, 5, 1), (3, 4, 5), r"needs \[3, 4, 5, 1\]"),
     "samples_0": (Axes.SAMPLE_FEATURES, 0, (3, 8), (4, 8), r"needs \[3, 8\]"),
     "samples_1": (Axes.SAMPLE_FEATURES, 1, (4, 8), (3, 8), r"needs \[4, 8\]"),
     "batch": (Axes.BATCH, 1, (4,), (4, 1), r"needs \[4\]"),
@@ -93,18 +93,20 @@ EXTENTS = {
 }
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["fused", "one by one"])
 @pytest.mark.parametrize("name", EXTENTS)
-def test_named_inputs_of_every_extent(name):
+def test_named_inputs_of_every_extent(name, cut):
     axes, batch_dim, fits, wrong, words = EXTENTS[name]
-    model, x = reader(axes, batch_dim), tensor(3, 4, 8)
-    assert_as_meant(model, x, factor=tensor(*fits, seed=1))
-    with pytest.raises(ValueError, match=rf"op 1 \(Times '1'\): 'factor' has shape .*{words}"):
+    model, x = reader(axes, batch_dim), tensor(3, 4, 5, 8)
+    with fusions.only(*(() if cut else fusions.names())):
+        assert_as_meant(model, x, factor=tensor(*fits, seed=1))
+    with pytest.raises(ValueError, match=rf"op 1 \(Shifted '1'\): 'factor' has shape .*{words}"):
         model(x, factor=tensor(*wrong))
 
 
 def test_an_op_per_sample_must_say_where_samples_are():
     with pytest.raises(
-        ValueError, match=r"op 1 \(Times '1'\): 'factor' is given per sample; the op must say batch_dim"
+        ValueError, match=r"op 1 \(Shifted '1'\): 'factor' is given per sample; the op must say batch_dim"
     ):
         reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3))
 

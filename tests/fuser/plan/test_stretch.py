@@ -107,38 +107,6 @@ def test_so_it_is_in_generated_kernels(name: str) -> None:
     te_fuser.verify(model, x, m=m)
 
 
-class Shifted(ops.RowOp):
-    """x sigmoid(g) + g, for g of any extent."""
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.inputs = {"g": ops.NamedInput("g", axes)}
-
-    def batch_dim(self) -> int:
-        return 1
-
-    def compute(self, x: Any, g: Any) -> Any:
-        return x * sigmoid(g) + g
-
-
-SHAPES = {
-    Axes.FULL: (3, 2, 5, 8),
-    Axes.ROWS: (3, 2, 5, 1),
-    Axes.SAMPLE_FEATURES: (2, 8),
-    Axes.BATCH: (2,),
-    Axes.FEATURE: (8,),
-    Axes.NONE: (),
-}
-
-
-@pytest.mark.parametrize("cut", [False, True], ids=["fused", "one by one"])
-@pytest.mark.parametrize("axes", SHAPES, ids=lambda axes: axes.name or str(axes))
-def test_an_input_of_any_extent_gets_its_gradient(axes: Axes, cut: bool) -> None:
-    model = sequential(ops.Bias(8), Shifted(axes), ops.GELU())
-    with te_fuser.fusions.only(*(() if cut else te_fuser.fusions.names())):
-        assert_as_meant(model, tensor(3, 2, 5, 8), g=tensor(*SHAPES[axes], seed=3))
-
-
 def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gated op halves the tile: every reduction before it is rewritten once, not once for each part of one above."""
     rewritten: list[Any] = []
