@@ -112,6 +112,15 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
 
 
+def assert_step_as_one_process(model: nn.Module, twin: nn.Module, step: int = 0) -> None:
+    """The twin goes through a whole batch, the model through this rank's part: gradients are the same."""
+    x = whole_batch(step)
+    for m, part in ((model, own(x)), (twin, x)):
+        m.zero_grad()
+        backward(m, part)
+    assert_as_one_process(model, twin)
+
+
 def assert_as_one_process(model: nn.Module, twin: nn.Module, tolerance: float = 1e-11) -> None:
     """Gradients are those that one process has of the whole batch."""
     assert_same_gradients(gradients(model), gradients(twin), tolerance)

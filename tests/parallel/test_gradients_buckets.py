@@ -18,7 +18,16 @@ from torch.utils.checkpoint import checkpoint
 import te_fuser
 from te_fuser import ops
 from te_fuser.parallel import write_into_buckets
-from tests.parallel.models import FEATURES, MODELS, assert_as_one_process, backward, own, plain_list, whole_batch
+from tests.parallel.models import (
+    FEATURES,
+    MODELS,
+    assert_as_one_process,
+    assert_step_as_one_process,
+    backward,
+    own,
+    plain_list,
+    whole_batch,
+)
 from tests.parallel.ranks import on_ranks
 
 
@@ -61,11 +70,7 @@ def test_gradients(kind: str) -> None:
     found = _written_in_place(parallel, names)
     for step in range(3):
         found.clear()
-        x = whole_batch(step)
-        for m, part in ((parallel, own(x)), (twin, x)):
-            m.zero_grad()
-            backward(m, part)
-        assert_as_one_process(parallel, twin)
+        assert_step_as_one_process(parallel, twin, step)
     if kind != "shared weight":  # whose two terms autograd adds up where it likes
         assert sorted(found) == sorted(names)
 
@@ -135,21 +140,14 @@ def test_copies_and_what_is_left() -> None:
         found = _written_in_place(parallel, names)
         for step in range(3):
             found.clear()
-            for part, x in ((parallel, own(whole_batch(step))), (twin, whole_batch(step))):
-                part.zero_grad()
-                backward(part, x)
-            assert_as_one_process(parallel, twin)
+            assert_step_as_one_process(parallel, twin, step)
         assert sorted(found) == sorted(names)
 
 
 @on_ranks
 def test_copies_of_the_wrapper() -> None:
     parallel, _ = _in_buckets(plain_list())
-    twin = plain_list()
-    copied = copy.deepcopy(parallel)
-    for m, x in ((copied, own(whole_batch(0))), (twin, whole_batch(0))):
-        backward(m, x)
-    assert_as_one_process(copied, twin)
+    assert_step_as_one_process(copy.deepcopy(parallel), plain_list())
 
 
 @on_ranks
@@ -205,10 +203,7 @@ def test_a_backward_within_another() -> None:
     write_into_buckets(made)
     twin = _Thrice()
     for step in range(4):
-        for m, x in ((made, own(whole_batch(step))), (twin, whole_batch(step))):
-            m.zero_grad()
-            backward(m, x)
-        assert_as_one_process(made, twin)
+        assert_step_as_one_process(made, twin, step)
 
 
 @on_ranks

@@ -156,28 +156,15 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("way", ["whole", "sbhd", "bshd"])
+@pytest.mark.parametrize(("layout", "rows"), [("sbhd", None), ("sbhd", 0), ("bshd", None), ("bshd", 1)])
 @pytest.mark.parametrize("name", DROPPING)
 @on_ranks
-def test_dropout(name: str, way: str) -> None:
-    """Ranks drop what one process drops: of their rows, and of their heads."""
-    case, first = DROPPING[name], way == "bshd"
-    layout = {FORMATS.get(name, "qkv_format"): "bshd"} if first else {}
-    cut, whole = pair(case, way != "whole", **layout)
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, {"whole": None, "sbhd": 0, "bshd": 1}[way]))
-
-
-FORMATS = {"MultiheadAttention GQA": "qkv_format", "TransformerLayer": "attn_input_format"}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
-@on_ranks
-def test_batch_first(name: str, sequence_parallel: bool) -> None:
-    """The sequence is the second dimension."""
-    case = CASES[name]
-    cut, whole = pair(case, sequence_parallel, **{FORMATS[name]: "bshd"})
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 1 if sequence_parallel else None))
+def test_dropout(name: str, layout: str, rows: int | None) -> None:
+    """Ranks drop what one process drops: of their rows, and of their heads, in each layout."""
+    case = DROPPING[name]
+    keyword = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
+    cut, whole = pair(case, rows is not None, **{keyword: layout})
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, rows))
 
 
 @on_ranks

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
 from te_fuser import ops
-from tests.parallel.cutting import EXACT, own, part, run
+from tests.parallel.cutting import ByReference, assert_as_whole, part
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.sharding.test_rules import ByRow, InBlocks, Plain
 from tests.twins import randomize, tensor
@@ -32,16 +32,8 @@ def layer(first: ops.FusableOperation, between: ops.FusableOperation | None = No
 
 def assert_as_one_process(whole: te_fuser.Sequential, cut: te_fuser.Sequential, rows: int | None) -> None:
     """Output and all gradients, called, as the reference, and of a copy."""
-    x, dy = tensor(*SHAPE, grad=False), tensor(*SHAPE, grad=False, seed=9)
-    mine, own_dy = (x, dy) if rows is None else (part(x, rows), part(dy, rows))
-    y, want = run(whole, {"x": x}, lambda _: dy)
-    for model in (cut, copy.deepcopy(cut)):
-        got, gradients = run(model, {"x": mine}, lambda _: own_dy)
-        torch.testing.assert_close(got, y if rows is None else part(y, rows), **EXACT)
-        for name, gradient in gradients.items():
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            torch.testing.assert_close(local, own(want[name], local), **EXACT, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(cut.reference(mine), got, **EXACT)
+    for model, twin in ((cut, whole), (copy.deepcopy(cut), whole), (ByReference(cut), ByReference(whole))):
+        assert_as_whole(model, twin, {"x": tensor(*SHAPE, grad=False)}, {}, (rows, rows))
 
 
 @on_ranks
