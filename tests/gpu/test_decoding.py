@@ -14,7 +14,7 @@ from te_fuser import fusions, ops
 from te_fuser.kernels.packages import flash_attn_4
 from tests.gpu.packing_providers import installed_version
 from tests.kernels.one_query_cases import CASES, Case
-from tests.kernels.test_decode_attention_caches import KERNELS, by_kernel, call, plain
+from tests.kernels.test_decode_attention import KERNELS, by_kernel, call, plain
 
 pytestmark = pytest.mark.gpu
 

@@ -276,6 +276,3 @@ def test_an_exception_drops_what_waited(driver: FakeDriver) -> None:
     fails = False
     made.run(slots)
     assert (driver.launches, driver.last_symbol, driver.last_blocks) == (3, b"column_sums", 2)
-
-
-# ---- the text ---------------------------------------------------------------------------------------------------

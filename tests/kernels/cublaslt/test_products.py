@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from te_fuser.kernels.cublaslt.tuned import ProductProblem
 from te_fuser.kernels.cublaslt.tuning import example
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
+from tests.kernels.attention.cases import in_threads
 from tests.needs import needs_compiler
 from tests.twins import tensor
 
@@ -296,11 +296,7 @@ def test_threads(cublaslt: FakeCublasLt) -> None:
             ):
                 wrong.append(len(x))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads([work] * 4)
     assert not wrong and cublaslt.products == 4 * 8 * 5 * 2
 
 
