@@ -112,14 +112,14 @@ def test_accumulation(cublaslt: FakeCublasLt, dtype: torch.dtype, out_dtype: tor
     assert torch.equal(held, before)
 
 
-def strided(t: torch.Tensor) -> dict[str, torch.Tensor]:
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 5), torch.nan)
+def strided(t: torch.Tensor, apart: int = 5) -> dict[str, torch.Tensor]:
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + apart), torch.nan)
     wide[..., : t.shape[-1]] = t
     every_other = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan)
     every_other[..., ::2] = t
     return {
         "rows apart": wide[..., : t.shape[-1]],
-        "transposed": t.mT.contiguous().mT,
+        "transposed": t.mT.contiguous().mT if t.dim() > 1 else every_other[..., ::2],
         "every other column": every_other[..., ::2],
         "misaligned": torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
     }
