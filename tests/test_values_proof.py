@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -241,37 +240,16 @@ def test_the_whole_model_is_verified() -> None:
 
 
 def test_everyday_uses() -> None:
-    """No gradients, checkpoints, copies, a second backward, threads."""
+    """A second backward, no gradients, a checkpoint, copies."""
     ours, x = model(), torch.randn(7, WIDTH, requires_grad=True)
     y = ours(x)
     (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], dx, rtol=0, atol=0)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], dx)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), y, rtol=0, atol=0)
-    for reentrant in (True, False):
-        z = checkpoint(ours, x, use_reentrant=reentrant)
-        torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0] if not reentrant else _backward(z, x), dx)
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        torch.testing.assert_close(torch.autograd.grad(other(x).sum(), x)[0], dx, rtol=0, atol=0)
-    found: list[torch.Tensor] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(_backward(ours(x.detach().requires_grad_()), None)))
-        for _ in range(4)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(found) == 4
-
-
-def _backward(y: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
-    y.sum().backward()
-    if x is None:
-        return y
-    found, x.grad = x.grad, None
-    assert found is not None
-    return found
+        assert torch.equal(ours(x), y)
+    again = functools.partial(checkpoint, ours, use_reentrant=False)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), again):
+        assert torch.equal(torch.autograd.grad(other(x).sum(), x)[0], dx)
 
 
 def test_values_cross_segments(monkeypatch: pytest.MonkeyPatch) -> None:

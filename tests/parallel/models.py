@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import te_fuser
 from te_fuser import ops
@@ -87,6 +89,14 @@ MODELS: dict[str, Model] = {
     "checkpoint": checkpointed,
     "checkpoint of torch": checkpointed_by_torch,
 }
+
+
+def spread(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """`fully_shard`: each layer of a list by itself, and what is left."""
+    mesh = mesh or init_device_mesh("cpu", (WORLD,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)  # type: ignore[no-any-return]
 
 
 def whole_batch(step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

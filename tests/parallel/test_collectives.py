@@ -21,7 +21,7 @@ from te_fuser.ops.base import Spec
 from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
 from tests.parallel.models import own
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 8)
@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def tp() -> ops.Group:
-    return ops.AllReduce(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]).group
+    return ops.AllReduce(mesh_of()["tp"]).group
 
 
 def cat(xs: Tensors, dim: int) -> list[torch.Tensor]:

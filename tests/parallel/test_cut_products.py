@@ -8,12 +8,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import ops
 from tests.parallel.cutting import ByReference, assert_as_whole, part
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 8)
@@ -22,7 +21,7 @@ SHAPE = (4, 6, 8)
 def share(linear: ops.Linear, mode: str, sequence_dim: int | None = None) -> ops.Linear:
     """A copy that the ranks share, with this rank's part of the parameters."""
     made = copy.deepcopy(linear)
-    made.group = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
+    made.group = mesh_of()["tp"]
     made.parallel_mode = mode
     if sequence_dim is not None:
         made.sequence_parallel, made.sequence_dim = True, sequence_dim
@@ -51,7 +50,7 @@ def test_attributes_that_are_set_are_for_the_next_call() -> None:
     linear = ops.Linear(8, 6, dtype=torch.float64)
     model, x = sequential(linear), tensor(*SHAPE)
     assert model(x).shape == (4, 6, 6)
-    linear.group = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
+    linear.group = mesh_of()["tp"]
     linear.parallel_mode = "column"
     with pytest.raises(ValueError, match=r"MatMul.*weight has shape \[6, 8\], the op was made for \[3, 8\]"):
         model(x)

@@ -31,15 +31,11 @@ from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import how_laid
 from te_fuser.fuser import pipeline
 from te_fuser.parallel import Column, Heads, Row, parallelize
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
 F, INNER, S, B, HEADS = 8, 12, 6, 2, 2
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 def mlp() -> te_fuser.Sequential:
@@ -241,6 +237,15 @@ def test_all_ranks_get_the_values_of_the_first() -> None:
         assert torch.equal(whole(p, q), q)
 
 
+def initialize(*models: nn.Module) -> None:
+    """All parameters anew, of each model from the same seed."""
+    for m in models:
+        torch.manual_seed(3)
+        for part in m.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+
 @pytest.mark.parametrize("kind", ["mlp", "gated", "llama", "turns"])
 @on_ranks
 def test_initialization(kind: str) -> None:
@@ -248,12 +253,7 @@ def test_initialization(kind: str) -> None:
     twin = MODELS[kind]()
     with torch.device("meta"):
         model = parallelize(MODELS[kind](), mesh_of())
-    model.to_empty(device="cpu")
-    for m in (model, twin):
-        torch.manual_seed(3)
-        for part in m.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+    initialize(model.to_empty(device="cpu"), twin)
     laid = laid_in(model)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(whole(p, q, laid.get(name)), q)

@@ -12,12 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
 from te_fuser.fuser import pipeline
 from tests.parallel.cutting import assert_as_whole, fill, part
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import randomize, tensor
 
 F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
@@ -177,10 +176,6 @@ def test_attention_alone() -> None:
     names = ("x", "key_layer", "value_layer")
     given = {name: tensor(S, B, n * 4, grad=False, seed=n) for name, n in zip(names, (HEADS, 2, 2), strict=True)}
     assert_as_whole(cut, whole, given, {}, (-1, -1))
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 @on_ranks

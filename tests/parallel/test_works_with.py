@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.distributed import exchange
 from te_fuser.distributed.consistency import RankMismatchError
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 
 F, ROWS = 8, 4
 
@@ -29,7 +29,7 @@ def mlp() -> te.Sequential:
 
 
 def cut(sequence_parallel: bool = False, mesh: DeviceMesh | None = None) -> Any:
-    mesh = mesh or init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
+    mesh = mesh or mesh_of()["tp"]
     return te.parallelize(mlp(), mesh, sequence_parallel)
 
 

@@ -19,12 +19,12 @@ from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
     PACKINGS,
-    assert_matches,
+    assert_takes_any_strides,
     by_provider,
+    each_packed,
     in_threads,
     make,
     problem,
-    strided,
 )
 from tests.kernels.packages import fake_cudnn
 from tests.kernels.played import Played
@@ -44,24 +44,11 @@ def front_end(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_gradients_are_stored_where_they_lie_packed(layout, packing, front_end):
-    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
-        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
-        reason = PROVIDER.reason_not(problem(settings=op.settings(), samples=samples))
-        assert (reason is not None) == ((packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2))
-        if reason is not None:
-            assert "no common stride in packing='interleaved' with layout='batch_first'" in reason
-            continue
-        assert_matches(PROVIDER, op, x, dy)
-        dx = by_provider(PROVIDER, op, x, dy)[1]
-        assert dx.is_contiguous() and dx.untyped_storage().nbytes() == dx.nbytes and not dx._is_view()
+    assert list(each_packed(PROVIDER, layout, packing))
 
 
 def test_inputs_of_other_strides(front_end):
-    op, x, dy = make(layout="batch_first", mask="causal")
-    for other in strided(x):
-        assert_matches(PROVIDER, op, other, dy)
-    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
-        assert_matches(PROVIDER, op, x, gradient)
+    assert_takes_any_strides(PROVIDER)
     assert len(front_end.graphs) == 1  # they are copied, and need no graph of their own
 
 
