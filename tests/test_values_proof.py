@@ -68,7 +68,7 @@ class Quantize(UnfusedOperation):
         twice = call.get("d_twice")
         type(self).seen = tuple(None if g is None else g.dtype for g in (dy, twice))
         parts = [g for g in (dy, None if twice is None else 2 * twice) if g is not None]
-        return _sum(parts)
+        return functools.reduce(torch.add, parts)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         _, scale = narrowed(x)
@@ -108,7 +108,7 @@ class NarrowProduct(UnfusedOperation):
         return {"weight": (_wide(dy).flatten(0, -2).mT @ x.flatten(0, -2)).to(dy.dtype)}
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return (_of_whole(x, call["scale"])).to(call["weight"].dtype) @ call["weight"].mT
+        return (_OfWhole.apply(x, call["scale"])).to(call["weight"].dtype) @ call["weight"].mT
 
 
 class _OfWhole(torch.autograd.Function):
@@ -121,13 +121,6 @@ class _OfWhole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         return dy, None
-
-
-_of_whole = _OfWhole.apply
-
-
-def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(torch.add, parts)
 
 
 def _wide(t: torch.Tensor) -> torch.Tensor:

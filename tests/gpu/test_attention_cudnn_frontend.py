@@ -26,7 +26,7 @@ from tests.gpu.test_attention_in_plans import check, gradients, launched, names,
 from tests.twins import randomize
 
 VERSION = installed_version(cudnn_frontend.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {cudnn_frontend.PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {cudnn_frontend.PACKAGE}")
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_cudnn_frontend")
 NAME = f"attention_{PROVIDER.name}"
 

@@ -29,7 +29,7 @@ from tests.kernels.attention.cases import by_provider
 from tests.twins import randomize
 
 VERSION = installed_version(flash_attn_4.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}")
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_flash_attn_4")
 NAME = f"attention_{PROVIDER.name}"
 

@@ -17,8 +17,6 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import loading
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
-
 
 def projected(heads: int, kv_heads: int, dim: int, rope: bool = True, **options: str) -> list[ops.FusableOperation]:
     """A bias, maybe a rotation, causal attention."""

@@ -18,7 +18,7 @@ from tests.kernels.attention import blanked, padded
 
 TOLD = ["cuda_flash", pytest.param("cuda_flash_attn_4", marks=NEEDS_PACKAGE)]
 DTYPE = torch.bfloat16
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_plans")]
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
 def model_of(name: str, layout: str, kind: str, dim: int, times: int) -> tuple[te_fuser.Sequential, torch.Tensor, dict]:

@@ -19,7 +19,7 @@ TOLD = [
 ]
 BY_BIAS = ["cuda_cudnn", "cuda_efficient"]
 DTYPE = torch.bfloat16
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_plans")]
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
 def names(**scores: object) -> list[str]:

@@ -21,7 +21,6 @@ def model_on_gpu(family: str) -> Any:
     return model_of(family, torch.float64, **larger).cuda()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_and_gradients(family: str, dtype: torch.dtype) -> None:
@@ -60,7 +59,6 @@ def moves_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layer, name, awaited(getattr(layer, name)))
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("moves_are_awaited")
 @pytest.mark.parametrize(
     ("family", "cache", "compiled"),

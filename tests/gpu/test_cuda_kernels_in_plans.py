@@ -20,8 +20,6 @@ from tests.formula.test_row_ops import OPS, row_op
 from tests.gpu.captures import captured
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Fusions that a package brings which te_fuser does not ask for.

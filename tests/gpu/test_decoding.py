@@ -15,8 +15,6 @@ from tests.gpu.packing_providers import nothing_waits
 from tests.kernels.one_query_cases import CASES, Case
 from tests.kernels.test_decode_attention import KERNELS, by_kernel, call, plain
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 LONG = {
     "a long cache": Case(128, kv_heads=8, per_group=4, samples=2, keys=5000, key_lengths=(5000, 4097)),

@@ -15,7 +15,7 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Format
 from tests.float8 import OURS, models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 
 GPU = torch.device("cuda", 0)
 F, FFN, HEADS = 256, 512, 4

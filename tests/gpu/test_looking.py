@@ -14,8 +14,6 @@ from te_fuser import Sequential, ops
 from te_fuser.fuser.show.explain import Explanation
 from tests.looking import plans_that_run
 
-pytestmark = pytest.mark.gpu
-
 
 def model_and_input() -> tuple[Sequential, torch.Tensor]:
     torch.manual_seed(0)

@@ -14,8 +14,6 @@ from te_fuser.kernels.cublaslt import products
 from tests.kernels.cublaslt.test_products import gelu, gelu_backward
 from tests.kernels.cublaslt.test_products import strided as lying_otherwise
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensors = tuple[torch.Tensor, ...]

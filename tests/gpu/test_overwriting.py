@@ -19,7 +19,6 @@ from te_fuser.fuser.steps.kernel_task import KernelTask
 from tests.gpu.captures import captured
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 WIDTH, HIDDEN, ROWS = 256, 1024, 4096  # 8 MiB in front of GELU, in 16 bits
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

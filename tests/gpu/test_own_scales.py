@@ -17,8 +17,6 @@ from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, assert
 from tests.kernels.test_quantizers_by_blocks import check_blocks, matrix
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
 
-pytestmark = pytest.mark.gpu
-
 LARGE = [(8192, 4096), (8191, 4096), (70_001, 128), (16, 65536)]
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),

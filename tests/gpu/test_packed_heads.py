@@ -12,7 +12,7 @@ from te_fuser.ops.attention.heads import PackedHeads
 from tests.fake_cuda import forget_written
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def on_gpu(case: Case, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

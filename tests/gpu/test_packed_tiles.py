@@ -9,7 +9,6 @@ from te_fuser.ops.attention.heads import PackedHeads
 from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E5M2, Case
 from tests.kernels.test_packed_tiles import CASES, check_bytes
 
-pytestmark = pytest.mark.gpu
 SIZES = [(0, 4), (1, 1), (3, 33), (2, 200), (5, 700)]  # samples, positions
 LAYER = PackedHeads(64, 64, 64, **BATCH_FIRST, **BLOCKED)
 

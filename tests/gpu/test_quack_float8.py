@@ -22,7 +22,7 @@ from tests.gpu.packing_providers import installed_version
 from tests.gpu.test_float8_regions import apart, compare, data, step
 
 VERSION = installed_version(PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")
 NAMES = ("float8_matmul_bias_quack", "float8_matmul_gelu_quack", "float8_matmul_gelu_quack_aux")
 SUMS = ("float8_matmul_add_bias_quack", "float8_matmul_add_bias_quack_dropout")
 GPU = torch.device("cuda", 0)

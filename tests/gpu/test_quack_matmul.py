@@ -19,7 +19,7 @@ from tests.gpu.packing_providers import installed_version
 from tests.twins import randomize
 
 VERSION = installed_version(products.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")
 GATED = "swiglu_matmul_quack"
 NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack", GATED)
 GPU = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from te_fuser.quantization import QuantizedTensor, quantize
 from tests.float8 import E4M3, E5M2
 from tests.kernels.weights8 import turned_wrongly
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 
 GPU = torch.device("cuda", 0)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

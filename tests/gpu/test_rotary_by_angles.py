@@ -18,7 +18,6 @@ from te_fuser.kernels.qk_norm_rope import Groups, PassInputs, Turned, TurnedPass
 from tests.fake_cuda import forget_written
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 
-pytestmark = pytest.mark.gpu
 BF16, EACH = torch.bfloat16, pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

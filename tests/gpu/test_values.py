@@ -9,8 +9,6 @@ from te_fuser import Sequential, ops
 from tests.fuser.pairs import Pair
 from tests.test_values_proof import NARROW, WIDTH, assert_as_exact, model
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda")
 
 

@@ -23,8 +23,6 @@ from tests.kernels.weights8 import (
     weights_wrongly,
 )
 
-pytestmark = pytest.mark.gpu
-
 LARGE = [(8192, 4096), (8191, 4096), (4096, 16384), (70_001, 128), (16, 65536)]
 
 

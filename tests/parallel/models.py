@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,11 +55,6 @@ class Layers(nn.Module):
         return iter(self.layers)
 
 
-def looped() -> Layers:
-    """Lists, each run by itself."""
-    return Layers(residual_layers())
-
-
 def transformer_layers(call: Callable[..., torch.Tensor] | None = None, **keywords: Any) -> Layers:
     """Queries, keys and values have weights of their own, which products read joined."""
     given = {"num_gqa_groups": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
@@ -67,27 +63,15 @@ def transformer_layers(call: Callable[..., torch.Tensor] | None = None, **keywor
     return randomize(Layers(layers, call))
 
 
-def checkpointed() -> Layers:
-    """What layers keep, made again in backward."""
-    return transformer_layers(te_fuser.checkpoint)
-
-
-def checkpointed_by_torch() -> Layers:
-    return transformer_layers(_by_torch)
-
-
-def _by_torch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
+BY_TORCH = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 MODELS: dict[str, Model] = {
     "list": plain_list,
     "residual": residual_layers,
-    "looped": looped,
+    "looped": lambda: Layers(residual_layers()),  # each run by itself
     "LayerNormMLP": mlps,
     "TransformerLayer": transformer_layers,
-    "checkpoint": checkpointed,
-    "checkpoint of torch": checkpointed_by_torch,
+    "checkpoint": lambda: transformer_layers(te_fuser.checkpoint),
+    "checkpoint of torch": lambda: transformer_layers(BY_TORCH),
 }
 
 
