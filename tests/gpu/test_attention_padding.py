@@ -12,6 +12,7 @@ from te_fuser.kernels.attention import lengths, padding
 from te_fuser.kernels.attention.lengths import Blanks, Side
 from te_fuser.kernels.attention.padding import CompactByKernel, CompactByTorch
 from te_fuser.ops.attention.mask import AttentionMask
+from tests.gpu.captures import captured
 from tests.gpu.packing_providers import NEEDS_PACKAGE, in_plans, nothing_waits  # noqa: F401 - a fixture
 from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import blanked, padded
@@ -62,12 +63,7 @@ def test_nothing_waits_for_the_device(provider: str) -> None:
 def test_a_capture_takes_other_masks(provider: str) -> None:
     model, x, inputs = on_gpu(*model_of("packed", "batch_first", "end", 128, 37))
     with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
-        for _ in range(2):
-            model(x, **inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x, **inputs)
+        graph, y = captured(lambda: model(x, **inputs))
         for kind in padded.KINDS:
             inputs["pad"].copy_(padded.mask_of(kind, x.shape[1]))
             graph.replay()

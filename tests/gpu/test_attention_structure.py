@@ -7,6 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from tests.gpu.captures import captured
 from tests.gpu.packing_providers import NEEDS_FRONT_END, NEEDS_PACKAGE, in_plans, nothing_waits  # noqa: F401
 from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import structured
@@ -90,12 +91,7 @@ def test_a_capture_takes_other_lengths(provider: str) -> None:
         if takes(provider, model, x, inputs, DTYPE) is not True:
             pytest.skip("it is not called for this")
     with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
-        for _ in range(2):
-            model(x, **inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x, **inputs)
+        graph, y = captured(lambda: model(x, **inputs))
         for lengths in ([1, 200, 0], [259, 259, 259]):
             inputs["lengths"].copy_(torch.tensor(lengths))
             graph.replay()

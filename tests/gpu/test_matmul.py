@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from te_fuser import _native
 from te_fuser.kernels.cublaslt import products
+from tests.gpu.captures import captured
 from tests.kernels.cublaslt.test_products import gelu, gelu_backward
 from tests.kernels.cublaslt.test_products import strided as lying_otherwise
 
@@ -227,9 +228,7 @@ def test_in_a_graph_and_on_another_stream() -> None:
         got = products.multiply("forward_bias_gelu_aux", late, w, b)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, h = products.multiply("forward_bias_gelu_aux", x, w, b)
+    graph, (y, h) = captured(lambda: products.multiply("forward_bias_gelu_aux", x, w, b))
     x.copy_(normal(64, 128, seed=9))
     graph.replay()
     for a, c in zip((y, h), products.multiply("forward_bias_gelu_aux", x, w, b), strict=True):

@@ -15,6 +15,7 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fusions import Cost
 from te_fuser.kernels.packages import quack as products
+from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
 from tests.twins import randomize
 
@@ -269,9 +270,7 @@ def test_captures_streams_threads() -> None:
 
     want = results()
     assert all(torch.equal(a, c) for a, c in zip(found[0], want[0], strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = results()
+    graph, made = captured(results)
     for t in itertools.chain(*made):
         t.fill_(torch.nan)
     graph.replay()
