@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from te_fuser import Sequential, fusions, ops
 from te_fuser.kernels.attention import PROVIDERS, Provider, Speed
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
+from tests.threads import in_threads
 
 # The fusions of PyTorch's own operators for attention on a GPU.
 OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
@@ -94,11 +94,8 @@ def in_a_thread_of_its_own(
     provider: Provider, op: ops.DotProductAttention, tensors: dict[str, torch.Tensor], dy: torch.Tensor
 ) -> torch.Tensor:
     """The gradient that a backward in a new thread makes."""
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(provider.backward(op.settings(), tensors, dy)["input"]))
-    thread.start()
-    thread.join()
-    return found[0]
+    (found,) = in_threads(lambda: provider.backward(op.settings(), tensors, dy)["input"])
+    return found  # type: ignore[no-any-return]
 
 
 def check_a_thread_of_its_own(provider: Provider, dim: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from te_fuser.fusions import Cost
 from te_fuser.kernels.packages import quack as products
 from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
+from tests.threads import in_threads
 from tests.twins import randomize
 
 VERSION = installed_version(products.PACKAGE.name)
@@ -259,10 +259,7 @@ def test_captures_streams_threads() -> None:
         products.linear_bias_gelu(x, w, b)
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         products.input_gradient_dswiglu(dy, w, wide)
-    found: list[tuple[torch.Tensor, ...]] = []
-    thread = threading.Thread(target=lambda: found.append(products.input_gradient_dgelu_sum(dy, w, h)))
-    thread.start()
-    thread.join()
+    found = in_threads(lambda: products.input_gradient_dgelu_sum(dy, w, h))
 
     def results() -> tuple[tuple[torch.Tensor, ...], ...]:
         backward = products.input_gradient_dgelu_sum(dy, w, h), products.input_gradient_dswiglu(dy, w, wide)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 
 import torch
 
@@ -105,15 +104,6 @@ def assert_takes_any_strides(provider):
         assert_matches(provider, op, other, dy)
     for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
         assert_matches(provider, op, x, gradient)
-
-
-def in_threads(runs):
-    """Run them all at once, each in a thread of its own."""
-    threads = [threading.Thread(target=run) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def problem(base=H200, **changes):

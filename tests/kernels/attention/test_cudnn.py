@@ -22,12 +22,12 @@ from tests.kernels.attention.cases import (
     assert_takes_any_strides,
     by_provider,
     each_packed,
-    in_threads,
     make,
     problem,
 )
 from tests.kernels.packages import fake_cudnn
 from tests.kernels.played import Played
+from tests.threads import in_threads
 
 PROVIDER = BY_NAME["cuda_cudnn_frontend"]
 
@@ -154,7 +154,7 @@ def test_a_graph_runs_on_addresses_or_else_on_tensors(dropout, front_end):
 def test_threads_run_one_after_the_other(front_end):
     """A handle is not for two threads at once."""
     op, x, dy = make()
-    want, running, results = by_provider(PROVIDER, op, x, dy)[1], [], []
+    want, running = by_provider(PROVIDER, op, x, dy)[1], []
     front_end.takes_addresses = False
     fake_cudnn.forget()
     by_provider(PROVIDER, op, x, dy)
@@ -168,8 +168,8 @@ def test_threads_run_one_after_the_other(front_end):
         running.clear()
 
     front_end.graphs[1].execute = watched
-    in_threads([lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])] * 4)
-    assert len(results) == 4 and all(torch.equal(result, want) for result in results)
+    results = in_threads(*[lambda: by_provider(PROVIDER, op, x, dy)[1]] * 4)
+    assert all(torch.equal(result, want) for result in results)
 
 
 _AT_EXIT = """

@@ -19,8 +19,8 @@ from te_fuser.kernels.cublaslt.tuned import ProductProblem
 from te_fuser.kernels.cublaslt.tuning import example
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
-from tests.kernels.attention.cases import in_threads
 from tests.needs import needs_compiler
+from tests.threads import in_threads
 from tests.twins import tensor
 
 
@@ -296,7 +296,7 @@ def test_threads(cublaslt: FakeCublasLt) -> None:
             ):
                 wrong.append(len(x))
 
-    in_threads([work] * 4)
+    in_threads(*[work] * 4)
     assert not wrong and cublaslt.products == 4 * 8 * 5 * 2
 
 

@@ -15,8 +15,8 @@ import torch
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.kernels.packages import optional as optional_packages
 from te_fuser.kernels.packages.optional import FirstRuns, Package, version_of, why_changed
-from tests.kernels.attention.cases import in_threads
 from tests.kernels.packages import fake_cudnn, fake_flash_attn, fake_packages, fake_quack
+from tests.threads import in_threads
 
 
 def test_importing_the_package_imports_none_of_them():
@@ -182,7 +182,7 @@ def test_one_thread_at_a_time_prepares_and_all_run_what_is_prepared(runs):
         running.remove(threading.get_ident())
         return lambda meet: together.wait() if meet else None
 
-    in_threads([functools.partial(runs.run, 0, form, watched, (False,), failed) for form in (0, 1, 2, 3, 3)])
+    in_threads(*(functools.partial(runs.run, 0, form, watched, (False,), failed) for form in (0, 1, 2, 3, 3)))
     assert most == [1, 1, 1, 1] and len(runs) == 4
-    in_threads([functools.partial(runs.run, 0, form, watched, (True,), failed) for form in range(3)])
+    in_threads(*(functools.partial(runs.run, 0, form, watched, (True,), failed) for form in range(3)))
     assert not together.broken and len(most) == 4
