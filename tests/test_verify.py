@@ -261,13 +261,8 @@ def test_what_cannot_be_verified() -> None:
 
 
 def transformer_block(features: int = 16, **options: Any) -> te_fuser.Sequential:
-    branch = (
-        ops.LayerNorm(features),
-        ops.Linear(features, 2 * features),
-        ops.GELU(),
-        ops.Linear(2 * features, features),
-    )
-    model = te_fuser.Sequential(te_fuser.Residual(*branch, ops.Dropout(0.2)), ops.RMSNorm(features), **options)
+    branch = ops.LayerNorm(features), ops.Linear(features, features), ops.GELU(), ops.Dropout(0.2)
+    model = te_fuser.Sequential(te_fuser.Residual(*branch), ops.RMSNorm(features), **options)
     return randomize(model)
 
 

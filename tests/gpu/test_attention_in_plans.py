@@ -16,8 +16,6 @@ from te_fuser import Sequential, ops
 from te_fuser.fuser.plan.plan import Plan
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
-
 
 def projected(heads: int, kv_heads: int, dim: int, rope: bool = True, **options: str) -> list[ops.FusableOperation]:
     """A bias, maybe a rotation, causal attention."""
@@ -39,8 +37,23 @@ def names(plan: Plan) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, 
     return forward, backward
 
 
+def assert_near(
+    model: Sequential, x: torch.Tensor, dy: torch.Tensor, found: list[torch.Tensor], units: tuple[int, int] = (2, 16)
+) -> None:
+    """Errors against float64 are at most twice those of the ops' own math in this dtype, and some units.
+
+    Args:
+        units: of 16 bits, and of float32, whose sums err by the order they are added in.
+    """
+    plain = gradients(model, x, dy, reference=True)
+    exact = gradients(model.double(), x.double(), dy, reference=True)
+    model.to(x.dtype)
+    for one, usual, want in zip(found, plain, exact, strict=True):
+        unit = units[x.dtype == torch.float32] * torch.finfo(x.dtype).eps * want.abs().max()
+        assert (one.double() - want).abs().max() <= 2 * (usual.double() - want).abs().max() + unit
+
+
 def check(parts: list[ops.FusableOperation], samples: int, positions: int, dtype: torch.dtype, layout: str) -> Plan:
-    """Errors against float64 are at most twice those of the ops' own math in this dtype, and one unit."""
     shape = (positions, samples) if layout == "sequence_first" else (samples, positions)
     rng = torch.Generator().manual_seed(1)
     model = randomize(Sequential(*parts)).to("cuda", dtype)
@@ -48,16 +61,8 @@ def check(parts: list[ops.FusableOperation], samples: int, positions: int, dtype
     x, dy = (torch.randn(*shape, n, generator=rng).to("cuda", dtype) for n in sizes)
     got, again = gradients(model, x, dy), gradients(model, x, dy)
     assert torch.equal(got[0], again[0])
-    plain = gradients(model, x, dy, reference=True)
-    exact = gradients(model.double(), x.double(), dy, reference=True)
-    plan = model.to(dtype).plan(x.requires_grad_())
-    for one, usual, want in zip(got, plain, exact, strict=True):
-        scale = want.abs().max()
-        # Sums of float32 numbers err by the order they are added in.
-        units = 16 if dtype == torch.float32 else 2
-        allowed = 2 * (usual.double() - want).abs().max() + units * torch.finfo(dtype).eps * scale
-        assert (one.double() - want).abs().max() <= allowed
-    return plan
+    assert_near(model, x, dy, got)
+    return model.plan(x.requires_grad_())
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -89,11 +94,7 @@ def test_rotation_alone() -> None:
         model = randomize(Sequential(ops.Linear(32, 512, bias=bias), rotation, ops.SiLU())).to("cuda", torch.bfloat16)
         x = torch.randn(50, 3, 32, device="cuda", dtype=torch.bfloat16)
         dy = torch.randn(50, 3, 512, device="cuda", dtype=torch.bfloat16)
-        got, plain = gradients(model, x, dy), gradients(model, x, dy, reference=True)
-        exact = gradients(model.double(), x.double(), dy, reference=True)
-        for one, usual, want in zip(got, plain, exact, strict=True):
-            error, scale = (one.double() - want).abs().max(), want.abs().max()
-            assert error <= 2 * (usual.double() - want).abs().max() + 2.0**-7 * scale
+        assert_near(model, x, dy, gradients(model, x, dy), (1, 0))
 
 
 def test_a_gradient_of_stride_0_and_a_frozen_bias() -> None:
@@ -183,12 +184,7 @@ def test_sums_of_two_kernels(kind: str, dtype: torch.dtype) -> None:
     with repeatable():
         found, again = gradients(model, x, dy), gradients(model, x, dy)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "a call does not repeat itself"
-    plain = gradients(model, x, dy, reference=True)
-    exact = gradients(model.double(), x.double(), dy, reference=True)
-    for one, usual, want in zip(found, plain, exact, strict=True):
-        error, scale = (one.double() - want).abs().max(), want.abs().max()
-        units = 16 if dtype == torch.float32 else 4
-        assert error <= 2 * (usual.double() - want).abs().max() + units * torch.finfo(dtype).eps * scale
+    assert_near(model, x, dy, found, (4, 16))
 
 
 @pytest.mark.parametrize("kind", KINDS)

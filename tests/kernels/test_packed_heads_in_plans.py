@@ -13,23 +13,14 @@ from te_fuser.codegen import nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
 from te_fuser.fuser import pipeline
-from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
+from tests.kernels.packed_cases import ATTENTION
 
 HEADS, DIM = 4, 8
 FEATURES = 3 * HEADS * DIM
 
 
-class OnFakeGpu(CpuFlash):
-    """PyTorch's attention, whose gradients are packed by the kernel."""
-
-    name = "on_fake_gpu"
-    on_cuda = True
-
-
-ATTENTION = declare(OnFakeGpu(), registered=False)
 IN_FORCE = ("stretch", "rotary_embedding_forward", "rotary_embedding_backward", ATTENTION)
 
 

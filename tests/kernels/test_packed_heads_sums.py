@@ -10,12 +10,11 @@ import torch
 
 import te_fuser
 from te_fuser import Fuser, fusions, ops
-from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.verify import VerificationError
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.kernels.emulated import launched
+from tests.kernels.packed_cases import ATTENTION
 from tests.needs import needs_compiler
 from tests.twins import randomize
 
@@ -23,16 +22,6 @@ pytestmark = needs_compiler
 HEADS, DIM = 2, 16
 WIDTH, FEATURES = HEADS * DIM, 3 * HEADS * DIM
 POSITIONS, SAMPLES = 60, 3
-
-
-class OnFakeGpu(CpuFlash):
-    """PyTorch's attention, whose gradients are packed by the kernel."""
-
-    name = "sums_on_fake_gpu"
-    on_cuda = True
-
-
-ATTENTION = declare(OnFakeGpu(), registered=False)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from te_fuser.ops.blockwise_scaling import Scaling
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2
 from tests.kernels import one_query_cases, packed_cases, turned_cases
-from tests.kernels import test_decode_attention_caches as caches
+from tests.kernels import test_decode_attention as caches
 from tests.kernels import test_packed_tiles as tiles
 from tests.kernels import test_quantizers_by_blocks as blocks
 from tests.needs import needs_nvrtc
