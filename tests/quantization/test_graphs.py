@@ -20,9 +20,9 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
+from tests.quantization.regions import on
 from tests.quantization.test_lowering import FFN, F, data
 
-RECIPE = DelayedScaling(amax_history_len=4)
 MODELS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)),
     "twice": lambda: te.Sequential(shared := ops.Linear(F, F), ops.GELU(), shared),
@@ -68,10 +68,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """No graph was captured before: slots are the test's own."""
     monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     return Stream(monkeypatch)
-
-
-def on(recipe: DelayedScaling = RECIPE, **how: Any) -> Any:
-    return te.fp8_autocast(**{"enabled": True, "fp8_recipe": recipe, **how})
 
 
 def leaf(seed: int) -> torch.Tensor:
@@ -200,7 +196,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
             with on():
                 step(call, m, data(k + 5))
     assert_equal(states(model), states(twin))
-    assert len(states(model)["1.input"][1]) == 4
+    assert len(states(model)["1.input"][1]) == 3
     with on():
         for weight in products_of(model).values():
             ensure(weight, other, torch.device("cpu"))
@@ -208,7 +204,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
             replayed(leaf(0))
 
 
-OTHER = DelayedScaling(amax_history_len=4, margin=1)
+OTHER = DelayedScaling(amax_history_len=3, margin=1)
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "recipe": (lambda: on(OTHER), r"captured in a region by DelayedScaling.*margin=0.*called in one by .*margin=1"),
     "calibrating": (lambda: on(enabled=False, calibrating=True), "captured with calibrating=False, and is called with"),

@@ -121,7 +121,7 @@ def test_checkpointing(recipe: Recipe) -> None:
     same(call(model, recipe, data(), lambda x: checkpoint(model, x, **contexts)), wanted)
 
 
-@every
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), DelayedScaling()], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_that_lost_its_region_raises(reentrant: bool, recipe: Recipe) -> None:
     model, x = mlp(), data().requires_grad_()

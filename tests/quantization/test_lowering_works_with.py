@@ -45,22 +45,6 @@ def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
         twin.zero_grad()
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_main_grad(over: bool) -> None:
-    plain, model = (
-        te.Sequential(ops.Linear(F, FFN, accumulate_into_main_grad=into, overwrite_main_grad=into and over), ops.GELU())
-        for into in (False, True)
-    )
-    model.load_state_dict(plain.state_dict())
-    model[0].weight.main_grad = torch.full((FFN, F), 0.5)
-    _, wanted = call(plain, data(2))
-    _, found = call(model, data(2))
-    assert model[0].weight.grad is None
-    kept = 0.0 if over else 0.5
-    torch.testing.assert_close(model[0].weight.main_grad, wanted["0.weight"] + kept)
-    assert torch.equal(found["0.bias"], wanted["0.bias"])
-
-
 def test_frozen_weights_and_unused_parameters() -> None:
     model, twin = trained(mlp()), trained(mlp())
     _, wanted = call(twin, data(3))
@@ -155,17 +139,6 @@ def test_an_op_by_itself() -> None:
     assert not torch.equal(y, plain)
     y.sum().backward()
     assert {"fp8_scale", "fp8_amax_history"} <= op.state_dict().keys()
-
-
-def test_a_weight_of_two_products() -> None:
-    torch.manual_seed(0)
-    product = ops.MatMul(F, F)
-    model = te.Sequential(product, ops.GELU(), product, verify=True)
-    for step in range(2):
-        with on():
-            y = model(data(step))
-        y.sum().backward()
-    assert len(states(model)) == 3
 
 
 def test_another_thread_is_in_no_region() -> None:

@@ -352,38 +352,27 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
 
 
-OFF_ALL_THE_SAME: list[dict[str, Any]] = [
-    *({"recipe": kind()} for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)),
-    {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
-    {"preserve_high_precision_init_val": True},
+KEPT = DelayedScaling(override_linear_precision=(True, False, False))
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"recipe": "hybrid"}, TypeError, "takes a recipe of te_fuser.recipe"),
+    *(
+        ({"recipe": kind()}, ValueError, f"take a recipe that keeps scales, DelayedScaling.. say, got {kind.__name__}")
+        for kind in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    ),
+    ({"recipe": KEPT}, ValueError, "without override_linear_precision"),
+    ({"preserve_high_precision_init_val": True}, NotImplementedError, "is for training"),
 ]
 
 
-@pytest.mark.parametrize("given", OFF_ALL_THE_SAME)
-def test_where_it_is_off_nothing_is_refused(given: dict[str, Any]) -> None:
-    with te.quantized_model_init(enabled=False, **given):
-        layer = te.Linear(F, F)
-    assert {p.dtype for p in layer.parameters()} == {torch.float32} and not [*layer.buffers()]
-
-
-def test_arguments() -> None:
-    for given, kind, words in (
-        ({"enabled": 1}, TypeError, "enabled is True or False, got 1"),
-        ({"recipe": "hybrid"}, TypeError, "takes a recipe of te_fuser.recipe"),
-        (
-            {"recipe": MXFP8BlockScaling()},
-            ValueError,
-            "take a recipe that keeps scales, DelayedScaling.. say, got MXFP8",
-        ),
-        ({"recipe": Float8CurrentScaling()}, ValueError, "take a recipe that keeps scales"),
-        (
-            {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
-            ValueError,
-            "without override_linear_precision",
-        ),
-        ({"preserve_high_precision_init_val": True}, NotImplementedError, "is for training"),
-    ):
-        with pytest.raises(kind, match=words), te.quantized_model_init(**given):  # type: ignore[arg-type]
-            pass
+@pytest.mark.parametrize(("given", "kind", "words"), ARGUMENTS)
+def test_arguments_are_refused_where_it_is_on_alone(given: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words), te.quantized_model_init(**given):
+        pass
+    if kind is not TypeError:
+        with te.quantized_model_init(enabled=False, **given):
+            layer = te.Linear(F, F)
+        assert {p.dtype for p in layer.parameters()} == {torch.float32} and not [*layer.buffers()]
+    with pytest.raises(TypeError, match="enabled is True or False, got 1"), te.quantized_model_init(1, **given):  # type: ignore[arg-type]
+        pass
     with te.quantized_model_init(recipe=RECIPE):
         assert te.Linear(F, F).weight.dtype == E4M3

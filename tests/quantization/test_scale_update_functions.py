@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.quantization.scale_update import scales_of, update
+from te_fuser.quantization.scale_update import scales_of
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.folded import RECIPE, mean_of, product, recorded, step
 
 LARGEST = torch.finfo(torch.float32).max
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    update()
 
 
 def test_functions_of_ones_own() -> None:

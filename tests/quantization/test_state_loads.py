@@ -126,11 +126,3 @@ def test_looks_go_on_with_the_scales_that_were_loaded() -> None:
     got.clear()
     states(model)
     assert got == [4.0]
-
-
-def test_scales_that_begin_anew_have_no_amaxes_of_before() -> None:
-    model = te.Linear(16, 32)
-    step(model, 100.0)
-    model.reset_parameters()
-    for scale, history in states(model).values():
-        assert float(scale) == 1.0 and not history.any()
