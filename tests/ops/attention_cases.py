@@ -48,6 +48,7 @@ def run(op, x, dy, inputs=None, stream=None):
     with torch.no_grad():
         call = OpCall(dict(given), random=stream)
         y = op.op_forward(call, x)
+        assert set(call.emitted) == set(op.emits)
         (node,) = op.gradients(tuple(given))
         known = {"input": x, "output": y, **call.emitted, **given}
         back = OpCall({name: known[name] for name in node.reads}, frozenset(node.produces), stream)

@@ -70,11 +70,6 @@ def test_gate_second_is_the_halves_exchanged(name: str) -> None:
     torch.testing.assert_close(op.reference(OpCall(), x), want)
 
 
-def test_torchs_glu_has_its_gate_second() -> None:
-    x = normal(6, 10)
-    torch.testing.assert_close(ops.GLU(gate_first=False).reference(OpCall(), x), F.glu(x))
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_no_nan_at_large_inputs(name: str) -> None:
     """Where the sigmoid or erf saturates, value and gradient are those of x or 0, not infinity times 0."""
@@ -149,11 +144,6 @@ def test_gates_in_blocks_are_verified_and_planned_anew() -> None:
         odd.infer(Spec((3, 12), torch.float32, torch.device("cpu")))
     with pytest.raises(ValueError, match=r"Unflatten cannot take an input of shape \[3, 12\]"):
         odd(normal(3, 12).float())
-
-
-def test_gated_units_halve_the_features() -> None:
-    spec = ops.SwiGLU().infer(Spec((3, 4, 10), torch.bfloat16, torch.device("cpu")))
-    assert (spec.shape, spec.dtype) == ((3, 4, 5), torch.bfloat16)
 
 
 # --------------------------------------------------------------------------------- softmax, by kernels too

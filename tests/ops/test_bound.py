@@ -208,22 +208,15 @@ def test_buffers() -> None:
         ops.Bound(op, nn.Module(), bias="b")
 
 
-def test_a_module_beside_it_may_own_the_parameters() -> None:
+@pytest.mark.parametrize("path", ["weight", "part.weight"])
+def test_a_module_beside_it_or_in_it_may_own_the_parameters(path: str) -> None:
     owner = nn.Linear(8, 8, dtype=torch.float64)
-    model = te_fuser.Sequential(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="weight"), kernels="reference")
-    torch.testing.assert_close(model(X), X @ owner.weight.t())
+    owner.part = nn.Linear(8, 8, dtype=torch.float64)
+    model = te_fuser.Sequential(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight=path), kernels="reference")
+    torch.testing.assert_close(model(X), X @ owner.get_parameter(path).t())
     assert list(model.parameters()) == []
-
-
-def test_a_module_in_it_may_own_the_parameters() -> None:
-    owner = nn.Module()
     owner.part = nn.Linear(8, 8, dtype=torch.float64)
-    model = te_fuser.Sequential(
-        ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="part.weight"), kernels="reference"
-    )
-    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
-    owner.part = nn.Linear(8, 8, dtype=torch.float64)
-    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
+    torch.testing.assert_close(model(X), X @ owner.get_parameter(path).t())
 
 
 # --------------------------------------------------------------------------------------------------- a Linear

@@ -72,29 +72,6 @@ def test_values_and_gradients(layout, packing, style):
         torch.testing.assert_close(torch.autograd.grad(reference, leaf, dy)[0], op.op_backward(OpCall(), dy))
 
 
-def test_backward_reads_nothing():
-    op, x = make()
-    (node,) = op.gradients(())
-    assert node.produces == ("input",) and node.reads == ()
-    assert set(getattr(op, node.method)(OpCall(), x)) == {"input"}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_gradcheck(style):
-    op, x = make(style=style, rotary_dim=6)
-
-    class Run(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return op.op_forward(OpCall(), x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return op.op_backward(OpCall(), dy)
-
-    assert torch.autograd.gradcheck(Run.apply, x.requires_grad_())
-
-
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_rounding(style, dtype):

@@ -282,6 +282,7 @@ def test_a_plain_mask_is_what_its_name_says():
 
 BOUNDED = AttentionMask(offsets="cu", longest=4)
 BETWEEN = AttentionMask(offsets="cu", lengths="n")
+BOTH = AttentionMask(lengths="n", key_lengths="m")
 
 
 @pytest.mark.parametrize(
@@ -294,22 +295,16 @@ BETWEEN = AttentionMask(offsets="cu", lengths="n")
         (AttentionMask(offsets="cu"), {"cu": [0, 5, 3]}, r"'cu' go from 0 to 3 with steps of at least -2"),
         (BOUNDED, {"cu": [0, 2, 7]}, r"'cu' says that sequence 1 has 5 tokens .* longest=4: give a longest that"),
         (BETWEEN, {"cu": [0, 2, 7], "n": [3, 5]}, r"'n' says that sequence 0 has 3 positions, .* room for 2"),
+        (BOTH, {"n": [7, 7], "m": [5, 6]}, r"'m' says that sample 1 has 6 positions, and there is room for 5"),
     ],
 )
 def test_what_lies_outside_is_refused_on_a_cpu(mask: AttentionMask, counts: dict[str, list[int]], words: str) -> None:
-    op = DotProductAttention(2, 4, mask=mask, layout="tokens" if mask.offsets else "batch_first").double()
+    packing = "apart" if mask is BOTH else "interleaved"
+    op = DotProductAttention(2, 4, mask=mask, layout="tokens" if mask.offsets else "batch_first", packing=packing)
     x = tensor(*((7,) if mask.offsets else (2, 7)), op.packed.features)
     given = {argument: torch.tensor(counts[name]) for argument, name in mask.names.items()}
+    given |= {name: tensor(2, 5, 8) for name in ("key", "value")} if mask is BOTH else {}
     with pytest.raises(ValueError, match=words):
         run(op, x, torch.ones_like(x[..., :8]), given)
     with pytest.raises(ValueError, match=words):
         op.reference(OpCall(given), x)
-
-
-def test_keys_that_lie_outside_are_refused_on_a_cpu() -> None:
-    mask = AttentionMask(lengths="n", key_lengths="m")
-    op = DotProductAttention(2, 4, mask=mask, layout="batch_first", packing="apart").double()
-    others = {"key": tensor(2, 5, 8), "value": tensor(2, 5, 8)}
-    given = {"lengths": torch.tensor([7, 7]), "key_lengths": torch.tensor([5, 6])}
-    with pytest.raises(ValueError, match=r"'m' says that sample 1 has 6 positions, and there is room for 5"):
-        run(op, tensor(2, 7, 8), tensor(2, 7, 8), {**others, **given})
