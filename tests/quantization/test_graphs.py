@@ -20,8 +20,7 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
-from tests.quantization.regions import on
-from tests.quantization.test_lowering import FFN, F, data
+from tests.quantization.regions import FFN, F, data, on
 
 MODELS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)),
@@ -152,16 +151,12 @@ def test_the_first_region_of_a_model_may_be_that_of_its_capture(stream: Stream) 
 
 
 def test_without_gradients_nothing_is_recorded(stream: Stream) -> None:
-    model, _ = pair("mlp")
-    replayed = graphed(model)
-    before = states(model)
+    """In a replay, and in a capture."""
+    model, twin = pair("mlp")
+    replayed, before = graphed(model), states(model)
     with on(), torch.no_grad():
         replayed(leaf(1))
     assert_equal(states(model), before)
-
-
-def test_a_capture_without_gradients(stream: Stream) -> None:
-    model, twin = pair("mlp")
     with torch.no_grad(), on():
         replayed = te.cuda_graph(model, data(0))
         assert_equal(replayed(data(1)), twin(data(1)))

@@ -100,6 +100,9 @@ def test_nothing_is_kept(recipe: Recipe) -> None:
     assert states(model) == {} and {*model.state_dict()} == names and not [*model.buffers()]
     call(model, recipe, 1000.0 * data(1))
     same(first, call(model, recipe, data()))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.load_state_dict(model.state_dict())
+        same(first, call(twin, recipe, data()))
 
 
 @every
@@ -113,9 +116,13 @@ def test_known_calls_take_the_scales_of_now(recipe: Recipe, monkeypatch: pytest.
 
 
 @every
-def test_checkpointing(recipe: Recipe) -> None:
-    model = mlp()
-    wanted = call(model, recipe, data())
+def test_checkpoints_and_micro_batches_have_their_own_values(recipe: Recipe) -> None:
+    layer, model = te.LayerNormMLP(F, FFN), mlp()
+    of_layer, wanted = (call(m, recipe, data()) for m in (layer, model))
+    for first in (True, False):
+        same(call(layer, recipe, data(), lambda x, first=first: layer(x, is_first_microbatch=first)), of_layer)
+        with microbatch(first):
+            same(call(model, recipe, data()), wanted)
     same(call(model, recipe, data(), lambda x: te.checkpoint(model, x)), wanted)
     contexts = {"use_reentrant": False, "context_fn": checkpoint_contexts}
     same(call(model, recipe, data(), lambda x: checkpoint(model, x, **contexts)), wanted)
@@ -130,16 +137,6 @@ def test_a_recompute_that_lost_its_region_raises(reentrant: bool, recipe: Recipe
     with pytest.raises(RuntimeError, match="without the region that it ran in.*checkpoint_contexts"):
         y.sum().backward()
     call(model, recipe, data())  # and everything goes on
-
-
-@every
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies(copied: Any, recipe: Recipe) -> None:
-    model = mlp()
-    wanted = call(model, recipe, data())
-    twin = copied(model)
-    twin.load_state_dict(model.state_dict())
-    same(call(twin, recipe, data()), wanted)
 
 
 @every
@@ -252,19 +249,6 @@ def test_verified() -> None:
     """Each step by itself too: zeros of one step share their memory, which it does not deny."""
     with te.autocast(recipe=RECIPES["current"]):
         te.verify(te.Sequential(ops.MatMul(32, 32), ops.MatMul(32, 32)), torch.randn(3, 32, requires_grad=True))
-
-
-@every
-def test_micro_batches_have_their_own_values(recipe: Recipe) -> None:
-    layer = te.LayerNormMLP(F, FFN)
-    wanted = call(layer, recipe, data())
-    for first in (True, False):
-        same(call(layer, recipe, data(), lambda x, first=first: layer(x, is_first_microbatch=first)), wanted)
-    model = mlp()
-    wanted = call(model, recipe, data())
-    for first in (True, False):
-        with microbatch(first):
-            same(call(model, recipe, data()), wanted)
 
 
 @every

@@ -39,9 +39,6 @@ def test_history_and_scales() -> None:
     recorded(op, 1.0)
     state = recorded(op, 1.0)
     assert state.scale.tolist() == [448.0, 896.0, 4096.0]  # 2.0 is forgotten
-
-
-def test_the_most_recent() -> None:
     op = product(DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"))
     recorded(op, 2.0)
     assert recorded(op, 1.0).scale.tolist() == [448.0, 1.0, 1.0]

@@ -36,15 +36,11 @@ def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) 
     return model
 
 
-def test_state_is_plain_buffers_of_the_op() -> None:
+def test_state_is_plain_buffers_of_the_op_and_calls_read_others_after_a_fold() -> None:
     op = product()
     assert torch.equal(op.fp8_scale, torch.ones(3)) and torch.equal(op.fp8_amax_history, torch.zeros(3, 3))
     assert {name for name, _ in op.named_buffers()} == {"fp8_scale", "fp8_amax_history"}
     assert [float(state_of(op).numbers[f"{role}_scale"]) for role in ROLES] == [1.0] * 3
-
-
-def test_scales_are_another_tensor_after_a_fold() -> None:
-    op = product()
     before = state_of(op).numbers["input_scale"]
     recorded(op, 2.0)
     assert float(before) == 1.0 and before._version == 0 and float(state_of(op).numbers["input_scale"]) == 224.0

@@ -21,8 +21,7 @@ from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
 from te_fuser.quantization.weight_cache import KEPT, keep
 from te_fuser.recipe import DelayedScaling
-from tests.quantization.regions import on, trained
-from tests.quantization.test_lowering import FFN, F, data
+from tests.quantization.regions import FFN, F, data, on, trained
 
 HEADS = 4
 
@@ -41,6 +40,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "TransformerLayer": layer,
     "apart": lambda: layer(fuse_qkv_params=False),
     "hooked": lambda: hooked(layer()),
+    "verified": lambda: te.LayerNormMLP(F, FFN, verify=True),  # each step against float64
     "list": lambda: te.Sequential(te.LayerNorm(F), te.Linear(F, FFN), te.Linear(FFN, F)),
 }
 
@@ -329,24 +329,13 @@ def test_reference_reads_what_is_kept() -> None:
     torch.testing.assert_close(y, z, rtol=1e-3, atol=0.02)
 
 
-def test_checked_calls() -> None:
-    """Sequential(verify=True) holds each step against float64, with what is kept."""
-    model = te.LayerNormMLP(F, FFN, verify=True)
-    for number, first in enumerate((True, False)):
-        step(model, data(number), first)
-
-
-def test_outside_of_regions_nothing_is_kept() -> None:
+def test_outside_of_regions_and_by_products_not_all_in_8_bits_nothing_is_kept() -> None:
+    """Nor of weights that come with each call."""
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
     model = te.LayerNormMLP(F, FFN)
     for first in (True, False):
         assert torch.equal(model(data(0), is_first_microbatch=first), model(data(0)))
     assert kept_of(model) == [{}, {}]
-
-
-def test_products_that_are_not_all_in_8_bits_keep_nothing() -> None:
-    """Nor do weights that come with each call."""
-    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
-    model = te.LayerNormMLP(F, FFN)
     with on(recipe):
         assert torch.equal(model(data(0), is_first_microbatch=True), model(data(0)))
     linear, w = te.Linear(F, FFN), torch.randn(FFN, F)

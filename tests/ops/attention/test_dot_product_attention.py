@@ -19,6 +19,7 @@ from te_fuser.ops.attention.mask import MASKS
 from te_fuser.ops.base import OpCall, Spec
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 from tests.ops import attention_cases
+from tests.presets.plain import Call, attend
 
 SAMPLES, POSITIONS = 2, 7
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
@@ -42,24 +43,6 @@ def separate(heads, kv_heads, dim, dtype=torch.float64, seed=0, samples=SAMPLES,
     return [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def plain(q, k, v, scale, causal, mask, factors=None):
-    """Attention as the paper has it, with zeros where nothing is seen."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    hidden = torch.zeros(scores.shape, dtype=torch.bool)
-    if causal:
-        hidden |= torch.arange(scores.shape[-1])[None] > torch.arange(scores.shape[-2])[:, None]
-    if mask is not None:
-        hidden |= mask
-    weights = scores.masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)
-    total = weights.sum(-1, keepdim=True)
-    probabilities = weights / torch.where(total == 0.0, 1.0, total)
-    if factors is not None:
-        probabilities = probabilities * factors
-    return torch.einsum("bhqk,bhkd->bhqd", probabilities, v)
-
-
 def run(op, x, dy, mask=None, stream=None):
     """y and dx."""
     return attention_cases.run(op, x, dy, {} if mask is None else {"attention_mask": mask}, stream)[:2]
@@ -68,7 +51,9 @@ def run(op, x, dy, mask=None, stream=None):
 def expected(op, q, k, v, dy, mask=None, factors=None):
     """y and dx in float64 by autograd, from the plain formula and the packing by hand."""
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    heads = plain(*leaves, op.scale, MASKS[op.mask][0], mask, factors)
+    positions = torch.arange(q.shape[2])
+    hidden = (positions[None] > positions[:, None]) & MASKS[op.mask][0]
+    heads = attend(*leaves, Call(hidden if mask is None else hidden | mask), op.scale, factors)
     y = attention_cases.in_layout(heads, op.layout)
     grads = torch.autograd.grad(y, leaves, dy.double())
     return y.detach(), packed_by_hand(*grads, op.layout, op.packing)
