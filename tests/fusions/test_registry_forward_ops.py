@@ -89,11 +89,6 @@ def test_without_gradients_only_the_forward_is_planned(bias_silu: Fusion) -> Non
         torch.testing.assert_close(model(x), model.reference(x))
 
 
-def test_it_verifies(bias_silu: Fusion) -> None:
-    report = te_fuser.verify(bias_silu, ops=[[ops.Bias(8), ops.SiLU()]], dtypes=[torch.float64], kernels="reference")
-    assert report.rows
-
-
 # ---- a window of each direction ------------------------------------------------------------------------------------
 
 
@@ -154,14 +149,6 @@ def test_two_in_a_row(by_sign: Fusion) -> None:
     assert [s.start for s in model.plan(x).forward if s.name == "by_sign"] == [0, 3]
     assert [s.start for s in model.plan(x).backward if s.name == "by_sign"] == [4, 1]
     assert_as_meant(model, x)
-
-
-def test_windows_are_verified(by_sign: Fusion) -> None:
-    lists = [[ops.MatMul(8, 6), ops.Bias(6), ops.ReLU(), ops.MatMul(6, 3)]]
-    assert te_fuser.verify(by_sign, ops=lists, dtypes=[torch.float64], kernels="reference").passed
-    model = mlp(verify=True)
-    y = model(tensor(4, 8))
-    y.backward(torch.ones_like(y))
 
 
 def test_no_cut_between_what_saves_and_what_reads(by_sign: Fusion, monkeypatch: pytest.MonkeyPatch) -> None:
