@@ -117,6 +117,13 @@ def test_other_caches() -> None:
         assert torch.equal(model.generate(IDS, **{CACHE: make(model.config)}, **call), want)
     beams: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(IDS, **beams), original.generate(IDS, **beams))
+    found = []
+    for model in both("gpt2"):
+        own = transformers.DynamicCache()
+        held = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
+        pieces = [layer_of(model)(piece, **{CACHE: held}) for piece in X.split([5, 4], 1)]
+        found.append({"y": torch.cat(pieces, 1), "keys": own.layers[0].keys})
+    assert_alike(*found)
 
 
 def test_eager_attention_and_masks_of_the_caller() -> None:
@@ -184,16 +191,6 @@ def test_a_layer_takes_its_cache_by_each_of_its_names(family: str) -> None:
         kept = cache.layers[0]
         found.append({"y": torch.cat(pieces, 1), "keys": kept.keys, "values": kept.values})
     assert found[0]["keys"].shape[2] == 9
-    assert_alike(*found)
-
-
-def test_a_cache_of_an_encoder_and_a_decoder() -> None:
-    found = []
-    for model in both("gpt2"):
-        own = transformers.DynamicCache()
-        held = transformers.EncoderDecoderCache(own, transformers.DynamicCache())
-        pieces = [layer_of(model)(piece, **{CACHE: held}) for piece in X.split([5, 4], 1)]
-        found.append({"y": torch.cat(pieces, 1), "keys": own.layers[0].keys})
     assert_alike(*found)
 
 

@@ -108,10 +108,7 @@ def test_recorded_attention_and_hidden_states() -> None:
         model(IDS, output_hidden_states=True)
         model(IDS)
     assert set(found) == {"added"}
-
-
-def test_a_hook_that_comes_after_those_that_record() -> None:
-    """transformers' own hooks stay where a call once asked for attentions."""
+    # transformers' own hooks stay where a call once asked for attentions.
     model, original = both("llama")
     seen = []
     for each in (model, original):
@@ -328,11 +325,16 @@ def test_autocast(family: str) -> None:
         assert errors[0] <= 2 * errors[1] + 1e-3 * want.norm().item(), name
 
 
-def test_compiled_it_is_the_model_that_it_was() -> None:
+def test_compilers_and_transforms_have_the_model_that_it_was() -> None:
     model, original = both("llama", torch.float32)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, original(IDS).logits)
+    model, original = both("llama")
+    made = [
+        torch.func.vmap(lambda x, each=each: each(x[None], use_cache=False).logits)(IDS) for each in (model, original)
+    ]
+    torch.testing.assert_close(*made)
 
 
 def test_threads() -> None:
@@ -411,14 +413,6 @@ def test_embeddings_of_any_strides() -> None:
     made = [each(inputs_embeds=x).logits for each in (model, original)]
     gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in made]
     assert_alike({"y": made[0], "dx": gradients[0]}, {"y": made[1], "dx": gradients[1]}, 1e-5)
-
-
-def test_transforms_trace_the_original() -> None:
-    model, original = both("llama")
-    made = [
-        torch.func.vmap(lambda x, each=each: each(x[None], use_cache=False).logits)(IDS) for each in (model, original)
-    ]
-    torch.testing.assert_close(*made)
 
 
 def test_frozen_parameters_and_inference_mode() -> None:

@@ -124,17 +124,7 @@ def test_model_that_cannot_be_checked_is_converted_unchecked() -> None:
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
 
 
-def test_what_was_reverted_is_left() -> None:
-    """A layer, and then all of them; the report is asked after that."""
-    model = model_of("llama")
-    conversion = te_fuser.convert(model, check=False)
-    te_fuser.revert(model.get_submodule(conversion.converted[0]))
-    assert conversion.left == {conversion.converted[0]: "it was reverted"}
-    te_fuser.revert(model)
-    assert conversion.left == dict.fromkeys(conversion.converted, "it was reverted") and "reverted" in str(conversion)
-
-
-def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:
+def test_what_was_reverted_is_left_and_what_has_another_class_is_not_reverted() -> None:
     model, original = both("llama")
     first, second = model.model.layers
     second.__class__ = type("Sharded", (type(second),), {})
@@ -142,6 +132,13 @@ def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:
         te_fuser.revert(model)
     assert type(first).__module__ == "te_fuser.convert.llama"
     assert_alike(results(model, IDS), results(original, IDS))
+    # A layer, and then all of them; the report is asked after that.
+    model = model_of("llama")
+    conversion = te_fuser.convert(model, check=False)
+    te_fuser.revert(model.get_submodule(conversion.converted[0]))
+    assert conversion.left == {conversion.converted[0]: "it was reverted"}
+    te_fuser.revert(model)
+    assert conversion.left == dict.fromkeys(conversion.converted, "it was reverted") and "reverted" in str(conversion)
 
 
 def test_a_check_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_what_is_stated_of_the_logsumexp_is_its_size(dtype, fused):
     assert [t.nbytes for t in saved if t.shape == shape] == [stated]
 
 
-def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
+def test_dropout_and_one_position_run_the_ops_own_math_and_the_plan_says_why():
     model, x = layer(attention(dropout=0.3)), tensor(SAMPLES, POSITIONS, 8)
     forward, backward = names(model, x)
     assert "dot_product_attention" in forward and CPU not in backward
@@ -99,21 +99,15 @@ def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
     assert_as_meant(model, x, tolerance=1e-10)
     assert CPU in names(model.eval(), x)[0]
     assert_as_meant(model, x, tolerance=1e-10)
-
-
-def test_one_position_is_left_to_the_ops_own_math():
-    """Every probability is 1 there, and plain PyTorch errs by nothing."""
+    # Every probability is 1 there, and plain PyTorch errs by nothing.
     model, x = sequential(attention(), dtype=torch.float32), tensor(3, 1, 24, dtype=torch.float32)
     (reason,) = (r.reason for r in model.plan(x).refusals if r.name == CPU)
     assert reason.startswith("with one position every probability is 1")
     assert CPU in names(model, tensor(3, 2, 24, dtype=torch.float32))[1]
 
 
-def test_verified():
+def test_verified_and_providers_of_other_devices_say_so():
     assert te_fuser.verify(CPU).passed
-
-
-def test_providers_of_other_devices_say_so():
     refusals = {r.name: r.reason for r in sequential(attention()).plan(tensor(SAMPLES, POSITIONS, 24)).refusals}
     assert {n for n in refusals if n.startswith("attention_cuda")} == {f.name for f in FUSIONS} - {CPU}
     assert all(
@@ -121,13 +115,10 @@ def test_providers_of_other_devices_say_so():
     )
 
 
-def test_no_positions_and_no_samples():
+def test_no_positions_no_samples_and_other_masks():
     model = layer(attention(mask="causal"))
     for shape in ((0, POSITIONS, 8), (SAMPLES, 0, 8), (SAMPLES, 1, 8)):
         assert_as_meant(model, tensor(*shape), tolerance=1e-10)
-
-
-def test_a_mask_takes_no_gradient_and_a_plan_is_kept_for_another_mask():
     model, x = sequential(attention(mask="given")), tensor(SAMPLES, POSITIONS, 24)
     for hidden in (mask(), ~mask() & mask().roll(1, 0), mask()[:, :1], mask()[:1, :1]):
         assert_as_meant(model, x, tolerance=1e-10, attention_mask=hidden)
@@ -136,12 +127,6 @@ def test_a_mask_takes_no_gradient_and_a_plan_is_kept_for_another_mask():
 def taken(model, x, **inputs):
     plan = model.plan(x, **inputs)
     return [CPU in [s.name for s in steps] for steps in (plan.forward, plan.backward)]
-
-
-def test_taken_both_ways_and_right():
-    for name, model, x, inputs in cases():
-        assert taken(model, x, **inputs) == [True, True], name
-        assert_as_meant(model, x, tolerance=1e-10, **inputs)
 
 
 @pytest.mark.parametrize("packing", ["interleaved", "blocked", "apart"])
@@ -164,9 +149,10 @@ def test_packed_heads_in_windows(layout, packing):
     assert_as_meant(model, x, tolerance=1e-10, **inputs)
 
 
-@pytest.mark.parametrize("size", [(1, 5), (5, 1), (0, 3), (3, 0), (13, 17)])
-def test_odd_sizes(size):
-    for _, model, x, inputs in cases(sizes=size):
+@pytest.mark.parametrize("size", [(7, 5), (1, 5), (5, 1), (0, 3), (3, 0), (13, 17)])
+def test_keys_and_values_apart_and_odd_sizes(size):
+    for name, model, x, inputs in cases(sizes=size):
+        assert min(size) < 2 or taken(model, x, **inputs) == [True, True], name
         assert_as_meant(model, x, tolerance=1e-10, **inputs)
 
 

@@ -10,8 +10,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, Optional, Repeat
 from te_fuser.ops.base import Gradient
-from tests.fusions.declared import declared
-from tests.fusions.registered import FREE, X, mlp
+from tests.fusions.registered import FREE, X, declared, mlp
 from tests.refused import refused
 from tests.twins import sequential, tensor
 
@@ -222,7 +221,7 @@ def test_what_runs_may_be_chosen_for_each_match_and_direction():
     assert set(asked) == {(n, method) for n in (8, 4) for method in ("forward", "backward")}
 
 
-def test_the_name_is_the_functions_unless_given():
+def test_the_name_is_the_functions_unless_given_and_unknown_ones_are_refused():
     @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], details=Details(registered=False))
     def my_fusion(m, x):
         """What it does."""
@@ -235,9 +234,6 @@ def test_the_name_is_the_functions_unless_given():
     fusions.register(my_fusion)
     assert fusions.get("my_fusion") is my_fusion and fusions.names()[-1] == "my_fusion"
     assert fusions.unregister("my_fusion") is my_fusion
-
-
-def test_unknown_names():
     for call in (
         fusions.get,
         fusions.unregister,

@@ -13,9 +13,8 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost
 from te_fuser.ops.base import Gradient
-from tests.fusions.declared import declared
 from tests.fusions.products import covered, reasons
-from tests.fusions.registered import FREE, X, declare_forward, mlp, steps
+from tests.fusions.registered import FREE, X, declare_forward, declared, mlp, steps
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -173,9 +172,6 @@ def test_what_is_made_together_must_be_needed_together() -> None:
         assert covered(model.plan(x).backward)[0] == ("apart", 0, 2)
         (dx,) = torch.autograd.grad(model(x).sum(), x)
         assert torch.equal(dx, torch.ones(5, 6, dtype=x.dtype) @ model[0].weight)
-
-
-def test_a_gradient_that_no_node_gives() -> None:
     model, x = sequential(ops.Linear(8, 6)), tensor(5, 8)
     entry = apart(gradients=(Gradient(("input",), ("0.weight",), "dx"),), cost=None)
     with fusions.only(entry):
@@ -218,10 +214,7 @@ def test_a_node_reads_the_gradient_of_a_value_inside_that_another_makes() -> Non
         model[1].weight.requires_grad_(False)
         assert [s.name for s in model.plan(x).backward].count("slope") == 1
         torch.testing.assert_close(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (model, model.reference)))
-
-
-def test_a_gradient_inside_that_nobody_makes() -> None:
-    """Without an input that needs its gradient nothing makes what the other node reads."""
+    # Without an input that needs its gradient nothing makes what the other node reads.
     with fusions.only(declared(**SLOPE)(_Slope)):
         found = reasons(sequential(ops.MatMul(8, 6), ops.SiLU()).plan(tensor(5, 8, grad=False)), "slope")
     assert found == {"nobody needs the gradients that it makes 0.d_output with"}

@@ -148,6 +148,9 @@ REFUSED = {
      r"op 2 \(Quantize.*'scale' has shape \[2\], needs \[\]"),
     "wide": (lambda: model(E4M3)(torch.ones(2, WIDTH), scale=SCALE.double()), TypeError,
      r"op 2 \(Quantize.*'scale' is float64, the main input float32"),
+    "of a gradient": (lambda: ops.QuantizeGradient(torch.bfloat16), TypeError, "float8_e4m3fn or"),
+    "no scale of a gradient": (lambda: te_fuser.Sequential(ops.QuantizeGradient(E5M2))(torch.ones(2, WIDTH)),
+     ValueError, "scale"),
     "a row op behind it": (lambda: te_fuser.Sequential(ops.Quantize(E5M2), ops.GELU())(torch.ones(2, WIDTH),
      scale=SCALE), TypeError, r"op 1 \(GELU.*takes float32, bfloat16, float16, float64, got float8_e5m2"),
 }  # fmt: skip
@@ -171,19 +174,9 @@ def test_values_as_they_are_and_gradients_rounded(dtype: torch.dtype, given: tor
         torch.testing.assert_close(dbias, dy.float().sum(0).to(given))
 
 
-def test_it_costs_nothing_in_forward() -> None:
-    plan = te.Sequential(ops.GELU(), ops.QuantizeGradient(E5M2)).plan(normal(9, WIDTH).float(), scale=SCALE)
-    assert [step.name for step in plan.forward if step.cost.launches] == ["gelu_fwd"]
-
-
 @needs_compiler
-def test_gradient_verified() -> None:
+def test_gradient_verified_and_costs_nothing_in_forward() -> None:
     model = te.Sequential(ops.Bias(WIDTH), ops.QuantizeGradient(E5M2), ops.GELU(), ops.LayerNorm(WIDTH))
     assert verify(model, normal(9, WIDTH).float(), scale=SCALE).passed
-
-
-def test_gradient_refused_in_words() -> None:
-    with pytest.raises(TypeError, match="float8_e4m3fn or"):
-        ops.QuantizeGradient(torch.bfloat16)
-    with pytest.raises(ValueError, match="scale"):
-        te.Sequential(ops.QuantizeGradient(E5M2))(normal(9, WIDTH).float())
+    plan = te.Sequential(ops.GELU(), ops.QuantizeGradient(E5M2)).plan(normal(9, WIDTH).float(), scale=SCALE)
+    assert [step.name for step in plan.forward if step.cost.launches] == ["gelu_fwd"]

@@ -130,6 +130,9 @@ def test_what_is_none_of_them() -> None:
     later = nn.Module()
     later.forward = torch.sin
     torch.testing.assert_close(Sequential(later)(x), x.sin())
+    made, x = Sequential(*layers(), ops.ReLU()), torch.randn(2, 8)
+    made._modules["1"] = None
+    torch.testing.assert_close(made[:](x), made(x))
 
 
 # Arguments that nothing can be made of -> the call, the error, what its message says.
@@ -185,9 +188,3 @@ def test_copies_are_made_without_arguments() -> None:
             x = torch.randn(2, 8)
             torch.testing.assert_close(made(x), module(x))
     assert nn.utils.skip_init(ops.Linear, 8, 4).weight.shape == (4, 8)  # type: ignore[arg-type]
-
-
-def test_a_slice_of_a_list_that_lost_a_module() -> None:
-    made, x = Sequential(*layers(), ops.ReLU()), torch.randn(2, 8)
-    made._modules["1"] = None
-    torch.testing.assert_close(made[:](x), made(x))

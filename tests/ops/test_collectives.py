@@ -120,15 +120,12 @@ def test_wrong_inputs() -> None:
             getattr(Collective(ops.Group()), argument)
 
 
-def test_verify_takes_patterns_with_them() -> None:
+def test_verify_takes_patterns_with_them_and_asks_ranks_that_are_there() -> None:
     @fusion(forward=[ops.AllGather, ops.ReLU], name="gathered_relu")
     def gathered_relu(match: Any, x: torch.Tensor) -> torch.Tensor:
         return x.relu()
 
     assert verify(gathered_relu, dtypes=[torch.float32]).passed
-
-
-def test_verify_asks_ranks_that_are_there() -> None:
     with pytest.raises(RuntimeError, match="knows no group 'tp' of 2 ranks in this process"):
         verify(sequential(ops.GELU(), ops.AllReduce(ops.Group("tp", 2))), tensor(4, 8))
 

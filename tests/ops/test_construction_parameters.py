@@ -30,18 +30,7 @@ TWINS: dict[str, tuple[Callable[..., FusableOperation], Callable[..., torch.nn.M
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_state_dicts_are_exchangeable(name: str) -> None:
-    ours, torchs = (make() for make in TWINS[name])
-    torch.nn.init.normal_(next(torchs.parameters()))
-    assert list(ours.state_dict()) == list(torchs.state_dict())
-    ours.load_state_dict(torchs.state_dict(), strict=True)
-    for key, tensor in torchs.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], tensor)
-    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in torchs.named_parameters()]
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_starting_values_are_torchs(name: str) -> None:
+def test_starting_values_are_torchs_and_state_dicts_are_exchangeable(name: str) -> None:
     """With one seed, and the generator is left in the same state."""
     made, behind = [], []
     for make in TWINS[name]:
@@ -51,6 +40,13 @@ def test_starting_values_are_torchs(name: str) -> None:
     assert torch.equal(*behind)
     for ours, torchs in zip(made[0].parameters(), made[1].parameters(), strict=True):
         assert ours.dtype == torch.float64 and torch.equal(ours, torchs)
+    ours, torchs = (make() for make in TWINS[name])
+    torch.nn.init.normal_(next(torchs.parameters()))
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    ours.load_state_dict(torchs.state_dict(), strict=True)
+    for key, tensor in torchs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in torchs.named_parameters()]
 
 
 MAKERS: dict[str, Callable[..., FusableOperation]] = {
@@ -78,18 +74,16 @@ def test_meta_device_then_reset_is_making_it_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_default_dtype_is_torchs(name: str) -> None:
+def test_default_dtype_is_torchs_and_others_are_of_floating_point(name: str) -> None:
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
         assert all(p.dtype == torch.bfloat16 for p in MAKERS[name]().parameters())
     finally:
         torch.set_default_dtype(before)
-
-
-def test_zero_centered_weights_start_at_zero() -> None:
-    for kind in (ops.LayerNorm, ops.RMSNorm):
-        assert (kind(4, zero_centered_gamma=True).weight == 0).all()  # type: ignore[union-attr]
+    for dtype, use in (("float32", r"torch\.float32$"), ("int64", "torch.bfloat16, say"), (torch.int64, ""), (3, "")):
+        with pytest.raises(TypeError, match=f"dtype is a floating-point dtype of torch's, got {dtype!r}: use {use}"):
+            MAKERS[name](dtype=dtype)
 
 
 def test_an_op_that_cannot_be_made_like_itself() -> None:
@@ -101,17 +95,17 @@ def test_an_op_that_cannot_be_made_like_itself() -> None:
         Own((2, 3), 1)(torch.zeros(5, 2, 3))
 
 
-def test_repr_says_what_an_op_was_made_with() -> None:
+def test_arguments_fill_parameters_and_stand_in_repr() -> None:
     assert repr(ops.LayerNorm(6, eps=1e-3)) == "LayerNorm(features=6, eps=0.001, zero_centered_gamma=False)"
     assert repr(ops.Linear(6, 4)) == "Linear(in_features=6, out_features=4)"
     assert repr(ops.Fork("skip")) == "Fork(name=skip)" and repr(ops.Reshape(-1, 4)) == "Reshape(-1, 4)"
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_dtype_that_is_none_of_torchs_floating_point_ones(name: str) -> None:
-    for dtype, use in (("float32", r"torch\.float32$"), ("int64", "torch.bfloat16, say"), (torch.int64, ""), (3, "")):
-        with pytest.raises(TypeError, match=f"dtype is a floating-point dtype of torch's, got {dtype!r}: use {use}"):
-            MAKERS[name](dtype=dtype)
+    for kind in (ops.LayerNorm, ops.RMSNorm):
+        assert (kind(4, zero_centered_gamma=True).weight == 0).all()  # type: ignore[union-attr]
+    fill = partial(torch.nn.init.constant_, val=0.25)
+    linear, matmul = ops.Linear(IN, OUT, init_method=fill), ops.MatMul(IN, OUT, init_method=fill)
+    assert (linear.weight == 0.25).all() and (matmul.weight == 0.25).all()
+    assert linear.bias is not None and (linear.bias == 0).all()
+    assert ops.MatMul(IN, OUT, init_method=torch.Tensor.zero_).weight.requires_grad  # type: ignore[union-attr]
 
 
 IN, OUT = 12, 20
@@ -161,25 +155,14 @@ def test_matmul_gradients_are_autograds(name: str, constant: bool) -> None:
     torch.testing.assert_close(found["weight"], dw)
 
 
-def test_flops_and_shape() -> None:
+def test_flops_shape_and_dtype_of_products() -> None:
     x = Spec((2, 3, IN), torch.bfloat16, torch.device("cpu"))
     for op in (ops.MatMul(IN, OUT), ops.Linear(IN, OUT)):
         assert op.flops(x, {}) == 2 * 6 * IN * OUT
         assert op.infer(x) == Spec((2, 3, OUT), torch.bfloat16, torch.device("cpu"))
-
-
-def test_matmul_refuses_two_dtypes() -> None:
     op = ops.MatMul(IN, OUT)
     with pytest.raises(TypeError, match=r"one dtype, got torch.float64 and torch.float32.*\.to\(\)"):
         op.reference(OpCall({"weight": op.weight}), normal(2, IN))
-
-
-def test_init_method() -> None:
-    fill = partial(torch.nn.init.constant_, val=0.25)
-    linear, matmul = ops.Linear(IN, OUT, init_method=fill), ops.MatMul(IN, OUT, init_method=fill)
-    assert (linear.weight == 0.25).all() and (matmul.weight == 0.25).all()
-    assert linear.bias is not None and (linear.bias == 0).all()
-    assert ops.MatMul(IN, OUT, init_method=torch.Tensor.zero_).weight.requires_grad  # type: ignore[union-attr]
 
 
 def test_linear_lowers_to_ops_that_read_its_parameters() -> None:

@@ -125,6 +125,12 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "got torch.float8_e5m2: float32, bfloat16, float16 or float64",
     ),
+    "integers": (
+        lambda: ops.Cast(torch.int32),
+        TypeError,
+        "dtype such as torch.bfloat16, got torch.int32",
+    ),
+    "no_batch_dim_of_samples": (lambda: ops.DropPath(0.1), TypeError, "batch_dim"),  # type: ignore[call-arg]
     "a_keyword": (lambda: ops.Fork("class"), ValueError, "usable as a keyword argument.*got 'class'"),
     "an_argument": (lambda: ops.Add("outputs"), ValueError, "'outputs' is an argument of every call"),
     "negative": (lambda: ops.Linear(-1, 4), ValueError, "in_features is a size, got -1"),
@@ -141,11 +147,6 @@ def test_wrong_arguments(name: str) -> None:
     make, kind, words = WRONG[name]
     with pytest.raises(kind, match=words):
         make()
-
-
-def test_drop_path_has_no_default_batch_dim() -> None:
-    with pytest.raises(TypeError, match="batch_dim"):
-        ops.DropPath(0.1)  # type: ignore[call-arg]
 
 
 X = tensor(5, 8)

@@ -254,11 +254,15 @@ def test_what_a_preset_was_made_with(name: str) -> None:
     assert not set(asked) & set(made.state_dict())
 
 
-def test_of_ranks_it_says_the_parts() -> None:
+def test_of_ranks_it_says_the_parts_and_of_others_what_is_set() -> None:
     made = te_fuser.MultiheadAttention(16, 4, num_gqa_groups=2, tp_size=2, set_parallel_mode=True, **OWN)
     assert (made.num_attention_heads, made.num_gqa_groups) == (4, 2)
     assert (made.num_attention_heads_per_partition, made.num_gqa_groups_per_partition) == (2, 1)
     assert made.core_attention.num_gqa_groups_per_partition == 1
+    made = te_fuser.Linear(4, 4, **OWN)
+    assert not hasattr(made, "activation")
+    made.activation = torch.nn.GELU()
+    assert isinstance(made.activation, torch.nn.GELU)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +282,3 @@ def test_of_a_parameter_that_there_is_not_it_says_none(make: Callable[[], Any], 
         assert not set(names) & {*found.state_dict(), *dict(found.named_parameters())}
         found.reset_parameters()
         assert all(getattr(found.to(torch.float64), name) is None for name in names)
-
-
-def test_what_is_no_argument_is_told_as_ever() -> None:
-    made = te_fuser.Linear(4, 4, **OWN)
-    assert not hasattr(made, "activation")
-    made.activation = torch.nn.GELU()
-    assert isinstance(made.activation, torch.nn.GELU)

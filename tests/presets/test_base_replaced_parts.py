@@ -58,24 +58,6 @@ def test_a_forward_of_its_own_is_not_passed_over(part: str) -> None:
     assert seen == [part]
 
 
-def test_a_part_that_is_gone() -> None:
-    made, x = layer(), tensor(5, 2, F)
-    made.layernorm_mlp = None
-    with pytest.raises(AttributeError, match=r"TransformerLayer has no 'layernorm_mlp' any more: put te_fuser.ops.Id"):
-        made(x)
-    del made.layernorm_mlp
-    with pytest.raises(AttributeError, match="no 'layernorm_mlp' any more"):
-        made(x)
-
-
-def test_another_module_in_place_of_attention() -> None:
-    made, x = layer(), tensor(5, 2, F)
-    made.self_attention = ops.Identity()
-    torch.testing.assert_close(made(x), 2 * x + made.layernorm_mlp(2 * x))
-    with pytest.raises(TypeError, match="Identity stands in place of a MultiheadAttention"):
-        made(x, self_attn_mask_type="no_mask")
-
-
 def test_another_module_in_place_of_one_that_adds_to_main_grad() -> None:
     """It cannot be told to write over it."""
     made, x = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(5, 2, F)
@@ -112,7 +94,7 @@ def test_an_adapter_around_a_projection() -> None:
     assert isinstance(made.layernorm_mlp, te_fuser.LayerNormMLP)
 
 
-def test_another_module_in_place_of_the_core() -> None:
+def test_another_module_in_place_of_attention_or_its_core() -> None:
     made, x = layer(), tensor(5, 2, F)
     for core, name in ((torch.nn.Identity(), "Identity"), (None, "None")):
         made.self_attention.core_attention = core
@@ -120,9 +102,14 @@ def test_another_module_in_place_of_the_core() -> None:
             words = f"core_attention is {name}, and calls tell it their mask .* put a DotProductAttention there"
             with pytest.raises(TypeError, match=words):
                 call(x)
+    made, x = layer(), tensor(5, 2, F)
+    made.self_attention = ops.Identity()
+    torch.testing.assert_close(made(x), 2 * x + made.layernorm_mlp(2 * x))
+    with pytest.raises(TypeError, match="Identity stands in place of a MultiheadAttention"):
+        made(x, self_attn_mask_type="no_mask")
 
 
-def test_a_parameter_that_is_none() -> None:
+def test_a_part_or_a_parameter_that_is_gone() -> None:
     made, x = layer(), tensor(5, 2, F)
     made(x)
     made.layernorm_mlp.fc1_weight = None
@@ -134,6 +121,13 @@ def test_a_parameter_that_is_none() -> None:
     op.reset_parameters()
     with pytest.raises(AttributeError, match="reads 'weight' of Linear, which has no parameter of that name"):
         op(x)
+    made, x = layer(), tensor(5, 2, F)
+    made.layernorm_mlp = None
+    with pytest.raises(AttributeError, match=r"TransformerLayer has no 'layernorm_mlp' any more: put te_fuser.ops.Id"):
+        made(x)
+    del made.layernorm_mlp
+    with pytest.raises(AttributeError, match="no 'layernorm_mlp' any more"):
+        made(x)
 
 
 class Twice(torch.nn.Module):
@@ -263,7 +257,7 @@ def test_hooks_of_parts_run_and_change_nothing(
             hook.remove()
 
 
-def test_a_hook_on_a_bound_op_sees_what_it_gives() -> None:
+def test_hooks_and_modes_of_bound_ops() -> None:
     made, x = te_fuser.Linear(F, 5, params_dtype=torch.float64, device="cpu"), tensor(3, F)
     seen: list[Any] = []
     for m in made.modules():
@@ -273,9 +267,6 @@ def test_a_hook_on_a_bound_op_sees_what_it_gives() -> None:
     (x_seen, product), (product_seen, y_seen) = seen
     torch.testing.assert_close(product, x @ made.weight.t())
     assert x_seen is x and product_seen is product and y_seen is y
-
-
-def test_the_mode_of_a_bound_op_is_that_of_its_op() -> None:
     made, x = layer(softmax_type="learnable", attention_dropout=0.5), tensor(5, 2, F)
     assert not torch.equal(made(x), made(x))
     made.eval()

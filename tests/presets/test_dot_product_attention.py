@@ -120,16 +120,6 @@ def test_a_bound_of_sequences_holds_for_both_sides() -> None:
     assert longest() is longest(max_seqlen_q=3, cu_seqlens_q_padded=torch.tensor([0, 9])) is None
 
 
-def test_dropout_and_lists() -> None:
-    made, (q, k, v) = attention(H, D, attention_dropout=0.5), [tensor(S, B, H, D, seed=n) for n in range(3)]
-    assert not torch.equal(made(q, k, v), made(q, k, v))
-    made.eval()
-    model = te_fuser.Sequential(ops.Scale(value=2.0), made, ops.GELU())
-    key, value = k.flatten(2), v.flatten(2)
-    want = torch.nn.functional.gelu(made(2.0 * q, k, v), approximate="tanh")
-    torch.testing.assert_close(model(q.flatten(2), key_layer=key, value_layer=value), want)
-
-
 @pytest.mark.parametrize("kind", ["padding", "padding_causal"])
 def test_one_mask_of_padding_for_both_sides(kind: str) -> None:
     """Of self attention; it has one name, so that a kernel may be told of it though later positions are hidden."""
@@ -245,7 +235,7 @@ def test_what_changes_nothing(how: dict[str, Any]) -> None:
     assert torch.equal(made(*qkv, checkpoint_core_attention=True), made(*qkv))
 
 
-def test_dropout_drops_weights_and_scales_the_others() -> None:
+def test_dropout_drops_weights_and_scales_the_others_and_lists_take_names() -> None:
     """All weights are 1/S, and a value tells whose it is: each is dropped, or has its share over the kept ones'."""
     made = attention(2, (4, S), attention_dropout=0.25, attn_mask_type="no_mask")
     query, key = (torch.zeros(S, 64, 2, 4, dtype=torch.float64) for _ in range(2))
@@ -256,3 +246,10 @@ def test_dropout_drops_weights_and_scales_the_others() -> None:
     assert set(kept.unique().tolist()) == {0.0, 1.0} and abs(kept.mean() - 0.75) < 0.03
     torch.testing.assert_close(made.eval()(query, key, value), torch.full_like(weights, 1 / S))
     assert attention(H, (D, E), G).attention_dropout == 0.0
+    made, (q, k, v) = attention(H, D, attention_dropout=0.5), [tensor(S, B, H, D, seed=n) for n in range(3)]
+    assert not torch.equal(made(q, k, v), made(q, k, v))
+    made.eval()
+    model = te_fuser.Sequential(ops.Scale(value=2.0), made, ops.GELU())
+    key, value = k.flatten(2), v.flatten(2)
+    want = torch.nn.functional.gelu(made(2.0 * q, k, v), approximate="tanh")
+    torch.testing.assert_close(model(q.flatten(2), key_layer=key, value_layer=value), want)

@@ -20,7 +20,7 @@ each = pytest.mark.parametrize("name", PRESETS)
 
 
 @each
-def test_params_dtype_and_device(name: str) -> None:
+def test_params_dtype_device_and_options_of_lists(name: str) -> None:
     make = PRESETS[name]
     held = list(make(device="cpu", params_dtype=torch.bfloat16).parameters())
     assert {p.dtype for p in held} == {torch.bfloat16} and {p.device.type for p in held} == {"cpu"}
@@ -37,6 +37,8 @@ def test_params_dtype_and_device(name: str) -> None:
     for bad in (torch.int32, "float32", 5):
         with pytest.raises(TypeError, match="params_dtype is a floating-point dtype"):
             make(params_dtype=bad)
+    preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
+    assert preset.memory == "lean" and preset.kernels == "reference"
 
 
 def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,20 +122,11 @@ def test_user_buffers_of_a_layer_that_says_no_overlap() -> None:
         te_fuser.TransformerLayer(4, 8, 2, **{**LAYER, "ub_tp_comm_overlap": True}, **CUT, device="cpu")
 
 
-def test_the_warning_stands_at_the_callers_line() -> None:
+def test_warnings_stand_at_the_callers_line_and_have_a_reason() -> None:
     with pytest.warns(DeprecationWarning) as seen:
         te_fuser.Linear(4, 6, ub_name="qkv")
         te_fuser.LayerNorm(4, name="norm")
     assert {w.filename for w in seen} == {__file__}
-
-
-@each
-def test_options_of_lists(name: str) -> None:
-    preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
-    assert preset.memory == "lean" and preset.kernels == "reference"
-
-
-def test_no_warning_without_a_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for make in PRESETS.values():
@@ -184,15 +177,6 @@ def test_words_in_any_case(make: Any, some: dict[str, Any], others: dict[str, An
     assert "inter_attention" in dict(
         te_fuser.TransformerLayer(8, 6, 2, layer_type="DECODER", device="cpu").named_children()
     )
-
-
-def layer(**call: Any) -> Any:
-    return te_fuser.TransformerLayer(8, 6, 2, device="cpu")(torch.randn(3, 2, 8), **call)
-
-
-def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
-    with pytest.warns(UserWarning, match="reads no lengths, and the cu_seqlens that calls give change nothing"):
-        layer(cu_seqlens_q=torch.tensor([0, 2, 5]))
 
 
 @each
@@ -307,7 +291,7 @@ def by_position(function: Any) -> list[str]:
 
 
 @each
-def test_what_goes_by_position_is_what_its_name_says(name: str) -> None:
+def test_what_goes_by_position_is_what_its_name_says_and_more_is_told_so(name: str) -> None:
     kind, positions = getattr(te_fuser, name), by_position(getattr(te_fuser, name))
     made, want = kind(*GIVEN[name], device="cpu"), kind(**dict(zip(positions, GIVEN[name], strict=True)), device="cpu")
     if "init_method" not in positions:
@@ -317,10 +301,6 @@ def test_what_goes_by_position_is_what_its_name_says(name: str) -> None:
     assert list(ours) == list(theirs) and all(torch.equal(t, theirs[key]) for key, t in ours.items())
     numbers = [getattr(m, "layer_number", None) for m in made.modules()]
     assert numbers == [getattr(m, "layer_number", None) for m in want.modules()]
-
-
-@each
-def test_more_by_position_is_told_what_goes_so(name: str) -> None:
     last = by_position(getattr(te_fuser, name))[-1]
     with pytest.raises(
         TypeError, match=rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"

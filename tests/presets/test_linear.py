@@ -99,11 +99,15 @@ def test_weights_of_the_call_in_lists_in_lists(kind: Any) -> None:
         model(x, **given, **{"0.weight": w})
 
 
-def test_tensors_in_place_of_parameters() -> None:
+def test_tensors_in_place_of_parameters_and_micro_batches() -> None:
     layer, x, w, b = made(), tensor(3, IN), tensor(OUT, IN), tensor(OUT)
     assert_same(layer(x, w), linear(x, w, layer.bias), {"x": x, "w": w, "bias": layer.bias})
     assert_same(layer(x, bias=b), linear(x, layer.weight, b), {"x": x, "weight": layer.weight, "b": b})
     torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+    layer, x = made(), tensor(3, IN)
+    for first in (None, True, False):
+        assert_same(layer(x, is_first_microbatch=first), linear(x, layer.weight, layer.bias), leaves_of(layer, x))
+    assert len(layer.plans_kept()) == 1
 
 
 def test_main_grad_of_a_weight_of_the_call() -> None:
@@ -118,13 +122,6 @@ def test_main_grad_of_a_weight_of_the_call() -> None:
             torch.testing.assert_close(y, linear(x, w))
             y.sum().backward()
             torch.testing.assert_close(w.main_grad, expected)
-
-
-def test_is_first_microbatch_changes_nothing_else() -> None:
-    layer, x = made(), tensor(3, IN)
-    for first in (None, True, False):
-        assert_same(layer(x, is_first_microbatch=first), linear(x, layer.weight, layer.bias), leaves_of(layer, x))
-    assert len(layer.plans_kept()) == 1
 
 
 def test_a_group_of_another_size_is_noticed_by_lists_around() -> None:

@@ -60,14 +60,11 @@ def test_other_arguments(keywords: dict[str, Any]) -> None:
     torch.testing.assert_close(other(x.transpose(0, 1)).transpose(0, 1), made(x))
 
 
-def test_attention_that_gives_its_norm_too_does_so_in_every_call() -> None:
+def test_its_parts_run_alone_and_its_norm_is_given_in_every_call() -> None:
     made = attention(input_layernorm=True, return_layernorm_output=True)
     assert_as_meant(made, Call(causal(S)))
     assert_as_meant(made, Call(causal(S, window=(1, 0))), window_size=(1, 0))
-
-
-def test_its_parts_run_alone() -> None:
-    """Under Transformer Engine's names: the projections, and attention of heads that are apart."""
+    # Under Transformer Engine's names: the projections, and attention of heads that are apart.
     made, x = attention(fuse_qkv_params=True), tensor(S, B, F)
     heads = made.qkv(x).view(S, B, H, 3, F // H)
     out = made.core_attention(*heads.unbind(3))
@@ -91,7 +88,7 @@ def test_norms_of_heads(norm: str) -> None:
     assert torch.equal(made(x), want) and len(made.plans(x)) == 1
 
 
-def test_attributes_that_scripts_ask_for() -> None:
+def test_attributes_and_names_that_scripts_ask_for() -> None:
     """Those of Transformer Engine's modules, whatever their values are."""
     plain_one = attention()
     assert plain_one.q_norm is plain_one.k_norm is plain_one.core_attention.softmax_offset is None
@@ -106,6 +103,10 @@ def test_attributes_that_scripts_ask_for() -> None:
     assert made.state_dict().keys() == plain_one.state_dict().keys()
     assert len(made.plans(tensor(S, B, F))) == 1
     assert_as_meant(made, Call(causal(S)))
+    made = attention(qk_norm_type="RMSNorm", softmax_type="learnable"), attention(attention_type="cross")
+    own, crossing = ({name.rpartition(".")[0] for name in m.state_dict()} for m in made)
+    assert own == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
+    assert crossing == {"query_layer", "key_value", "proj"}
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
@@ -122,13 +123,6 @@ def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
         for name, p in weights.items():
             assert p.grad is None
             torch.testing.assert_close(p.main_grad, base + times * twin.get_parameter(name).grad)
-
-
-def test_attention_names_its_parts_as_transformer_engine_does() -> None:
-    made = attention(qk_norm_type="RMSNorm", softmax_type="learnable"), attention(attention_type="cross")
-    own, crossing = ({name.rpartition(".")[0] for name in m.state_dict()} for m in made)
-    assert own == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
-    assert crossing == {"query_layer", "key_value", "proj"}
 
 
 KEYS = torch.tensor([0, 7, 9, 12])  # 7, 2 and 3 of the samples' positions

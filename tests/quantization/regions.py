@@ -10,7 +10,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Recipe
 from tests.float8 import models
 
 F, FFN, HEADS = 32, 64, 2
@@ -68,16 +68,6 @@ def amaxes(model: Any) -> dict[str, list[float]]:
     return {name: history.tolist() for name, (_, history) in states(model).items()}
 
 
-def call(model: Any, x: torch.Tensor, recipe: Any = RECIPE) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a call in a region gives, and all gradients of its squares."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with on(recipe):
-        y = model(x)
-    y.square().sum().backward()
-    return y.detach(), {name: g.clone() for name, g in gradients(model, x).items()}
-
-
 class Reference(torch.nn.Module):
     """A model's reference as the forward of a module."""
 
@@ -87,3 +77,23 @@ class Reference(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model.reference(x)  # type: ignore[no-any-return]
+
+
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def call(model: Any, recipe: Recipe | None, x: torch.Tensor, run: Any = None) -> Found:
+    """What a call in a region gives, and all gradients of its squares."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (run or model)(x)
+    y.float().square().sum().backward()
+    return y.detach(), {name: g.clone() for name, g in gradients(model, x).items()}
+
+
+def assert_same(one: Found, other: Found) -> None:
+    """Bit for bit."""
+    assert torch.equal(one[0], other[0]) and one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name

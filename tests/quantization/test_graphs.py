@@ -221,7 +221,7 @@ def test_other_regions_than_that_of_the_capture(name: str, stream: Stream) -> No
         replayed(leaf(0))
 
 
-def test_what_was_captured_outside_of_regions(stream: Stream) -> None:
+def test_what_was_captured_outside_of_regions_and_models_without_products(stream: Stream) -> None:
     model, _ = pair("mlp")
     replayed = te.cuda_graph(model, leaf(0))
     with on():
@@ -230,9 +230,6 @@ def test_what_was_captured_outside_of_regions(stream: Stream) -> None:
         with te.autocast(enabled=False):
             replayed(leaf(0))
     replayed(leaf(0))
-
-
-def test_models_without_products_may_run_anywhere(stream: Stream) -> None:
     model = te.Sequential(ops.LayerNorm(F), ops.GELU())
     outside, inside = te.cuda_graph(model, data(0)), None
     with on():
@@ -263,7 +260,7 @@ def test_micro_batches(name: str, stream: Stream) -> None:
         replayed(leaf(0))
 
 
-def test_captures_by_hand_are_refused(stream: Stream) -> None:
+def test_captures_by_hand_and_what_replays_would_do_again_are_refused(stream: Stream) -> None:
     model, _ = pair("mlp")
     x = data(0)
     for _ in range(2):  # a call that is like the last one, too
@@ -271,10 +268,6 @@ def test_captures_by_hand_are_refused(stream: Stream) -> None:
             model(x)
             with pytest.raises(NotImplementedError, match=r"captured by hand: .*te_fuser.cuda_graph\(model, x\)"):
                 stream.captured(model, x)
-
-
-def test_what_replays_would_do_again_is_refused(stream: Stream) -> None:
-    model, _ = pair("mlp")
     with pytest.raises(RuntimeError, match="amaxes are folded while a CUDA graph is captured"):
         stream.captured(lambda: states(model))
     with on(), pytest.raises(RuntimeError, match="scales are read by a first graph while a CUDA graph is captured"):

@@ -81,12 +81,6 @@ def test_recipes(name: str) -> None:
     followed(MODELS["mlp"](), RECIPES[name])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float16), ("te.TransformerLayer", torch.bfloat16)])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    followed(MODELS[name]().to(dtype), RECIPE, 2, dtype)
-
-
 def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is kept; calibrating quantizes nothing, and runs anywhere."""
     asked: list[torch.device] = []
@@ -107,7 +101,7 @@ def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float16), ("te.TransformerLayer", torch.bfloat16)])
-def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_and_torch_autocast(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     twin, emulated = copy.deepcopy(model), Emulated(RECIPE)
@@ -129,14 +123,16 @@ def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
                 close(parameter, found[parameter].to(dtype), gradient.to(dtype))
         model.zero_grad()
         twin.zero_grad()
+    torch.manual_seed(0)
+    followed(MODELS[name]().to(dtype), RECIPE, 2, dtype)
 
 
 def test_frozen_weights_and_unused_parameters() -> None:
     model, twin = trained(mlp()), trained(mlp())
-    _, wanted = call(twin, data(3))
+    _, wanted = call(twin, RECIPE, data(3))
     inner = model[0]
     inner[1].weight.requires_grad_(False)
-    _, found = call(model, data(3))
+    _, found = call(model, RECIPE, data(3))
     assert found.keys() == wanted.keys() - {"0.1.weight"}
     for name, gradient in found.items():
         assert torch.equal(gradient, wanted[name]), name

@@ -189,13 +189,21 @@ def test_looks_by_another_recipe_leave_history_and_recipe(look: str) -> None:
     assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name], strict=True))
 
 
-def test_weights_of_calls_have_no_state_of_the_model() -> None:
+def test_weights_of_calls_have_no_state_of_the_model_and_tuning_leaves_theirs() -> None:
     model, x, w = te.Linear(F, FFN), data(0), torch.randn(FFN, F)
     with te.autocast(recipe=RECIPE):
         model(x, weight=w).sum().backward()
         said = " ".join(str(model.explain(x, weight=w, details=True)).split())
     assert "weights come with the call, so their scales are among no states() and in no state_dict" in said
     assert states(model) == {}
+    # Their scales are kept beside the list, where no module of the model has them.
+    layer, x, weight = te.Linear(32, 32), torch.randn(8, 32, requires_grad=True), torch.randn(32, 32)
+    with te.autocast(recipe=RECIPE):
+        layer(x, weight=weight).sum().backward()
+        before = [block.amaxes.clone() for block in blocks()]
+        layer.tune(100.0 * x.detach(), weight=weight)
+    assert any(bool(t.any()) for t in before)
+    assert all(torch.equal(block.amaxes, t) for block, t in zip(blocks(), before, strict=True))
 
 
 HAS = "8 bits take compute capability 8.9, this GPU has 8.0"
@@ -243,14 +251,3 @@ def test_what_a_device_refuses_may_be_looked_at(monkeypatch: pytest.MonkeyPatch)
         assert model.plan(x).forward and model.plan(x, device="h200").forward
         with pytest.raises(RuntimeError, match="this GPU has none"):
             model(data(0, 2, F))
-
-
-def test_tuning_leaves_what_weights_of_calls_recorded() -> None:
-    """Their scales are kept beside the list, where no module of the model has them."""
-    layer, x, weight = te.Linear(32, 32), torch.randn(8, 32, requires_grad=True), torch.randn(32, 32)
-    with te.autocast(recipe=RECIPE):
-        layer(x, weight=weight).sum().backward()
-        before = [block.amaxes.clone() for block in blocks()]
-        layer.tune(100.0 * x.detach(), weight=weight)
-    assert any(bool(t.any()) for t in before)
-    assert all(torch.equal(block.amaxes, t) for block, t in zip(blocks(), before, strict=True))

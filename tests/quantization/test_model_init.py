@@ -58,19 +58,7 @@ def dequantized(narrow: Any, wide: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_take_a_byte_for_each_number(name: str) -> None:
-    narrow, wide = made(name)
-    sizes = {n: (p.dtype, p.element_size()) for n, p in narrow.named_parameters()}
-    for n, p in wide.named_parameters():
-        assert narrow.get_parameter(n).shape == p.shape
-        assert sizes[n] == ((E4M3, 1) if p.dim() == 2 else (torch.float32, 4)), n
-        assert narrow.get_parameter(n).requires_grad == (p.dim() != 2)
-    scales = {n for n, _ in narrow.named_buffers() if n.endswith("fp8_scale")}
-    assert len(scales) == len(products_of(narrow)) and scales <= {*narrow.state_dict()}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_values(name: str) -> None:
+def test_values_of_weights_that_take_a_byte_for_each_number(name: str) -> None:
     """Those of the wide model with what 8 bits stand for, whose own quantization then changes next to nothing."""
     narrow, wide = made(name)
     x = data(6, 2, F)
@@ -82,6 +70,13 @@ def test_values(name: str) -> None:
     assert torch.equal(run(narrow, x), y)  # nothing moved
     with microbatch(True):
         assert torch.equal(run(narrow, x), y)
+    sizes = {n: (p.dtype, p.element_size()) for n, p in narrow.named_parameters()}
+    for n, p in wide.named_parameters():
+        assert narrow.get_parameter(n).shape == p.shape
+        assert sizes[n] == ((E4M3, 1) if p.dim() == 2 else (torch.float32, 4)), n
+        assert narrow.get_parameter(n).requires_grad == (p.dim() != 2)
+    scales = {n for n, _ in narrow.named_buffers() if n.endswith("fp8_scale")}
+    assert len(scales) == len(products_of(narrow)) and scales <= {*narrow.state_dict()}
 
 
 def test_each_weight_has_the_scale_of_its_largest_number() -> None:
@@ -324,17 +319,7 @@ def test_what_was_written_in_place_in_inference_mode_is_refused(way: str, ran: b
         torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
 
 
-def test_other_precisions_are_refused() -> None:
-    narrow, _ = made("LayerNormMLP")
-    own = DelayedScaling(override_linear_precision=(True, False, False))
-    with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
-        narrow(data(3, F))
-    te.precision(narrow, {"fc1": None})
-    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
-        run(narrow, data(3, F))
-
-
-def test_checkpoints_that_do_not_fit_are_refused() -> None:
+def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     narrow, wide = made("joined")
     saved = narrow.state_dict()
     alone = {k: t for k, t in saved.items() if "fp8" not in k}
@@ -345,6 +330,13 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
         narrow.load_state_dict({"query_weight": wide.query_weight}, strict=False)
     with pytest.raises(ValueError, match="have one scale"):
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
+    narrow, _ = made("LayerNormMLP")
+    own = DelayedScaling(override_linear_precision=(True, False, False))
+    with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
+        narrow(data(3, F))
+    te.precision(narrow, {"fc1": None})
+    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
+        run(narrow, data(3, F))
 
 
 KEPT = DelayedScaling(override_linear_precision=(True, False, False))

@@ -41,9 +41,6 @@ def test_paths_of_lists_and_presets() -> None:
         assert float(history[0]) > 0 == float(history[1])
     assert torch.equal(found["head.weight"].amax_history[0], model["head"].weight.abs().max())
     assert torch.equal(found["mlp.fc2.weight"].scale, torch.tensor(448.0) / model["mlp"].fc2_weight.abs().max())
-
-
-def test_a_transformer_layer() -> None:
     layer, x = te.TransformerLayer(32, 64, 2), torch.randn(3, 2, 32)
     with te.autocast(recipe=RECIPE):
         layer(x).sum().backward()
@@ -99,13 +96,15 @@ def test_states_inside_of_a_region_are_those_of_its_entry() -> None:
     assert float(states(model)["input"][1][0]) == 2.0 * float(x.abs().max())
 
 
-def test_a_product_by_itself_has_no_path() -> None:
+def test_a_product_by_itself_has_no_path_and_counts_are_asked_outside_of_regions() -> None:
     """As its parameters have none."""
     model = te.Linear(16, 32)
     with te.autocast(recipe=RECIPE):
         y = model(torch.randn(4, 16))
     y.backward(torch.full_like(y, float("inf")))
     assert [*states(model)] == [*ROLES] and not_finite(model) == {"output_gradient": 1}
+    with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="ask outside, and before the step"):
+        not_finite(model)
 
 
 @pytest.mark.parametrize("given", [3, None, torch.ones(2), [te.Linear(16, 32)]])
@@ -114,12 +113,6 @@ def test_models_are_modules(function: Callable[[Any], Any], given: Any) -> None:
     words = rf"quantization\.{function.__name__} takes the model .*, got {type(given).__name__}: give"
     with pytest.raises(TypeError, match=words):
         function(given)
-
-
-def test_counts_are_asked_outside_of_regions() -> None:
-    model = te.Linear(16, 32)
-    with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="ask outside, and before the step"):
-        not_finite(model)
 
 
 LOOKS: dict[str, Any] = {
@@ -202,17 +195,7 @@ def test_what_was_loaded_after_a_look_is_another_history() -> None:
 LARGEST = torch.finfo(torch.float32).max
 
 
-def test_functions_of_ones_own() -> None:
-    def halved(amax: torch.Tensor, scale: torch.Tensor, most: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
-        return most / amax / 2
-
-    op = product(DelayedScaling(amax_history_len=2, amax_compute_algo=mean_of, scaling_factor_compute_algo=halved))
-    recorded(op, 1.0, 0.0, 4.0)
-    state = recorded(op, 3.0)
-    assert state.scale.tolist() == [448.0 / 2 / 2, 1.0, 57344.0 / 4 / 2]
-
-
-def test_functions_get_the_newest_first() -> None:
+def test_functions_of_ones_own_get_the_newest_first() -> None:
     found: list[torch.Tensor] = []
 
     def kept(history: torch.Tensor) -> torch.Tensor:
@@ -224,17 +207,20 @@ def test_functions_get_the_newest_first() -> None:
         recorded(op, amax)
     assert found[-1][:, 0].tolist() == [4.0, 3.0, 2.0]
 
+    def halved(amax: torch.Tensor, scale: torch.Tensor, most: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
+        return most / amax / 2
 
-@pytest.mark.parametrize("given", [math.nan, 0.0, -1.0])
-def test_functions_that_give_no_scale_move_none(given: float) -> None:
+    op = product(DelayedScaling(amax_history_len=2, amax_compute_algo=mean_of, scaling_factor_compute_algo=halved))
+    recorded(op, 1.0, 0.0, 4.0)
+    state = recorded(op, 3.0)
+    assert state.scale.tolist() == [448.0 / 2 / 2, 1.0, 57344.0 / 4 / 2]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(math.nan, 5.0), (0.0, 5.0), (-1.0, 5.0), (math.inf, LARGEST)])
+def test_functions_that_give_no_scale_move_none_and_infinity_the_largest(given: float, wanted: float) -> None:
     recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: torch.full_like(scale, given))
     made = scales_of(recipe, torch.ones(2, 3), torch.full((3,), 5.0))
-    assert made.tolist() == [5.0] * 3
-
-
-def test_functions_that_give_infinity() -> None:
-    recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale / 0)
-    assert scales_of(recipe, torch.ones(2, 3), torch.ones(3)).tolist() == [LARGEST] * 3
+    assert made.tolist() == [wanted] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

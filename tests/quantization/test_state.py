@@ -19,7 +19,7 @@ from te_fuser import ops
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import ROLES, ReadyCheck, blocks, newest, prefix_of
+from te_fuser.quantization.state import ROLES, ReadyCheck, blocks
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
 from tests.quantization.folded import RECIPE, ensure, product, recorded, same, state_of
@@ -45,12 +45,6 @@ def test_state_is_plain_buffers_of_the_op_and_calls_read_others_after_a_fold() -
     recorded(op, 2.0)
     assert float(before) == 1.0 and before._version == 0 and float(state_of(op).numbers["input_scale"]) == 224.0
     assert torch.equal(state_of(op).numbers["input_inverse"], torch.tensor(224.0).reciprocal())
-
-
-def test_models_that_ran_in_no_region_have_no_state() -> None:
-    model = te.Sequential(ops.Linear(16, 16))
-    model(torch.randn(2, 16)).sum().backward()
-    assert states(model) == {} and [*model.state_dict()] == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "file", "file of weights only"])
@@ -114,15 +108,6 @@ def test_the_state_begins_anew_with_the_parameters(make: Any, emptied: bool) -> 
         assert float(scale) == 1.0 and not history.any(), name
     with te.autocast(recipe=RECIPE):
         assert model(torch.randn(8, 16)).isfinite().all()
-
-
-def test_what_was_recorded_is_folded_before_it_is_saved() -> None:
-    model = trained()
-    saved = model.state_dict()
-    assert float(saved["2.fp8_amax_history"][1, 2]) > 0  # of the second backward, which nothing came after
-    assert torch.equal(saved["2.fp8_scale"][2], states(model)["2.output_gradient"].scale)
-    with te.autocast(recipe=RECIPE):
-        assert torch.equal(saved["2.fp8_scale"], model[2].fp8_scale)
 
 
 def test_checkpoints_load_strictly_with_state_and_without() -> None:
@@ -214,7 +199,7 @@ def test_buffers_of_ones_own_that_are_called_so_load_as_ever() -> None:
     assert torch.equal(model[0].fp8_scale, torch.ones(3))
 
 
-def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
+def test_checkpoints_have_what_was_recorded_and_count_for_the_next_call() -> None:
     one, other = trained(steps=2), trained(steps=2)
     trained(steps=3, model=other)
     assert not same(one, other)
@@ -223,6 +208,12 @@ def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
         one(x)
         one.load_state_dict(other.state_dict())  # inside of the region, between two calls that are alike
         assert torch.equal(one(x), other(x))
+    model = trained()
+    saved = model.state_dict()
+    assert float(saved["2.fp8_amax_history"][1, 2]) > 0  # of the second backward, which nothing came after
+    assert torch.equal(saved["2.fp8_scale"][2], states(model)["2.output_gradient"].scale)
+    with te.autocast(recipe=RECIPE):
+        assert torch.equal(saved["2.fp8_scale"], model[2].fp8_scale)
 
 
 @pytest.mark.parametrize(
@@ -308,30 +299,19 @@ def test_two_recipes_for_one_state_in_one_region() -> None:
         with te.autocast(recipe=other):
             op(x)
         assert len(op.fp8_amax_history) == 8
-
-
-def test_what_runs_again_changes_no_recipe() -> None:
     op, other = product(), DelayedScaling(amax_history_len=8)
     with recomputed(()):
         assert ensure(op, other).recipe == RECIPE and len(op.fp8_amax_history) == 3
 
 
-def test_names() -> None:
-    assert [prefix_of(n) for n in ("weight", "fc1_weight", "q_weight, k_weight", "a.weight, b.weight", "kernel.T")] == [
-        "",
-        "fc1_",
-        "q_k_",
-        "a_b_",
-        "kernel_",
-    ]
-    assert newest(torch.arange(6.0).view(2, 3), 1).tolist() == [[0.0, 1.0, 2.0]]
-
-
-def test_shared_weights_have_one_state() -> None:
+def test_shared_weights_have_one_state_and_models_that_ran_in_no_region_none() -> None:
     first = ops.Linear(16, 16)
     model = te.Sequential(first, ops.GELU(), first, verify=True)
     trained(model=model)
     assert [*states(model)] == [f"0.{role}" for role in ROLES]
+    model = te.Sequential(ops.Linear(16, 16))
+    model(torch.randn(2, 16)).sum().backward()
+    assert states(model) == {} and [*model.state_dict()] == ["0.weight", "0.bias"]
 
 
 def test_precision_is_kept_by_copies() -> None:

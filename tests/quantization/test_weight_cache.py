@@ -21,7 +21,7 @@ from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
 from te_fuser.quantization.weight_cache import KEPT, keep
 from te_fuser.recipe import DelayedScaling
-from tests.quantization.regions import FFN, F, data, on, trained
+from tests.quantization.regions import FFN, F, assert_same, data, on, trained
 
 HEADS = 4
 
@@ -71,14 +71,6 @@ def step(model: Any, x: torch.Tensor, first: bool | None) -> tuple[torch.Tensor,
     return y.detach(), {"x": x.grad.clone(), **{n: p.grad.clone() for n, p in model.named_parameters()}}  # type: ignore[union-attr]
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """Bit for bit."""
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        assert torch.equal(gradient, other[1][name]), name
-
-
 def change(model: torch.nn.Module, by: float = 0.5) -> None:
     """By `.data`, which raises no version."""
     for name, p in model.named_parameters():
@@ -101,7 +93,7 @@ def test_values_and_gradients_are_those_of_weights_quantized_anew(name: str) -> 
     model = made(name)
     twin = copy.deepcopy(model)
     for number, first in enumerate((True, False, False, True)):
-        assert_equal(step(model, data(number), first), step(twin, data(number), None))
+        assert_same(step(model, data(number), first), step(twin, data(number), None))
     assert all(set(k) == set(KEPT) for k in kept_of(model))
     assert all(set(k) == set() for k in kept_of(twin))
 
@@ -111,7 +103,7 @@ def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
     """False is a call with the weights of the last True; None and True take the weights of now."""
     model = made(name)
     old = copy.deepcopy(model)
-    assert_equal(step(model, data(3), True), step(old, data(3), None))
+    assert_same(step(model, data(3), True), step(old, data(3), None))
     before = kept_of(model)
     change(model)
     for _ in range(2):  # of which the second is known to be like the first
@@ -121,12 +113,12 @@ def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
     now = copy.deepcopy(model)
     assert kept_of(now) == [{}] * len(before)
-    assert_equal(step(model, data(5), None), step(now, data(5), None))
+    assert_same(step(model, data(5), None), step(now, data(5), None))
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
     for by in (1.0, -1.0):  # also where it is like the last call in all else
         for m in (model, now):
             change(m, by)
-        assert_equal(step(model, data(6), True), step(now, data(6), None))
+        assert_same(step(model, data(6), True), step(now, data(6), None))
     assert not any(one[KEPT[0]] is other[KEPT[0]] for one, other in zip(kept_of(model), before, strict=True))
 
 
@@ -160,7 +152,7 @@ def test_weights_that_are_others_are_quantized_again(name: str, how: str) -> Non
     twin = copy.deepcopy(model)
     before = kept_of(model)
     for number in (2, 3):
-        assert_equal(step(model, data(number), False), step(twin, data(number), None))
+        assert_same(step(model, data(number), False), step(twin, data(number), None))
         now = kept_of(model)
         assert all((one[KEPT[0]] is other[KEPT[0]]) is (number == 3) for one, other in zip(now, before, strict=True))
         before = now
@@ -246,7 +238,7 @@ def test_what_runs_again_reads_what_it_read(how: str) -> None:
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), newest, strict=True) for k in KEPT)
 
 
-def test_no_gradients() -> None:
+def test_no_gradients_and_weights_that_tell_no_writes() -> None:
     """Inference keeps weights, too, and later training reads them."""
     for mode in (torch.no_grad, torch.inference_mode):
         model = made("LayerNormMLP")
@@ -254,7 +246,15 @@ def test_no_gradients() -> None:
         with on(), mode():
             assert torch.equal(model(data(0), is_first_microbatch=True), twin(data(0)))
             assert torch.equal(model(data(1), is_first_microbatch=False), twin(data(1)))
-        assert_equal(step(model, data(2), False), step(twin, data(2), None))
+        assert_same(step(model, data(2), False), step(twin, data(2), None))
+    # Those of inference mode: what is kept is of another memory, as soon as one may have been written.
+    torch.manual_seed(0)
+    with torch.inference_mode(), on():
+        model = te.LayerNormMLP(F, FFN)
+        model(data(0), is_first_microbatch=True)
+        for factor in (1.0, 4.0, -2.0):
+            model.fc1_weight.mul_(factor)
+            assert torch.equal(model(data(1), is_first_microbatch=False), model(data(1)))
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "fused"])
@@ -293,7 +293,7 @@ def test_false_before_any_true_is_said_once() -> None:
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="begin each step with True"):
         found = step(model, data(0), False)
-    assert_equal(found, step(twin, data(0), None))
+    assert_same(found, step(twin, data(0), None))
     step(other, data(0), False)  # said before
     before = kept_of(model)
     step(model, data(0), False)
@@ -344,17 +344,6 @@ def test_outside_of_regions_and_by_products_not_all_in_8_bits_nothing_is_kept() 
         assert torch.equal(linear(data(0), weight=w + 1, is_first_microbatch=False), linear(data(0), weight=w + 1))
         assert not torch.equal(y, linear(data(0), weight=w + 1))
     assert kept_of(model) == [{}, {}]
-
-
-def test_weights_that_tell_no_writes_are_quantized_in_each_micro_batch() -> None:
-    """Those of inference mode: what is kept is of another memory, as soon as one may have been written."""
-    torch.manual_seed(0)
-    with torch.inference_mode(), on():
-        model = te.LayerNormMLP(F, FFN)
-        model(data(0), is_first_microbatch=True)
-        for factor in (1.0, 4.0, -2.0):
-            model.fc1_weight.mul_(factor)
-            assert torch.equal(model(data(1), is_first_microbatch=False), model(data(1)))
 
 
 def test_is_saved_nowhere_and_freed_with_the_model() -> None:

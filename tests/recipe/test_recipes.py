@@ -32,7 +32,12 @@ FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumula
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
 
 
-def test_formats() -> None:
+def test_formats_and_delayed_scaling() -> None:
+    """Defaults of all recipes stand in public.txt."""
+    other = DelayedScaling(1, 1, Format.E4M3, 16, "most_recent", None, False, (False, True, False))  # by position
+    assert other.amax_compute_algo == "most_recent" and other.override_linear_precision == (False, True, False)
+    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert twin == other != DelayedScaling() and hash(twin) == hash(other)
     assert [f.name for f in Format] == ["E4M3", "E5M2", "HYBRID"]
     assert Format.HYBRID.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
     assert Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
@@ -40,19 +45,13 @@ def test_formats() -> None:
     assert Format.E4M3.value == (448.0, 448.0) and Format.E5M2.value == (57344.0, 57344.0)
 
 
-def test_delayed_scaling() -> None:
-    """Defaults of all recipes stand in public.txt."""
-    other = DelayedScaling(1, 1, Format.E4M3, 16, "most_recent", None, False, (False, True, False))  # by position
-    assert other.amax_compute_algo == "most_recent" and other.override_linear_precision == (False, True, False)
-    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert twin == other != DelayedScaling() and hash(twin) == hash(other)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_recipes_cannot_be_changed(kind: Any) -> None:
     assert isinstance(kind(), Recipe) and kind() == kind()
     with pytest.raises(AttributeError):
         kind().fp8_format = Format.E4M3
+    with pytest.raises(TypeError, match="own_scales"):
+        Recipe()  # type: ignore[abstract]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -157,11 +156,6 @@ def test_scales_that_are_none_are_refused_where_a_region_is_entered(given: Any) 
         te.precision(te.Linear(64, 64), {"*": Odd()})
 
 
-def test_a_recipe_that_says_nothing_of_scales_is_none() -> None:
-    with pytest.raises(TypeError, match="own_scales"):
-        Recipe()  # type: ignore[abstract]
-
-
 RECIPE, OTHER = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=8)
 
 
@@ -211,11 +205,6 @@ def test_regions_that_are_on(on: Any, calibrating: bool) -> None:
     assert region.current() is None
 
 
-def test_a_region_without_a_recipe_has_delayed_scaling() -> None:
-    with te.autocast():
-        assert region.current() == region.Region(DelayedScaling())
-
-
 def test_the_inner_region_holds(calls: list[region.Region]) -> None:
     with te.autocast(recipe=RECIPE):
         with te.autocast(enabled=False):
@@ -226,6 +215,8 @@ def test_the_inner_region_holds(calls: list[region.Region]) -> None:
     assert calls == [region.Region(RECIPE)]
     with te.autocast(enabled=False), te.autocast(recipe=OTHER):
         assert calls[1:] == [region.Region(OTHER)]
+    with te.autocast():
+        assert region.current() == region.Region(DelayedScaling())
 
 
 def test_a_region_may_be_entered_again_and_again(calls: list[region.Region]) -> None:
@@ -239,21 +230,17 @@ def test_a_region_may_be_entered_again_and_again(calls: list[region.Region]) -> 
     assert len(numbers) == 3 and len(calls) == 4 and region.entered() == ()
 
 
-def test_a_decorated_function_runs_in_a_region() -> None:
+def test_regions_decorate_functions_and_can_be_pickled() -> None:
     @te.fp8_autocast(enabled=True, fp8_recipe=RECIPE)
     def run(depth: int) -> Any:
         return region.entered() if depth == 0 else run(depth - 1)
 
     assert run(2) == (region.Region(RECIPE),) * 3 and region.current() is None
+    twin = pickle.loads(pickle.dumps(te.autocast(recipe=RECIPE)))
+    assert twin.region == region.Region(RECIPE)
 
 
-def test_an_error_leaves_the_region() -> None:
-    with pytest.raises(RuntimeError, match="inside"), te.autocast(recipe=RECIPE):
-        raise RuntimeError("inside")
-    assert region.current() is None
-
-
-def test_other_threads_and_contexts_are_in_no_region() -> None:
+def test_errors_other_threads_and_contexts_are_in_no_region() -> None:
     found: list[Any] = []
     with te.autocast(recipe=RECIPE):
         thread = threading.Thread(target=lambda: found.append(region.current()))
@@ -262,6 +249,9 @@ def test_other_threads_and_contexts_are_in_no_region() -> None:
         found.append(contextvars.Context().run(region.current))
         assert region.current() is not None
     assert found == [None, None]
+    with pytest.raises(RuntimeError, match="inside"), te.autocast(recipe=RECIPE):
+        raise RuntimeError("inside")
+    assert region.current() is None
 
 
 def test_keys_are_all_that_plans_depend_on() -> None:
@@ -316,16 +306,7 @@ class InBackward(torch.autograd.Function):
             return dy
 
 
-def test_a_region_is_not_entered_inside_of_a_backward(calls: list[region.Region]) -> None:
-    x = torch.ones(1, requires_grad=True)
-    with pytest.raises(RuntimeError, match="inside of a backward.*checkpoint_contexts"):
-        InBackward.apply(x).backward()
-    with te.autocast(recipe=RECIPE):
-        InBackward.apply(x).backward()  # it is inside of another one
-    assert len(calls) == 1
-
-
-def test_what_runs_again_has_its_regions(calls: list[region.Region]) -> None:
+def test_what_runs_again_has_its_regions_and_backwards_enter_none(calls: list[region.Region]) -> None:
     with te.autocast(recipe=RECIPE):
         stack = region.entered()
     calls.clear()
@@ -336,11 +317,12 @@ def test_what_runs_again_has_its_regions(calls: list[region.Region]) -> None:
     with region.recomputed(()), te.autocast(recipe=OTHER):
         assert region.current() == region.Region(OTHER)
     assert calls == [] and not region.recomputing() and region.current() is None
-
-
-def test_regions_can_be_pickled() -> None:
-    twin = pickle.loads(pickle.dumps(te.autocast(recipe=RECIPE)))
-    assert twin.region == region.Region(RECIPE)
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inside of a backward.*checkpoint_contexts"):
+        InBackward.apply(x).backward()
+    with te.autocast(recipe=RECIPE):
+        InBackward.apply(x).backward()  # it is inside of another one
+    assert len(calls) == 1
 
 
 def _generator() -> Iterator[int]:

@@ -82,12 +82,16 @@ def test_a_wrong_gradient_is_found_beside_a_right_one_of_the_same_name() -> None
         y = model(tensor(5, 8))
         with pytest.raises(VerificationError, match=r"gradient of bias of op 0 \(Bias '0'\)"):
             y.sum().backward()
+    for kind in (wrong_ops.SaysTwice, wrong_ops.WritesIntoSaved):
+        model = te_fuser.Sequential(ops.SiLU(), kind(), kernels="reference", verify=True)
+        with pytest.raises(VerificationError, match=wrong_ops.WRONG[kind]):
+            model(torch.randn(5, 6, requires_grad=True)).sum().backward()
 
 
 # ---- Sequential(verify=True)
 
 
-def test_verified_steps_give_the_normal_result() -> None:
+def test_verified_steps_give_the_normal_result_also_under_autocast() -> None:
     plain, watched = (transformer_block(kernels="reference", verify=v) for v in (False, True))
     x = torch.randn(6, 16, requires_grad=True)
     torch.manual_seed(0)
@@ -97,6 +101,10 @@ def test_verified_steps_give_the_normal_result() -> None:
     z = watched(x)
     (dz,) = torch.autograd.grad(z.sum(), x)
     assert torch.equal(y, z) and torch.equal(dx, dz)
+    with torch.autocast("cpu"):
+        y = watched(x)
+    y.float().square().sum().backward()
+    assert all(p.grad is not None for p in watched.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -104,15 +112,6 @@ def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
     model = transformer_block(kernels="reference", verify=True).to(dtype)
     x = torch.randn(2, 9, 16, dtype=dtype, requires_grad=True)
     model(x).sum().backward()
-
-
-def test_verified_steps_under_autocast() -> None:
-    model = transformer_block(kernels="reference", verify=True)
-    x = torch.randn(6, 16, requires_grad=True)
-    with torch.autocast("cpu"):
-        y = model(x)
-    y.float().square().sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -222,15 +221,5 @@ def test_what_it_does_not_see_stands_in_its_page() -> None:
     ):
         assert te_fuser.verify(te_fuser.Sequential(op, kernels="reference"), torch.randn(5, 6)).passed and words in page
     assert "**Streams.**" in page and "**Two threads at once**" in page
-
-
-def test_steps_of_a_running_model_keep_their_promises() -> None:
-    for kind in (wrong_ops.SaysTwice, wrong_ops.WritesIntoSaved):
-        model = te_fuser.Sequential(ops.SiLU(), kind(), kernels="reference", verify=True)
-        with pytest.raises(VerificationError, match=wrong_ops.WRONG[kind]):
-            model(torch.randn(5, 6, requires_grad=True)).sum().backward()
-
-
-def test_there_are_forty() -> None:
     documented = 5  # a stream, a size, a meaning, bytes, threads
     assert len(wrong_fusions.WRONG) + len(wrong_ops.WRONG) + documented >= 40

@@ -43,9 +43,6 @@ def test_tests_that_touch_libraries_are_taken() -> None:
         "tests/test_docs.py::test_blocks_run[docs/how-to/engines.md]",
     } <= {*taken}
     assert not [t for t in taken if t.startswith(("tests/ops", "tests/gpu", "tests/versions")) or t.endswith("docs.py")]
-
-
-def test_tests_of_torch() -> None:
     assert {"tests/ops", "tests/formula", "tests/test_works_with.py"} <= {*selected.of_torch()}
 
 
@@ -57,9 +54,6 @@ def test_requirements() -> None:
     *oldest, torch = ENVIRONMENTS["libraries-oldest"].requirements()
     assert oldest == [f"{name}=={packages.oldest(name)}" for name in packages.KINDS["libraries"]]
     assert re.fullmatch(r"torch==\d+\.\d+.*", torch)
-
-
-def test_a_package_has_one_oldest_version() -> None:
     with pytest.raises(AssertionError, match="pyproject.toml names numpy"):
         packages.oldest("numpy")
 
@@ -111,15 +105,12 @@ def test_a_file_that_is_missing_or_too_much(sdist: set[str], files: set[str], fa
     assert wheel.faults_of_files(sdist, files, SOURCES) == [fault]
 
 
-def test_pythons() -> None:
+def test_pythons_and_one_version() -> None:
     """Classifiers, wheels and the lock are for the same versions of Python."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["build"]
     assert build.split() == [f"cp{python.replace('.', '')}-*" for python in PYTHONS]
     classifiers = "\n".join(project_table()["classifiers"])
     assert re.findall(r"^Programming Language :: Python :: (3\.\d+)$", classifiers, re.MULTILINE) == PYTHONS
-
-
-def test_one_version() -> None:
     assert te_fuser.__version__ == project_table()["version"] == _native.version
 
 

@@ -153,15 +153,12 @@ def test_dropout_is_the_stream_s(packing, kv_heads):
     torch.testing.assert_close(torch.autograd.grad(reference, leaf, dy)[0], want_dx)
 
 
-def test_dropout_draws_in_pieces_as_in_one(monkeypatch):
+def test_dropout_draws_in_pieces_as_in_one_and_of_everything_gives_zeros(monkeypatch):
     op, _, x, dy = make(dropout=0.5)
     whole = run(op, x, dy, stream=STREAM)
     monkeypatch.setattr("te_fuser.ops.attention.math._ROWS_AT_ONCE", 5)
     for one, other in zip(whole, run(op, x, dy, stream=STREAM), strict=True):
         assert torch.equal(one, other)
-
-
-def test_dropping_everything_gives_zeros():
     op, _, x, dy = make(dropout=1.0)
     y, dx = run(op, x, dy, stream=STREAM)
     assert (y == 0).all() and (dx == 0).all()
@@ -230,7 +227,7 @@ def spec(*shape, dtype=torch.float32, device="cpu"):
     return Spec(shape, dtype, torch.device(device))
 
 
-def test_infer():
+def test_infer_and_flops():
     op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 64)) == spec(7, 2, 32)
     with pytest.raises(ValueError, match=r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63"):
@@ -241,6 +238,11 @@ def test_infer():
         DotProductAttention(4, 8, layout="batch_first", mask="none").infer(spec(1, 2, 3, 96))
     with pytest.raises(TypeError, match=r"got torch\.int64: convert"):
         op.infer(spec(7, 2, 64, dtype=torch.int64))
+    assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
+    assert (
+        DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
+        == 4 * 2 * 4 * 55 * 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,15 +302,6 @@ def test_check_inputs():
     causal = DotProductAttention(4, 8, mask="causal", layout="sequence_first")
     assert causal.named_inputs() == {}
     causal.check_inputs(x, {})
-
-
-def test_flops():
-    op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
-    assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
-    assert (
-        DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
-        == 4 * 2 * 4 * 55 * 8
-    )
 
 
 def test_a_changed_attribute_is_a_changed_op():

@@ -75,6 +75,10 @@ def test_what_does_not_fit() -> None:
         ops.HeadNorm(D, heads=2, kv_heads=1)(torch.zeros(2, 24))
     with pytest.raises(ValueError, match="norm"):
         ops.HeadNorm(D, heads=2, norm="BatchNorm")
+    with pytest.raises(ValueError, match="was made for 64 features, got 24"):
+        ops.QueriesApart(D, heads=4, kv_heads=2)(torch.zeros(2, 24))
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
+        ops.QueriesApart(D, heads=3, kv_heads=2)
 
 
 def test_a_small_centered_weight_is_not_rounded_away() -> None:
@@ -121,10 +125,3 @@ def test_one_of_both_may_be_all_that_is_read() -> None:
         torch.testing.assert_close(y, want)
         dy = normal(*y.shape, seed=2)
         torch.testing.assert_close(*(torch.autograd.grad(t, x, dy, retain_graph=True)[0] for t in (y, want)))
-
-
-def test_queries_apart_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="was made for 64 features, got 24"):
-        ops.QueriesApart(D, heads=4, kv_heads=2)(torch.zeros(2, 24))
-    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
-        ops.QueriesApart(D, heads=3, kv_heads=2)

@@ -1,4 +1,4 @@
-"""What attention hides by structure: windows, both corners, lengths, sequences one behind the other; row by row."""
+"""What attention hides by structure: windows, both corners, lengths, sequences one behind the other, by the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from te_fuser import ops
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
+from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
 
 WINDOWS = [None, (2, 1), (0, 0), (None, 2), (3, None)]
 
@@ -37,11 +37,9 @@ def masks(**names):
 
 def check(op, q, k, v, inputs, seen, layout):
     """Forward, backward and reference of `op` against the formula."""
-    want = in_layout(row_by_row(q, k, v, seen, scale=op.scale), layout)
+    want = in_layout(by_formula(q, k, v, seen, scale=op.scale), layout)
     dy = tensor(*want.shape, seed=4)
-    # Where nothing at all is seen, nothing is recorded.
-    grads = torch.autograd.grad(want, (q, k, v), dy, allow_unused=True) if want.requires_grad else (None,) * 3
-    wanted = [in_layout(torch.zeros_like(t) if g is None else g, layout) for g, t in zip(grads, (q, k, v), strict=True)]
+    wanted = [in_layout(g, layout) for g in torch.autograd.grad(want, (q, k, v), dy)]
     x, key, value = (in_layout(t, layout).detach() for t in (q, k, v))
     if op.packing == "blocked":
         x, others = torch.cat((x, key, value), -1), {}
@@ -116,7 +114,7 @@ def test_the_last_that_is_no_padding_is_the_corner(window, sides):
     check(op, *parts(*sizes, samples=4), named, seen, "batch_first")
 
 
-def test_padding_that_does_not_fit():
+def test_masks_that_cannot_be_and_padding_that_does_not_fit():
     op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
     x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))
     for shape, dtype, error, words in (
@@ -127,6 +125,12 @@ def test_padding_that_does_not_fit():
             op.check_inputs(x, {"padding": Spec(shape, dtype, x.device)})
     with pytest.raises(ValueError, match="reads padding from 'ours'"):
         op.check_inputs(x, {})
+    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
+        AttentionMask(window=(-1, 0))
+    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
+        AttentionMask(corner="left")
+    with pytest.raises(ValueError, match="keyword argument"):
+        AttentionMask(lengths="my lengths")
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -227,15 +231,6 @@ def test_a_given_mask_hides_too():
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):
         DotProductAttention(2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
-
-
-def test_masks_that_cannot_be():
-    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
-        AttentionMask(window=(-1, 0))
-    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
-        AttentionMask(corner="left")
-    with pytest.raises(ValueError, match="keyword argument"):
-        AttentionMask(lengths="my lengths")
 
 
 def spec(*shape, dtype=torch.int32):
