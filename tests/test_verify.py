@@ -24,7 +24,7 @@ from te_fuser.verify.examples import Case, example_cases, examples
 from tests.recorded import recorded
 from tests.twins import randomize
 
-pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps_promises.py
+pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps.py
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
 DTYPES = (torch.float32, torch.bfloat16)
 
