@@ -163,7 +163,6 @@ bool read_call(const CudaMatmul& product, PyObject* const* tensors, size_t count
                                          : read_matrix(product, i, tensors[i], matrix_of(call, role), reading);
     if (!read) return false;
   }
-  if (form.epilogue->aux_is_mask) call.aux.stride *= 8;  // bits
   Failure failure;
   if (!product.matmul.sizes(call, reading.sizes, failure)) {
     raise_failure(failure, nullptr);
@@ -185,11 +184,7 @@ bool imagine_call(const CudaMatmul& product, int32_t device, const MatmulSizes& 
   call.b = form.transpose_b ? imagined(n, k) : imagined(k, n);
   call.out = imagined(m, n);
   if (form.addend == Addend::c) call.c = imagined(m, n);
-  if (form.epilogue->aux_is_mask) {
-    call.aux = {nullptr, m, (n + 127) / 128 * 16, (n + 127) / 128 * 128, false};
-  } else if (form.epilogue->aux != Use::none) {
-    call.aux = imagined(m, n);
-  }
+  if (form.epilogue->aux != Use::none) call.aux = imagined(m, n);
   // Nothing is read there; the library wants a pointer where an epilogue has one.
   call.bias = call.aux.data = call.scale_a = call.scale_b = reinterpret_cast<void*>(uintptr_t{4096});
   call.scales_a = form.scales_a->count(m, k);

@@ -49,8 +49,6 @@ std::vector<int64_t> sizes_of(const CudaMatmul& product, Role role, const std::v
     int64_t rows = 1;
     for (size_t i = 0; i + 1 < out.size(); ++i) rows *= out[i];
     sizes = {columns ? out.back() : rows};
-  } else if (role == Role::aux && epilogue.aux_is_mask) {
-    sizes.back() = (sizes.back() + 127) / 128 * 16;
   }
   return sizes;
 }

@@ -13,18 +13,15 @@ using Length = Epilogue::Length;
 
 // Sums over the contracted dimension are named after our factors: the library's A is our b.
 constexpr Epilogue epilogues[] = {
-    {"none", Lt::epilogue_default, Use::none, Length::columns, Use::none, false},
-    {"bias", Lt::epilogue_bias, Use::read, Length::columns, Use::none, false},
-    {"relu_bias", Lt::epilogue_relu_bias, Use::read, Length::columns, Use::none, false},
-    {"gelu_bias", Lt::epilogue_gelu_bias, Use::read, Length::columns, Use::none, false},
-    {"relu_aux_bias", Lt::epilogue_relu_aux_bias, Use::read, Length::columns, Use::written, true},
-    {"gelu_aux_bias", Lt::epilogue_gelu_aux_bias, Use::read, Length::columns, Use::written, false},
-    {"drelu", Lt::epilogue_drelu, Use::none, Length::columns, Use::read, true},
-    {"drelu_bgrad", Lt::epilogue_drelu_bgrad, Use::written, Length::columns, Use::read, true},
-    {"dgelu", Lt::epilogue_dgelu, Use::none, Length::columns, Use::read, false},
-    {"dgelu_bgrad", Lt::epilogue_dgelu_bgrad, Use::written, Length::columns, Use::read, false},
-    {"sum_a", Lt::epilogue_bgradb, Use::written, Length::rows, Use::none, false},
-    {"sum_b", Lt::epilogue_bgrada, Use::written, Length::columns, Use::none, false},
+    {"none", Lt::epilogue_default, Use::none, Length::columns, Use::none},
+    {"bias", Lt::epilogue_bias, Use::read, Length::columns, Use::none},
+    {"relu_bias", Lt::epilogue_relu_bias, Use::read, Length::columns, Use::none},
+    {"gelu_bias", Lt::epilogue_gelu_bias, Use::read, Length::columns, Use::none},
+    {"gelu_aux_bias", Lt::epilogue_gelu_aux_bias, Use::read, Length::columns, Use::written},
+    {"dgelu", Lt::epilogue_dgelu, Use::none, Length::columns, Use::read},
+    {"dgelu_bgrad", Lt::epilogue_dgelu_bgrad, Use::written, Length::columns, Use::read},
+    {"sum_a", Lt::epilogue_bgradb, Use::written, Length::rows, Use::none},
+    {"sum_b", Lt::epilogue_bgrada, Use::written, Length::columns, Use::none},
 };
 
 constexpr FactorScales factor_scales[] = {
@@ -317,12 +314,7 @@ bool Matmul::sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure)
     if (call.scales_b != of_b) return wrong_scales("scale_b", call.scales_b, of_b);
   }
   if (form.addend == Addend::c && !is_result(call.c)) return wrong("c", call.c);
-  if (form.epilogue->aux != Use::none && !form.epilogue->aux_is_mask && !is_result(call.aux)) {
-    return wrong("aux", call.aux);
-  }
-  if (form.epilogue->aux_is_mask && (call.aux.rows != sizes.m || call.aux.stride < sizes.n || call.aux.stride % 128)) {
-    return refuse(call, "the mask must be uint8 [m, 16 ceil(n / 128)]", failure);
-  }
+  if (form.epilogue->aux != Use::none && !is_result(call.aux)) return wrong("aux", call.aux);
   failure.kind = Failure::Kind::runtime;
   return true;
 }

@@ -31,7 +31,6 @@ struct Epilogue {
   Use bias;
   Length bias_length;
   Use aux;
-  bool aux_is_mask;  // one bit for each element
 };
 
 // The epilogue of that name, or nullptr.
@@ -62,7 +61,7 @@ struct MatmulForm {
   std::string name;
   DType dtype;      // of a, and of b where that has none of its own
   DType b_dtype;
-  DType out_dtype;  // of the output, the addend, the bias and GELU's aux
+  DType out_dtype;  // of the output, the addend, the bias and aux
   bool transpose_a, transpose_b;
   const Epilogue* epilogue;
   Addend addend;
@@ -73,7 +72,7 @@ struct MatmulForm {
   bool is_scaled() const { return dtype.bits == 8; }
 };
 
-// The tensors of one call. Rows and columns are those of the tensors; aux.stride counts bits for a mask.
+// The tensors of one call. Rows and columns are those of the tensors;
 struct MatmulCall {
   int32_t device;
   CublasLt::Stream stream;

@@ -85,7 +85,6 @@ bool add_argument(CudaMatmul& product, Role role, const DType* dtype, bool writt
 bool list_arguments(CudaMatmul& product) {
   const MatmulForm& form = product.matmul.form;
   const Epilogue& epilogue = *form.epilogue;
-  const DType* aux = epilogue.aux_is_mask ? find_dtype("uint8") : &form.out_dtype;
   const auto add = [&](Role role, const DType* dtype, bool written) {
     return add_argument(product, role, dtype, written);
   };
@@ -94,7 +93,7 @@ bool list_arguments(CudaMatmul& product) {
          (!form.is_scaled() || (add(Role::scale_a, scale, false) && add(Role::scale_b, scale, false))) &&
          add(Role::out, &form.out_dtype, true) && (form.addend != Addend::c || add(Role::c, &form.out_dtype, false)) &&
          (epilogue.bias == Use::none || add(Role::bias, &form.out_dtype, epilogue.bias == Use::written)) &&
-         (epilogue.aux == Use::none || add(Role::aux, aux, epilogue.aux == Use::written));
+         (epilogue.aux == Use::none || add(Role::aux, &form.out_dtype, epilogue.aux == Use::written));
 }
 
 // tuned: None, or (find, drop).

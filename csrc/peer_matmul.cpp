@@ -67,8 +67,7 @@ MatmulCall piece(const CudaMatmul& product, const MatmulCall& call, int64_t rows
   const MatmulForm& form = product.matmul.form;
   move_rows(found.out, rows_later, form.out_dtype.bits);
   if (found.c.data != nullptr) move_rows(found.c, rows_later, form.out_dtype.bits);
-  // The stride of a mask counts bits.
-  if (found.aux.data != nullptr) move_rows(found.aux, rows_later, form.epilogue->aux_is_mask ? 1 : form.out_dtype.bits);
+  if (found.aux.data != nullptr) move_rows(found.aux, rows_later, form.out_dtype.bits);
   for (Matrix* matrix : {&found.out, &found.c, &found.aux}) matrix->rows = matrix->data != nullptr ? rows : 0;
   return found;
 }

@@ -125,7 +125,7 @@ class CudaKernel:
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
 
-# device, m, n, k, strides of a, b, out, c and aux (0 where there is none; of a mask in bits), and a number for what
+# device, m, n, k, strides of a, b, out, c and aux (0 where there is none), and a number for what
 # else the choice of an algorithm depends on: bits 0 and 1: a, b lie transposed; bit 2: TensorFloat-32; then, by four
 # bits each, the alignments of a, b, c (or out) and out as powers of two, up to 256 bytes.
 MatmulProblem = tuple[int, int, int, int, int, int, int, int, int, int]
@@ -138,8 +138,7 @@ class CudaMatmul:
     lie apart; factors may also lie transposed. What is read and lies otherwise is copied, what is written must not.
 
     Epilogues: "none"; "bias", "relu_bias", "gelu_bias" (tanh form); "gelu_aux_bias" writes the value before GELU to aux
-    [m, n], "relu_aux_bias" a mask of bits to aux, uint8 [m, 16 ceil(n / 128)]; "dgelu" and "drelu" multiply by the
-    activation's slope as aux has it; "dgelu_bgrad" and "drelu_bgrad" also write the sums over the output's rows to
+    [m, n]; "dgelu" multiplies by the slope of GELU at aux; "dgelu_bgrad" also writes the sums over the output's rows to
     bias [n]; "sum_a" writes the sums of a over k to bias [m], "sum_b" those of b to bias [n].
     """
 
@@ -165,7 +164,7 @@ class CudaMatmul:
         Args:
             dtype: of the factors: "float32", "bfloat16" or "float16".
             transpose_a, transpose_b: whether a is given as [k, m], b as [n, k].
-            out_dtype: of everything else but masks.
+            out_dtype: of everything else.
             add: "none", "out" (to what out holds) or "c" (a tensor of its own, which is only read).
             on_empty: called with a call's tensors where m, n or k is 0.
             tuned: find(problem) gives an algorithm that was measured before, when a problem is first met, and

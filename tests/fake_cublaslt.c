@@ -142,7 +142,7 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
                    struct layout* lo, const struct algorithm* algorithm, void* workspace, size_t bytes, void* stream) {
   (void)handle, (void)stream;
   int64_t m = (int64_t)lo->rows, n = (int64_t)lo->columns, k = (int64_t)(d->transa ? la->rows : la->columns);
-  int relu = (d->epilogue & 2) && d->epilogue < 256, back_relu = (d->epilogue & ~16) == 136;
+  int relu = (d->epilogue & 2) && d->epilogue < 256;
   int back_gelu = (d->epilogue & ~16) == 192, sums = d->epilogue & 16 && d->epilogue < 256;
   double* column = calloc((size_t)(m > n ? m : n), sizeof(double));
   int fits = bytes == algorithm->data[0] * 1024 && (!bytes || (workspace && malloc_usable_size(workspace) >= bytes));
@@ -171,10 +171,7 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
       if (d->epilogue & 4) sum += load(d->bias, lo->type, i);
       if (d->epilogue == 164) store(d->aux, lo->type, j * d->aux_ld + i, sum);
       if (d->epilogue & 32) sum = gelu(d->epilogue == 164 ? load(d->aux, lo->type, j * d->aux_ld + i) : sum);
-      uint8_t* mask = d->aux == NULL ? NULL : (uint8_t*)d->aux + (j * d->aux_ld + i) / 8;
-      if (d->epilogue == 134) *mask = (uint8_t)((*mask & ~(1 << i % 8)) | (sum > 0) << i % 8);
       if (relu) sum = sum > 0 ? sum : 0;
-      if (back_relu) sum = *mask >> i % 8 & 1 ? sum : 0;
       if (back_gelu) sum *= dgelu(load(d->aux, lo->type, j * d->aux_ld + i));
       if (sums) column[i] += sum;
       store(out, lo->type, j * lo->ld + i, sum);

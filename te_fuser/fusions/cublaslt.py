@@ -127,12 +127,6 @@ _EFFICIENCY = {
     "forward_bias_gelu_aux": 0.935,
     "dgrad_dgelu": 0.88,
     "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
-    # ReLU's mask with the product that reads it: an MLP of the same sizes took 10.05 ms with the epilogue that gives
-    # ReLU's output and a generated kernel for the slope, and 0.46 ms more by the mask, with the sum or without. So for
-    # large products only tune() takes them.
-    "forward_bias_relu_mask": 0.935,
-    "dgrad_drelu": 0.68,
-    "dgrad_drelu_sum": 0.68,
 }
 
 # cuBLASLt adds up dy in a kernel of its own after the product, at half a copy's speed: 201 MB took 93 us on an H200.
@@ -140,7 +134,7 @@ _SUM_PASSES = 2.0
 
 # Launches: what was never measured in small sizes is priced so that only tune() takes it there. The library's kernel
 # for sums of dy is none: its call took 15.2 us of the host, one without sums 10.4 and a generated kernel's 10.
-_LAUNCHES = {"dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
+_LAUNCHES = {"dgrad_dgelu_sum": 10}
 
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
@@ -148,9 +142,8 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     rows, columns, inner = _sizes(m, kind, at, m.x)
     options, size = products.KINDS[kind], m.dtype.itemsize
     epilogue, out = str(options.get("epilogue", "none")), rows * columns * size
-    aux = rows * products.mask_bytes(columns) if "relu" in epilogue else out
-    read = inner * (rows + columns) * size + (out if "add" in options else 0) + (aux if epilogue[0] == "d" else 0)
-    written = out + (aux if "aux" in epilogue else 0)
+    read = inner * (rows + columns) * size + (out if "add" in options else 0) + (out if epilogue[0] == "d" else 0)
+    written = out + (out if "aux" in epilogue else 0)
     summed = _SUM_PASSES * inner * rows * size if kind == "wgrad_sum" else 0
     flops, share = 2.0 * rows * columns * inner, _EFFICIENCY.get(kind, 1.0)
     return Cost(read + summed, written, flops, _LAUNCHES.get(kind, 1), efficiency=share, apart=summed)
@@ -177,7 +170,7 @@ def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 
 @dataclass(frozen=True)
 class ProductRow:
-    """A fusion of which each direction that it has is made of products.
+    """A fusion whose direction is made of products.
 
     Attributes:
         doc: what it computes, in a sentence.
@@ -185,8 +178,6 @@ class ProductRow:
         backward: the products that run backward, each on its own, of the last MatMul: `method` is the kind, of which
             "wgrad_onto" goes to main_grad.
         emits: values inside the match that forward's product gives beside its output.
-        saves: "mask", where forward's product writes that of ReLU.
-        forward_ops, backward_ops: how many ops forward covers, the first ones, and backward, the last; None: all.
         when: why a match is none, asked before its ops and products are; None if they decide.
         instead: what says what runs forward where the product cannot. No match is refused for that then, and the cost
             is a launch's.
@@ -198,17 +189,12 @@ class ProductRow:
     forward: str = ""
     backward: tuple[Gradient, ...] = ()
     emits: tuple[str, ...] = ()
-    saves: tuple[str, ...] = ()
-    forward_ops: int | None = None
-    backward_ops: int | None = None
     when: Callable[[Match], str | None] = lambda m: None
     instead: Callable[[Match], Callable[..., torch.Tensor]] | None = None
 
     @property
     def direction(self) -> str:
         """Direction of the fusion."""
-        if self.forward and self.backward:
-            return "joint"
         return "forward" if self.forward else "backward"
 
     @property
@@ -243,11 +229,9 @@ class ProductRow:
 
     def cost(self, m: Match) -> Costs:
         """Cost of the row's products."""
-        backward = tuple(cost_of(m, node.method, self._last) for node in self.backward)
-        if not self.forward:
-            return backward
-        forward = cost_of(m, self.forward)
-        return (forward, backward) if backward else forward
+        if self.forward:
+            return cost_of(m, self.forward)
+        return tuple(cost_of(m, node.method, self._last) for node in self.backward)
 
     def choose(self, m: Match, method: str) -> Body:
         """Body that runs in a match."""
@@ -268,12 +252,8 @@ def declare(row: ProductRow) -> Fusion:
         when=row.accepts,
         cost=None if row.instead else row.cost,
         emits=row.emits,
-        saves=row.saves,
-        saved_bytes=(lambda m: {"mask": m.x.rows * products.mask_bytes(m[0].out_features)}) if row.saves else None,
         takes=row.takes,
-        gives=("output", *row.emits, *row.saves) if row.forward else (),
-        forward_ops=slice(row.forward_ops),
-        backward_ops=slice(row.backward_ops and -row.backward_ops, None),
+        gives=("output", *row.emits) if row.forward else (),
         gradients=row.backward,
         choose=row.choose,
     )
@@ -295,26 +275,6 @@ def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
         return linear_bias
     settled = is_torchs(m.x.rows, op.in_features, op.out_features, m.dtype, m.device)
     return torch.nn.functional.linear if settled else linear_bias
-
-
-def _by_mask(name: str, doc: str, backward_ops: int, *backward: Gradient) -> ProductRow:
-    """MatMul + Bias + ReLU, then MatMul, with a mask of ReLU between forward and backward.
-
-    The forward product writes a bit for each element, whether h = x W^T + b is positive, and the product that brings
-    the gradient back, dh = dy W where h > 0, reads it. The mask is no value of the list, so both are one joint fusion.
-    The second product runs forward as it is planned: its bias or a residual sum may go with it.
-    """
-    return ProductRow(
-        name,
-        doc,
-        (MatMul, Bias, ReLU, MatMul),
-        forward="forward_bias_relu_mask",
-        backward=backward,
-        saves=("mask",),
-        forward_ops=3,
-        backward_ops=backward_ops,
-        when=lambda m: None if m.needs_grad else "there is no backward to read the mask",
-    )
 
 
 _ROWS = (
@@ -404,20 +364,6 @@ _ROWS = (
         "Gives the output alone; backward knows from it where ReLU passed what it read.",
         (MatMul, Bias, ReLU),
         forward="forward_bias_relu",
-    ),
-    _by_mask(
-        "relu_matmul_by_mask",
-        "ReLU's slope in the epilogue of dy W; dW = dy^T relu(h) reads ReLU's output, which is kept for it.",
-        2,
-        Gradient(("input",), ("1.weight", "mask"), "dgrad_drelu"),
-        Gradient(("1.weight",), ("0.output",), "wgrad"),
-    ),
-    _by_mask(
-        "bias_relu_matmul_by_mask",
-        "ReLU's slope and the bias's gradient in the epilogue of dy W; dW = dy^T relu(h) reads ReLU's output.",
-        3,
-        Gradient(("input", "0.bias"), ("2.weight", "mask"), "dgrad_drelu_sum"),
-        Gradient(("2.weight",), ("1.output",), "wgrad"),
     ),
     ProductRow(
         "matmul_main_grad",

@@ -64,6 +64,12 @@ OPS: dict[str, tuple[type[RowOp], dict[str, Any]]] = {
 }
 
 
+def row_op(name: str, features: int, rng: torch.Generator | None = None) -> Any:
+    """The op of that name, with random parameters."""
+    kind, arguments = OPS[name]
+    return example_of(kind, features, rng or torch.Generator().manual_seed(1), **arguments)
+
+
 def test_the_table_has_every_row_op() -> None:
     public = {getattr(ops, name) for name in ops.__all__}
     rows = {kind for kind in public if issubclass(kind, RowOp)} - {RowOp, ops.GatedUnit, ops.Norm}
@@ -76,8 +82,7 @@ def test_the_table_has_every_row_op() -> None:
 def test_trace_is_compute_and_adjoint_is_autograd(name: str, scale: float) -> None:
     """By PyTorch's operations, which run the formula's trace and its adjoint as they are."""
     rng = torch.Generator().manual_seed(1)
-    kind, arguments = OPS[name]
-    op: Any = example_of(kind, SHAPE[-1], rng, **arguments)
+    op = row_op(name, SHAPE[-1], rng)
     model = te_fuser.Sequential(op.double(), kernels="reference")
     named, per_sample = op.named_inputs().values(), (SHAPE[op.batch_dim() or 0], SHAPE[-1])
     given = {n.name: tensor(*(SHAPE if n.axes == Axes.FULL else per_sample), seed=k) for k, n in enumerate(named)}

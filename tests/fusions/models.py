@@ -17,7 +17,7 @@ from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.ops.base import FusableOperation
 from te_fuser.quantization import lowering, microbatch
 from te_fuser.recipe import DelayedScaling, Recipe
-from tests.fusions.products import autocast_on_cuda, free, plan
+from tests.fusions.products import autocast_on_cuda, plan
 from tests.kernels.packages import fake_cudnn, fake_flash_attn, fake_quack
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,13 +63,6 @@ def taken_away(make: Callable[..., Plan], *given: Any, **options: Any) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering, "is_taken_away", lambda owner: True)
         return make(*given, **options)
-
-
-def forced(name: str, *parts: FusableOperation, **options: Any) -> Plan:
-    """The plan where the fusion by a mask costs nothing, with products and kernels as ever."""
-    others = [n for n in fusions.names() if "by_mask" not in n]
-    with fusions.only(free(fusions.get(name)), *others):
-        return plan(*parts, **options)
 
 
 def by_free_epilogues(dear: Sequence[str], *parts: FusableOperation, **options: Any) -> Plan:

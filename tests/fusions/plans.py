@@ -13,10 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.pipeline import make_plan
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.plan.problem import Options
-from te_fuser.fuser.plan.tuned import ON
 from te_fuser.fuser.steps.step import Step
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests.float8 import E4M3, E5M2
@@ -32,7 +29,6 @@ from tests.fusions.models import (
     Plans,
     attention,
     by_free_epilogues,
-    forced,
     frozen,
     gated_mlp,
     in_region,
@@ -51,7 +47,6 @@ from tests.twins import tensor
 
 FOLDER = Path(__file__).parent / "written"
 MEMORY = ("fast", "balanced", "lean")
-MASK, MASK_AND_BIAS = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
 
 
 # ----------------------------------------------------------------------------------------------------------- the text
@@ -143,14 +138,6 @@ def quantized(device: str, weight: torch.dtype = E4M3, dtype: torch.dtype = BF16
     scales = {name: torch.ones((), device="meta") for name in ("scale", "input_scale", "weight_scale")}
     model = te_fuser.Sequential(*parts).to("meta", dtype)
     return model.plan(x, device=device, weight=torch.empty(32, 64, dtype=weight, device="meta"), **scales)
-
-
-def tuned_mask() -> Plan:
-    """Where tune() found the fusion to be faster, at its own cost."""
-    parts = relu_mlp()  # a graph does not keep them
-    found = plan(*parts, memory="fast")
-    how = Options(found.device, found.target, "fast", found.device.capability, {f"{MASK} 4096>4096": ON})
-    return make_plan(found.graph, how)
 
 
 def summed() -> Plan:
@@ -283,14 +270,6 @@ def _products() -> Iterator[tuple[str, Plans]]:
     yield "sum, read by others", summed
     yield "relu, without a backward", lambda: plan(linear(), ops.ReLU(), grad=False)
     yield from _some("relu", lambda memory: plan(*relu_mlp(), memory=memory), memory=MEMORY)
-    yield from _some("mask", lambda memory: forced(MASK, *relu_mlp(), memory=memory), memory=MEMORY)
-    yield from _some("mask", lambda inner: forced(MASK, *relu_mlp(inner), rows=7), inner=(1, 128, 129))
-    yield "mask, tuned", tuned_mask
-    yield "mask and bias", lambda: forced(MASK_AND_BIAS, *relu_mlp(), memory="fast")
-    stack = lambda: [linear(256, 512), ops.ReLU(), linear(512, 512), ops.ReLU(), linear(512, 256)]  # noqa: E731
-    yield "mask, a stack", lambda: forced(MASK, *stack(), features=256)
-    forked = lambda: [linear(64, 64), ops.ReLU(), ops.Fork("h"), linear(64, 64), ops.Add("h")]  # noqa: E731
-    yield "mask, relu read elsewhere", lambda: forced(MASK, *forked(), features=64, rows=64)
     for name, make in (("quack gelu", mlp), ("quack swiglu", gated_mlp)):
         of = lambda make=make, **how: where(QUACK, plan, *make(), **how)  # noqa: E731
         yield from _some(name, of, memory=MEMORY)

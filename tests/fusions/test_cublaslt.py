@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import cublaslt
 from te_fuser.fusions.cublaslt import put_weight_gradient
-from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import configured
-from tests.fake_cublaslt import FakeCublasLt
-from tests.fusions.models import relu_mlp
-from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons
+from tests.fusions.products import library_on_the_cpu, plan, reasons
 from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS = cublaslt._ROWS
@@ -103,65 +97,6 @@ def test_matmul_bias_in_low_precision_is_as_good_as_torch(dtype: torch.dtype) ->
     exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
     ulp = torch.finfo(dtype).eps * exact.abs().max()
     assert (y.double() - exact).abs().max() <= 2 * (torchs.double() - exact).abs().max() + ulp
-
-
-# ---- masks of ReLU, by a library on the CPU -------------------------------------------------------------------------
-
-MASK, MASK_AND_BIAS = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
-
-
-def test_mask_without_bias_leaves_its_gradient_to_a_kernel_and_explain_says_why() -> None:
-    with fusions.only(free(fusions.get(MASK)), fusions.STRETCH):
-        assert ("bias_bwd", 1, 2) in covered(plan(*relu_mlp()).backward)
-    model = Sequential(*relu_mlp()).to("meta", BF16)
-    x = torch.empty(8192, 4096, dtype=BF16, device="meta", requires_grad=True)
-    assert f"{MASK} (backward; ops 2-3): predicted" in str(model.explain(x, device="h200", details=True))
-
-
-@pytest.fixture
-def library() -> Iterator[FakeCublasLt]:
-    with library_on_the_cpu() as fake:
-        yield fake
-
-
-@pytest.mark.parametrize("rows", [(7,), (2, 3), (0,), ()])
-def test_products_with_masks_are_those_of_float64(library: FakeCublasLt, rows: tuple[int, ...]) -> None:
-    x, w, b, dy, w2 = (tensor(*s, dtype=torch.float32) for s in ((*rows, 9), (130, 9), (130,), (*rows, 5), (5, 130)))
-    y, mask = products.multiply("forward_bias_relu_mask", x, w, b)
-    h = x.double() @ w.double().T + b.double()
-    torch.testing.assert_close(y.double(), h.relu(), rtol=1e-6, atol=1e-5)
-    assert mask.shape == (*rows, 32) and mask.dtype == torch.uint8
-    dh = torch.where(h > 0, dy.double() @ w2.double(), 0.0)
-    alone, (with_sums, sums) = (products.multiply(kind, dy, w2, mask) for kind in ("dgrad_drelu", "dgrad_drelu_sum"))
-    torch.testing.assert_close(alone.double(), dh, rtol=1e-6, atol=1e-5)
-    assert torch.equal(alone, with_sums)
-    torch.testing.assert_close(sums.double(), dh.reshape(-1, 130).sum(0), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.usefixtures("few_rows")
-@pytest.mark.parametrize("name", [MASK, MASK_AND_BIAS])
-def test_fusion_by_a_mask_is_what_the_ops_mean(name: str, library: FakeCublasLt) -> None:
-    lists = [[ops.MatMul(19, 131), ops.Bias(131), ops.ReLU(), ops.MatMul(131, 6)]]
-    entry = dataclasses.replace(fusions.get(name), when=lambda m: m.needs_grad or "no backward")
-    report = te_fuser.verify(entry, ops=lists, dtypes=[BF16], device="cpu", kernels="reference")
-    assert report.passed and len(report.rows) > 100
-    assert library.products
-
-
-def test_mask_that_is_wrong_is_found_by_verify(library: FakeCublasLt) -> None:
-    def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y, mask = products.multiply("forward_bias_relu_mask", x, weight, bias)
-        mask[-1, 0] ^= 1
-        return y, mask
-
-    right = fusions.get(MASK)
-    assert right.choose is not None
-    wrong = dataclasses.replace(
-        right, when=None, choose=lambda m, method: forward if method == "forward" else right.choose(m, method)
-    )
-    lists = [[ops.MatMul(8, 8), ops.Bias(8), ops.ReLU(), ops.MatMul(8, 8)]]
-    with pytest.raises(te_fuser.VerificationError, match="gradient"):
-        te_fuser.verify(wrong, ops=lists, dtypes=[torch.float32], device="cpu", kernels="reference")
 
 
 class Product(torch.autograd.Function):

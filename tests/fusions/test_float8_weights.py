@@ -57,7 +57,7 @@ def test_model_over_some_steps_is_as_emulated(recipe: Recipe) -> None:
     states_near(states(model), states(twin), 0.05)
 
 
-@pytest.mark.parametrize(("kept", "form"), zip(SOME, 3 * (Format.HYBRID, Format.E4M3), strict=True))
+@pytest.mark.parametrize(("kept", "form"), [*zip(SOME, 3 * (Format.HYBRID, Format.E4M3), strict=True)])
 def test_model_of_partly_8_bits_is_as_emulated(kept: tuple[bool, bool, bool], form: Format) -> None:
     model, twin = mlp(), mlp()
     recipe = DelayedScaling(override_linear_precision=kept, amax_history_len=3, fp8_format=form)

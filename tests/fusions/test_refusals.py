@@ -31,7 +31,6 @@ from tests.fusions.models import (
     installed,
     mlp,
     of_dtypes,
-    relu_mlp,
     under_autocast,
     where,
 )
@@ -71,15 +70,6 @@ def products() -> Rows:
     yield "matmul_bias_gelu_aux", lambda: of_dtypes([linear(64, 64), ops.GELU()], 64, "0.bias"), BIAS
     residual = te_fuser.Residual
     yield "matmul_add_bias_dropout", lambda: plan(residual(linear(), ops.Dropout(0.1))), DROPS
-    masked, biased = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
-    yield masked, lambda: plan(*relu_mlp(64), **CPU), ON_CPU
-    yield masked, lambda: plan(*relu_mlp(64), grad=False), "there is no backward to read the mask"
-    yield masked, lambda: plan(*relu_mlp(64), dtype=torch.float64), DTYPES
-    yield masked, lambda: plan(*relu_mlp(64), **REFERENCE), ALONE
-    yield masked, lambda: plan(*relu_mlp(accumulate_into_main_grad=True)), MAIN_GRAD
-    needs = "nobody needs the gradient of 0.bias, which it makes with input"
-    yield biased, lambda: frozen(relu_mlp(), "0.bias"), needs
-    yield biased, lambda: of_dtypes([linear(64, 64), ops.ReLU(), linear(64, 64)], 64, "0.bias"), BIAS
     yield "matmul_add", added_in_float32, "what is added is in torch.float32, the product in torch.bfloat16"
 
 
@@ -420,9 +410,7 @@ DEARER: list[tuple[str, Plans, str]] = [
     ("matmul_bias_backward", lambda: plan(linear(), ops.SiLU()), "us more than"),
     ("gelu_matmul_backward", lambda: plan(*gelu_mlp(), memory="fast"), "us more than"),
     *((name, lambda rows=rows, parts=parts, memory=memory: plan(*parts(), rows=rows, memory=memory),
-     "us more than") for name, parts, memories in (("bias_gelu_matmul_backward", gelu_mlp, ("fast",)),
-     ("relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean")),
-     ("bias_relu_matmul_by_mask", relu_mlp, ("fast", "balanced", "lean"))) for rows in (16,
+     "us more than") for name, parts, memories in (("bias_gelu_matmul_backward", gelu_mlp, ("fast",)),) for rows in (16,
      8192) for memory in memories),
     *((name, lambda rows=rows, parts=parts: few(*parts(), rows=rows), words) for name, parts,
      words in ((AUX, mlp, "matmul_bias_gelu_aux"),

@@ -152,18 +152,6 @@ def test_every_element_is_written_and_runs_repeat(name: str, monkeypatch: pytest
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_masks_of_relu() -> None:
-    for n_out in (40, 256, 1000):
-        x, w, b, dy = inputs("x w b dy", (65,), 64, n_out, torch.bfloat16)
-        y, mask = products.configured("forward_bias_relu_mask", x.dtype, x.dtype).make(x, w, b)
-        bits = (mask[..., None] >> torch.arange(8, device=GPU, dtype=torch.uint8) & 1).flatten(-2)[..., :n_out]
-        assert torch.equal(bits.bool(), y > 0)
-        w2 = normal(n_out, n_out, seed=5)
-        dh = products.configured("dgrad_drelu", x.dtype, x.dtype).make(dy, w2, mask)
-        want = torch.where(y > 0, dy @ w2, 0.0)
-        torch.testing.assert_close(dh, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
-
-
 def test_tf32_is_pytorchs_setting() -> None:
     x, w = normal(256, 1024, dtype=torch.float32), normal(512, 1024, dtype=torch.float32, seed=1)
     exact = x.double() @ w.double().T

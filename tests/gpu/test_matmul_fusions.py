@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -27,8 +26,6 @@ NAMES = {
     "gelu_matmul_backward": HALF,
     "gelu_matmul_bias_backward": HALF,
     "bias_gelu_matmul_backward": HALF,
-    "relu_matmul_by_mask": HALF,
-    "bias_relu_matmul_by_mask": HALF,
     **{f"matmul_add{bias}": (*HALF, torch.float32) for bias in ("", "_bias")},
 }
 
@@ -82,20 +79,6 @@ def test_a_layer_of_epilogues(cheap: None, dropout: float, memory: str) -> None:
     assert {"matmul_bias", "matmul_bias_gelu_aux"} <= names
     assert ("matmul_add_bias_dropout" in names) == (dropout == 0.0)
     te_fuser.verify(model, x)
-
-
-@pytest.mark.parametrize("name", ["relu_matmul_by_mask", "bias_relu_matmul_by_mask"])
-def test_a_layer_by_masks(name: str) -> None:
-    parts = [ops.LayerNorm(64), ops.Linear(64, 200), ops.ReLU(), ops.Linear(200, 136), ops.ReLU(), ops.Linear(136, 64)]
-    model = te_fuser.Sequential(te_fuser.Residual(*parts), memory="fast").to(GPU, torch.bfloat16)
-    x = torch.randn(33, 4, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    free = dataclasses.replace(fusions.get(name), cost=lambda m: fusions.Cost(seconds=0.0))
-    with fusions.only(free, *(n for n in fusions.names() if "by_mask" not in n)):
-        plan = model.plan(x)
-        assert [s.name for s in plan.forward].count(name) == 2
-        assert [s.name for s in plan.backward].count(name) == 4
-        assert len([k for k in plan.kept if k.name == f"{name}: mask"]) == 2
-        te_fuser.verify(model, x)
 
 
 def test_autocast() -> None:

@@ -32,8 +32,6 @@ from te_fuser.ops.quantized_matmul import STEP
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
 GELU_MULTIPLE = 8
-# The mask that ReLU's epilogue writes, and its backward reads, has rows of a multiple of 128 bits.
-MASK_MULTIPLE = 128
 
 version = _native.cublaslt_version
 
@@ -85,14 +83,11 @@ KINDS: dict[str, Options] = {
     "forward_add": {**_FORWARD, "add": "c"},  # what is added [..., O], which is only read
     "forward_bias_add": {**_FORWARD, "epilogue": "bias", "add": "c"},  # what is added, b
     "forward_bias_relu": {**_FORWARD, "epilogue": "relu_bias"},  # b
-    "forward_bias_relu_mask": {**_FORWARD, "epilogue": "relu_aux_bias"},  # b; (y, uint8 [..., mask_bytes(O)]: h > 0)
     "forward_bias_gelu": {**_FORWARD, "epilogue": "gelu_bias"},  # b; the tanh form, in float32 right to 1e-5
     "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},  # b; (gelu(h), h), O a multiple of 8
     "dgrad": _DGRAD,
     "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},  # h [..., I], a multiple of 8; dx * gelu'(h)
     "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},  # h; (dh, its sum over the rows [I])
-    "dgrad_drelu": {**_DGRAD, "epilogue": "drelu"},  # the mask [..., mask_bytes(I)]; dx where it has a bit, else 0
-    "dgrad_drelu_sum": {**_DGRAD, "epilogue": "drelu_bgrad"},  # the mask; (dh, its sum over the rows)
     "wgrad": _WGRAD,
     "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},  # (dW, the sum of dy over its rows [O])
     "wgrad_onto": {**_WGRAD, "add": "out"},  # onto what the output holds: not by `multiply`
@@ -178,12 +173,6 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
     elif "bias" in form.epilogue:
         out += given[0]
         if "relu" in form.epilogue:
-            if "aux" in form.epilogue:
-                # One bit for each element, set where it is positive.
-                bits = out.new_zeros(*out.shape[:-1], 8 * given[1].shape[-1], dtype=torch.uint8)
-                bits[..., : out.shape[-1]] = out > 0
-                weights = 2 ** torch.arange(8, dtype=torch.uint8, device=out.device)
-                given[1].copy_((bits.unflatten(-1, (-1, 8)) * weights).sum(-1))
             out.relu_()
         elif "gelu" in form.epilogue:
             if "aux" in form.epilogue:
@@ -200,11 +189,6 @@ def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, a
     """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
     configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
     torch.autograd.graph.increment_version(onto)
-
-
-def mask_bytes(features: int) -> int:
-    """The bytes of one row of ReLU's mask."""
-    return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8
 
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits

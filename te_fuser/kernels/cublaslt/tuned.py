@@ -65,7 +65,7 @@ class ProductProblem(NamedTuple):
 
     Attributes:
         a_stride, b_stride, out_stride, c_stride: elements between neighbouring rows (or columns, where they lie so).
-        aux_stride: of what an epilogue reads or writes beside the output, in bits for a mask; 0: there is none.
+        aux_stride: of what an epilogue reads or writes beside the output; 0: there is none.
         layout: a, b transposed (bits 0, 1), TensorFloat-32 (bit 2), four bits each for the alignments of a, b, c, out.
     """
 

@@ -213,8 +213,6 @@ def _tensor(role: str, form: ProductForm, p: ProductProblem, device: torch.devic
     if role == "bias":
         length = p.m if form.epilogue == "sum_a" else p.n
         return _matrix(1, length, length, False, _ALIGNMENT, form.out_dtype, device)[0]
-    if "relu" in form.epilogue:  # a mask of bits
-        return torch.randint(0, 256, (p.m, p.aux_stride // 8), dtype=torch.uint8, device=device)
     return _matrix(p.m, p.n, p.aux_stride, False, _ALIGNMENT, form.out_dtype, device)
 
 

@@ -252,9 +252,7 @@ def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
             epilogue = str(options.get("epilogue"))
             if "bias" in epilogue or "bgrad" in epilogue or "sum" in epilogue:
                 tensors.append(torch.ones(m if epilogue == "sum_a" else n, dtype=dtype))
-            if "relu_aux" in epilogue or "drelu" in epilogue:
-                tensors.append(torch.ones(m, 16, dtype=torch.uint8))
-            elif "aux" in epilogue or "dgelu" in epilogue:
+            if "aux" in epilogue or "dgelu" in epilogue:
                 tensors.append(torch.ones(m, 24, dtype=dtype)[:, :n])
             problem = ProductProblem(*product.problem(tuple(tensors)))
             made = example(product, products.form_of(kind, dtype, dtype), problem, torch.device("cpu"))
