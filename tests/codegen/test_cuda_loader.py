@@ -127,6 +127,8 @@ def test_a_captured_stream_makes_nothing(driver: FakeDriver, compiler: Compiler)
         cuda_loader.load([forward, backward], GPU)
     with pytest.raises(RuntimeError, match="not there yet .layer_norm_fwd."):
         cuda_loader.load([forward], torch.device("cuda", 1))
+    with pytest.raises(RuntimeError, match="not there yet .by_hand., and its stream is being captured"):
+        cuda_loader.load([], GPU, written=[ByHand(1)])
     assert compiler.names == ["layer_norm_fwd"]
 
 
