@@ -94,6 +94,17 @@ def test_a_kernel_runs_after_it_was_loaded(driver: FakeDriver, compiler: Compile
     assert driver.last_symbol == b"layer_norm_fwd" and driver.last_blocks == sizes_of(kernel.text, 5, 1, 3).blocks[0]
 
 
+def test_slow_work_says_what_it_waits_for(
+    driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+    compiler.seconds = 0.5
+    cuda_loader.load(pair(), GPU)
+    started, done = capsys.readouterr().err.splitlines()
+    assert started == "te_fuser: compiling 2 kernels for sm_90a (0 of 2 so far) ..."
+    assert done.startswith("te_fuser: compiling 2 kernels for sm_90a: done after 0.")
+
+
 def test_an_error_of_the_compiler_reaches_the_caller(
     driver: FakeDriver, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +127,8 @@ def test_a_captured_stream_makes_nothing(driver: FakeDriver, compiler: Compiler)
         cuda_loader.load([forward, backward], GPU)
     with pytest.raises(RuntimeError, match="not there yet .layer_norm_fwd."):
         cuda_loader.load([forward], torch.device("cuda", 1))
+    with pytest.raises(RuntimeError, match="not there yet .by_hand., and its stream is being captured"):
+        cuda_loader.load([], GPU, written=[ByHand(1)])
     assert compiler.names == ["layer_norm_fwd"]
 
 

@@ -52,21 +52,21 @@ class Counted(nn.Module):
         return 2.0 * weight
 
 
-def lora(op: nn.Module) -> None:
+def lora(op: nn.Module, name: str) -> None:
     op.weight.requires_grad_(False)
-    parametrize.register_parametrization(op, "weight", LowRank(*op.weight.shape))
+    parametrize.register_parametrization(op, name, LowRank(*op.weight.shape))
 
 
-def drop_connect(op: nn.Module) -> None:
-    parametrize.register_parametrization(op, "weight", DropConnect())
+def drop_connect(op: nn.Module, name: str) -> None:
+    parametrize.register_parametrization(op, name, DropConnect())
 
 
-def spectral_norm(op: nn.Module) -> None:
+def spectral_norm(op: nn.Module, name: str) -> None:
     torch.manual_seed(3)  # it starts with random vectors
-    parametrizations.spectral_norm(op)
+    parametrizations.spectral_norm(op, name)
 
 
-COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
+COMPUTED: dict[str, Callable[[nn.Module, str], Any]] = {
     "lora": lora,
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": spectral_norm,
@@ -93,26 +93,19 @@ def steps(model: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, torc
     return {**found, "generator": torch.get_rng_state()}
 
 
+WEIGHTS = ((1, "weight"), (3, "weight"))
+PLACES = {**dict.fromkeys(COMPUTED, WEIGHTS), "drop_connect of others": ((0, "weight"), (0, "bias"), (1, "bias"))}
+
+
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", PLACES)
 def test_training_leaves_what_eager_leaves(name: str, call: str) -> None:
     model, twin = our_mlp(), torch_mlp()
     for m in (model, twin):
-        for linear in (m[1], m[3]):
-            COMPUTED[name](linear)
+        for place, parameter in PLACES[name]:
+            COMPUTED[name.partition(" ")[0]](m[place], parameter)
     got, want = steps(model, CALLS[call]), steps(twin, CALLS[call])
     assert got.keys() == want.keys()
-    for what, t in want.items():
-        torch.testing.assert_close(got[what], t, rtol=1e-9, atol=1e-9, msg=lambda m, what=what: f"{what}: {m}")
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_bias_and_a_norm_that_are_computed(call: str) -> None:
-    model, twin = our_mlp(), torch_mlp()
-    for m in (model, twin):
-        for op, name in ((m[0], "weight"), (m[0], "bias"), (m[1], "bias"), (m[3], "weight")):
-            parametrize.register_parametrization(op, name, DropConnect())
-    got, want = steps(model, CALLS[call]), steps(twin, CALLS[call])
     for what, t in want.items():
         torch.testing.assert_close(got[what], t, rtol=1e-9, atol=1e-9, msg=lambda m, what=what: f"{what}: {m}")
 
