@@ -18,8 +18,7 @@ from te_fuser.fusions.cublaslt import put_weight_gradient
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import configured
 from tests.fake_cublaslt import FakeCublasLt
-from tests.fusions.models import relu_mlp
-from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons
+from tests.fusions.products import library_on_the_cpu, plan, reasons
 from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS = cublaslt._ROWS
@@ -108,14 +107,6 @@ def test_matmul_bias_in_low_precision_is_as_good_as_torch(dtype: torch.dtype) ->
 # ---- masks of ReLU, by a library on the CPU -------------------------------------------------------------------------
 
 MASK, MASK_AND_BIAS = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
-
-
-def test_mask_without_bias_leaves_its_gradient_to_a_kernel_and_explain_says_why() -> None:
-    with fusions.only(free(fusions.get(MASK)), fusions.STRETCH):
-        assert ("bias_bwd", 1, 2) in covered(plan(*relu_mlp()).backward)
-    model = Sequential(*relu_mlp()).to("meta", BF16)
-    x = torch.empty(8192, 4096, dtype=BF16, device="meta", requires_grad=True)
-    assert f"{MASK} (backward; ops 2-3): predicted" in str(model.explain(x, device="h200", details=True))
 
 
 @pytest.fixture
