@@ -55,7 +55,7 @@ def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:
 
 
 def test_a_bar_shows_its_facts_and_leads_to_its_row(page: Path, tmp_path: Path) -> None:
-    """When it has the focus, as under a pointer; keyboards reach each bar in turn, and a click unfolds the table."""
+    """Facts are shown of a bar that has the focus; keyboards reach each in turn, and a click unfolds the table."""
     script = """
     const bars = [...document.querySelectorAll('.lane a')], tip = bars[1].nextSibling;
     const before = getComputedStyle(tip).display;

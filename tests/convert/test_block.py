@@ -175,7 +175,7 @@ def layer_of(model: Any) -> Any:
 
 
 def angles_of(model: Any, part: slice) -> dict[str, Any]:
-    """What layers with rotary positions are handed of some positions."""
+    """Arguments that layers with rotary positions are handed, of some positions."""
     if hasattr(model, "transformer"):
         return {}
     return {"position_embeddings": tuple(t[:, part] for t in model.model.rotary_emb(X, POSITIONS))}

@@ -12,7 +12,17 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat, fusion
 from te_fuser.ops import op_table
-from tests.fusions.registered import FREE, X, declare_backward, declare_forward, declare_joint, mlp, reasons, steps
+from tests.fusions.registered import (
+    FREE,
+    X,
+    declare_backward,
+    declare_forward,
+    declare_joint,
+    joined,
+    mlp,
+    reasons,
+    steps,
+)
 from tests.twins import assert_as_meant, sequential, tensor
 
 # ----------------------------------------------------------------------------------- the three directions
@@ -84,16 +94,13 @@ def test_alternatives_optional_and_repeated_parts_fire():
 
 
 def test_named_inputs_in_a_fusion():
-    @te_fuser.fusion(joint=[ops.Bias, ops.Add], name="mine", **FREE)
-    class BiasAdd:
-        @staticmethod
-        def forward(m, x):
-            return x + m[0].bias + m["1.other"]
+    def forward(m, x):
+        return x + m[0].bias + m["1.other"]
 
-        @staticmethod
-        def backward(m, dy):
-            return dy, {"0.bias": dy.sum(0), "1.other": dy}
+    def backward(m, dy):
+        return dy, {"0.bias": dy.sum(0), "1.other": dy}
 
+    joined(forward, backward, joint=[ops.Bias, ops.Add], name="mine")
     model = sequential(ops.Linear(8, 8), ops.Add("c"), ops.GELU())
     assert steps(model, "forward", c=X)[1] == "mine" and "mine" in steps(model, "backward", c=X)
     assert_as_meant(model, X, c=tensor(6, 8, seed=3))

@@ -14,7 +14,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details, Fusion, Match, Optional, fusion
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.base import Gradient
-from tests.fusions.registered import declared
+from tests.fusions.registered import declared, joined
 from tests.twins import assert_as_meant, sequential, tensor
 
 MLP = (ops.MatMul, ops.Bias, ops.ReLU, ops.MatMul)
@@ -156,24 +156,16 @@ def test_no_cut_where_the_windows_are_apart(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(segmenting, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(segmenting, "WORTH_A_NODE", 0)
 
-    class body:
-        @staticmethod
-        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-            m.emit("twice", 2 * x)
-            return x @ m[0].weight.t()
+    def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+        m.emit("twice", 2 * x)
+        return x @ m[0].weight.t()
 
-        @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
-            # The op's input is half of what was saved times the first op's weight, which is the identity here.
-            return dy @ m["0.weight"], {"0.weight": dy.t() @ (m["twice"] / 2)}
+    def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+        # The op's input is half of what was saved times the first op's weight, which is the identity here.
+        return dy @ m["0.weight"], {"0.weight": dy.t() @ (m["twice"] / 2)}
 
-    entry = fusion(
-        joint=[ops.MatMul, ops.MatMul],
-        name="apart",
-        cost=lambda m: Cost(seconds=0.0),
-        saves=("twice",),
-        details=Details(forward_ops=slice(1), backward_ops=1, registered=False),
-    )(body)
+    windows = {"forward_ops": slice(1), "backward_ops": 1, "registered": False}
+    entry = joined(forward, backward, joint=[ops.MatMul, ops.MatMul], name="apart", saves=("twice",), **windows)
     model, x = sequential(ops.MatMul(8, 8), ops.MatMul(8, 8)), tensor(5, 8)
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(8))
@@ -206,18 +198,15 @@ def test_what_is_read_outside_the_whole_match_or_saved_for_nobody() -> None:
 def test_forwards_that_overlap(by_sign: Fusion) -> None:
     """Then one of the two is left out, and says why."""
 
-    @fusion(joint=[ops.SiLU, ops.MatMul], cost=lambda m: Cost(seconds=0.0), reads=("input", "1.weight"))
-    class silu_matmul:
-        @staticmethod
-        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.silu(x) @ m[1].weight.t()
+    def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) @ m[1].weight.t()
 
-        @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
-            gate = torch.sigmoid(m["input"])
-            d = dy @ m["1.weight"]
-            return d * gate * (1 + m["input"] * (1 - gate)), {"1.weight": dy.t() @ (m["input"] * gate)}
+    def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+        gate = torch.sigmoid(m["input"])
+        d = dy @ m["1.weight"]
+        return d * gate * (1 + m["input"] * (1 - gate)), {"1.weight": dy.t() @ (m["input"] * gate)}
 
+    joined(forward, backward, joint=[ops.SiLU, ops.MatMul], name="silu_matmul", reads=("input", "1.weight"))
     model, x = sequential(ops.SiLU(), *mlp()), tensor(5, 8)
     names = steps(model, x, "forward").keys() & {"by_sign", "silu_matmul"}
     assert len(names) == 1
@@ -229,23 +218,15 @@ def test_forwards_that_overlap(by_sign: Fusion) -> None:
 
 
 def test_forwards_of_one_fusion_that_overlap() -> None:
-    class body:
-        @staticmethod
-        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-            m.emit("between", x @ m[0].weight.t())
-            return x @ m[0].weight.t() @ m[1].weight.t()
+    def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+        m.emit("between", x @ m[0].weight.t())
+        return x @ m[0].weight.t() @ m[1].weight.t()
 
-        @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
-            return dy @ m["0.weight"], {"0.weight": dy.t() @ m["between"]}
+    def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+        return dy @ m["0.weight"], {"0.weight": dy.t() @ m["between"]}
 
-    entry = fusion(
-        joint=[ops.MatMul, ops.MatMul],
-        name="two",
-        cost=lambda m: Cost(seconds=0.0),
-        saves=("between",),
-        details=Details(backward_ops=1, registered=False),
-    )(body)
+    windows = {"backward_ops": 1, "registered": False}
+    entry = joined(forward, backward, joint=[ops.MatMul, ops.MatMul], name="two", saves=("between",), **windows)
     model, x = sequential(*(ops.MatMul(8, 8) for _ in range(3))), tensor(5, 8)
     with fusions.only(entry):
         plan = model.plan(x)
@@ -337,21 +318,12 @@ def test_a_joint_fusion_of_plain_functions(frozen: tuple[str, ...]) -> None:
 
 
 def test_a_plain_forward_with_a_backward_that_is_one_step() -> None:
-    class body:
-        forward = staticmethod(sign_forward)
+    def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+        return torch.where(m["sign"], dy @ m["1.weight"], 0.0), {"1.weight": dy.t() @ m["0.output"]}
 
-        @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
-            return torch.where(m["sign"], dy @ m["1.weight"], 0.0), {"1.weight": dy.t() @ m["0.output"]}
-
-    entry = fusion(
-        joint=MLP,
-        name="plain_forward",
-        cost=lambda m: Cost(seconds=0.0),
-        details=Details(forward_ops=slice(3), backward_ops=2, takes=("input", "0.weight", "1.bias"), registered=False),
-        saves=("sign",),
-        reads=("1.weight", "0.output"),
-    )(body)
+    windows = {"forward_ops": slice(3), "backward_ops": 2, "registered": False}
+    named = {"takes": ("input", "0.weight", "1.bias"), "saves": ("sign",), "reads": ("1.weight", "0.output")}
+    entry = joined(sign_forward, backward, joint=MLP, name="plain_forward", **named, **windows)
     model, x = mlp(), tensor(5, 8)
     with fusions.only(entry):
         assert steps(model, x, "backward")["plain_forward"] == (2, 4)

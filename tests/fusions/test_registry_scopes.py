@@ -14,7 +14,7 @@ from te_fuser import fusions, ops
 from te_fuser.fusions import Cost
 from te_fuser.ops.base import Gradient
 from tests.fusions.products import covered, reasons
-from tests.fusions.registered import FREE, X, declare_forward, declared, mlp, steps
+from tests.fusions.registered import FREE, X, declare_forward, declared, joined, mlp, steps
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -97,17 +97,14 @@ def test_registering_reaches_models_that_ran():
 
 
 def test_an_op_alone_is_fused_too():
-    @te_fuser.fusion(joint=[ops.SiLU], name="mine", saves=["s"], **FREE)
-    class Silu:
-        @staticmethod
-        def forward(m, x):
-            m.emit("s", torch.sigmoid(x))
-            return x * torch.sigmoid(x)
+    def forward(m, x):
+        m.emit("s", torch.sigmoid(x))
+        return x * torch.sigmoid(x)
 
-        @staticmethod
-        def backward(m, dy):
-            return 7.0 * dy * m["s"]  # wrong, so that it shows
+    def backward(m, dy):
+        return 7.0 * dy * m["s"]  # wrong, so that it shows
 
+    joined(forward, backward, joint=[ops.SiLU], name="mine", saves=["s"])
     op = ops.SiLU()
     y = op(X)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), X)[0], 7.0 * torch.sigmoid(X.detach()))

@@ -1,4 +1,4 @@
-"""What attention beyond the packed one is tested on: ops with inputs, and the paper's formula."""
+"""Cases of attention beyond the packed one: ops with inputs, and the paper's formula."""
 
 from __future__ import annotations
 

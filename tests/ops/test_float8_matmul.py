@@ -44,7 +44,7 @@ PARTLY: dict[str, Recipe] = {
 
 
 def hybrid(recipe: Recipe) -> bool:
-    """Whether gradients are in E5M2."""
+    """True where gradients are in E5M2."""
     return getattr(recipe, "fp8_format", Format.E4M3) is Format.HYBRID
 
 

@@ -180,17 +180,6 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
     torch.testing.assert_close(run(made, x[5:6], twin), want[5:6])
 
 
-def test_sequences_do_not_go_on_without_their_caches() -> None:
-    """A layer that no earlier step went through, as a copy of one without a number is."""
-    made, x, params = layer(), tensor(L, 2, F, grad=False), Params(2, L)
-    params.pre_step({0: 3, 1: 3})
-    run(made, x[:3], params)
-    params.pre_step({0: 1, 1: 1})
-    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
-        run(copy.deepcopy(made), x[3:4], params)
-    torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
-
-
 def test_what_is_refused() -> None:
     made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
     with pytest.raises(NotImplementedError, match="is_paged asks for pages"):
@@ -247,7 +236,7 @@ def test_steps_that_are_refused_change_nothing(step: Any, error: type[Exception]
     assert params.sequences == {0: 8, 1: 2} and params._steps == [8, 2]
 
 
-def test_steps_without_a_sequence() -> None:
+def test_steps_without_a_sequence_or_its_caches() -> None:
     """All have ended: a call has nothing to go on with, until it is said or all is reset."""
     made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
     params.pre_step({0: 2, 1: 2})
@@ -260,6 +249,14 @@ def test_steps_without_a_sequence() -> None:
         run(made, x, params)
     params.reset()
     torch.testing.assert_close(run(made, x, params), want)
+    # A layer that no earlier step went through, as a copy of one without a number is.
+    made, x, params = layer(), tensor(L, 2, F, grad=False), Params(2, L)
+    params.pre_step({0: 3, 1: 3})
+    run(made, x[:3], params)
+    params.pre_step({0: 1, 1: 1})
+    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
+        run(copy.deepcopy(made), x[3:4], params)
+    torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
 
 
 @pytest.mark.parametrize("steps", [True, False])

@@ -111,7 +111,7 @@ def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shapes(weight: tuple[int, ...], *paths: str) -> dict[str, tuple[int, ...]]:
-    """Of projections or norms under these paths: weights, and biases of their first size."""
+    """Shapes of projections or norms under these paths: weights, and biases of their first size."""
     return {f"{path}{what}": size for path in paths for what, size in (("weight", weight), ("bias", weight[:1]))}
 
 

@@ -1,4 +1,4 @@
-"""What tests of regions of FP8 share: none leaves amaxes to the next."""
+"""A fixture of tests of regions of FP8: none leaves amaxes to the next."""
 
 from __future__ import annotations
 

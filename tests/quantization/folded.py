@@ -54,6 +54,6 @@ def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, **how: An
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two models have the same states."""
+    """Equality of the states of two models."""
     a, b = states(one), states(other)
     return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))

@@ -83,7 +83,7 @@ Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def call(model: Any, recipe: Recipe | None, x: torch.Tensor, run: Any = None) -> Found:
-    """What a call in a region gives, and all gradients of its squares."""
+    """Result of a call in a region, and all gradients of its squares."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
     with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -93,7 +93,7 @@ def call(model: Any, recipe: Recipe | None, x: torch.Tensor, run: Any = None) ->
 
 
 def assert_same(one: Found, other: Found) -> None:
-    """Bit for bit."""
+    """Equality bit for bit."""
     assert torch.equal(one[0], other[0]) and one[1].keys() == other[1].keys()
     for name, gradient in one[1].items():
         assert torch.equal(gradient, other[1][name]), name

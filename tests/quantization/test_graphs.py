@@ -151,7 +151,7 @@ def test_the_first_region_of_a_model_may_be_that_of_its_capture(stream: Stream) 
 
 
 def test_without_gradients_nothing_is_recorded(stream: Stream) -> None:
-    """In a replay, and in a capture."""
+    """Replays and captures record none."""
     model, twin = pair("mlp")
     replayed, before = graphed(model), states(model)
     with on(), torch.no_grad():

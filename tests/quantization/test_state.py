@@ -224,7 +224,7 @@ def test_checkpoints_have_what_was_recorded_and_count_for_the_next_call() -> Non
     ],
 )
 def test_presets_have_state_by_the_names_of_their_weights(make: Any, prefixes: tuple[str, ...], tmp_path: Path) -> None:
-    """Which safetensors takes, too."""
+    """Names that safetensors takes, too."""
     model, twin = trained(model=make()), make()
     names = [n for n in model.state_dict() if "fp8" in n]
     assert names == [f"{prefix}_fp8_{kind}" for prefix in prefixes for kind in ("scale", "amax_history")]

@@ -330,7 +330,7 @@ def test_reference_reads_what_is_kept() -> None:
 
 
 def test_outside_of_regions_and_by_products_not_all_in_8_bits_nothing_is_kept() -> None:
-    """Nor of weights that come with each call."""
+    """Weights that come with each call are not kept either."""
     recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
     model = te.LayerNormMLP(F, FFN)
     for first in (True, False):

@@ -1,4 +1,4 @@
-"""What attention hides by structure: windows, both corners, lengths, sequences one behind the other, by the formula."""
+"""Attention that hides by structure: windows, both corners, lengths, sequences one behind the other, by the formula."""
 
 from __future__ import annotations
 
