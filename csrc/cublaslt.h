@@ -75,7 +75,6 @@ struct CublasLt {
     epilogue_gelu_bias = 36,
     epilogue_gelu_aux_bias = 164,
     epilogue_dgelu = 192,
-    epilogue_dgelu_bgrad = 208,
     epilogue_bgrada = 256,
     epilogue_bgradb = 512,
   };

@@ -19,7 +19,6 @@ constexpr Epilogue epilogues[] = {
     {"gelu_bias", Lt::epilogue_gelu_bias, Use::read, Length::columns, Use::none},
     {"gelu_aux_bias", Lt::epilogue_gelu_aux_bias, Use::read, Length::columns, Use::written},
     {"dgelu", Lt::epilogue_dgelu, Use::none, Length::columns, Use::read},
-    {"dgelu_bgrad", Lt::epilogue_dgelu_bgrad, Use::written, Length::columns, Use::read},
     {"sum_a", Lt::epilogue_bgradb, Use::written, Length::rows, Use::none},
     {"sum_b", Lt::epilogue_bgrada, Use::written, Length::columns, Use::none},
 };

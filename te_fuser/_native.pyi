@@ -138,8 +138,8 @@ class CudaMatmul:
     lie apart; factors may also lie transposed. What is read and lies otherwise is copied, what is written must not.
 
     Epilogues: "none"; "bias", "relu_bias", "gelu_bias" (tanh form); "gelu_aux_bias" writes the value before GELU to aux
-    [m, n]; "dgelu" multiplies by the slope of GELU at aux; "dgelu_bgrad" also writes the sums over the output's rows to
-    bias [n]; "sum_a" writes the sums of a over k to bias [m], "sum_b" those of b to bias [n].
+    [m, n]; "dgelu" multiplies by the slope of GELU at aux; "sum_a" writes the sums of a over k to bias [m], "sum_b"
+    those of b to bias [n].
     """
 
     def __new__(

@@ -37,7 +37,7 @@ from te_fuser.fusions import (  # noqa: F401  isort: skip
 
 _ORDER = """
     matmul matmul_backward matmul_bias matmul_bias_backward matmul_bias_gelu matmul_bias_gelu_aux
-    bias_gelu_matmul_backward matmul_bias_gelu_quack matmul_bias_gelu_quack_aux matmul_main_grad bias_gelu_matmul_quack
+    matmul_bias_gelu_quack matmul_bias_gelu_quack_aux matmul_main_grad bias_gelu_matmul_quack
     rotary_embedding_forward rotary_embedding_backward
     turned_heads_forward turned_heads_backward turned_heads_norm_backward turned_heads_bias_norm_backward
     key_value_cache one_query_attention attention_cuda_cudnn attention_cuda_cudnn_frontend attention_cuda_flash

@@ -126,15 +126,11 @@ _EFFICIENCY = {
     "forward_bias_gelu": 0.96,
     "forward_bias_gelu_aux": 0.935,
     "dgrad_dgelu": 0.88,
-    "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
 }
 
 # cuBLASLt adds up dy in a kernel of its own after the product, at half a copy's speed: 201 MB took 93 us on an H200.
+# It is no launch of ours: such a call took 15.2 us of the host, one without sums 10.4 and a generated kernel's 10.
 _SUM_PASSES = 2.0
-
-# Launches: what was never measured in small sizes is priced so that only tune() takes it there. The library's kernel
-# for sums of dy is none: its call took 15.2 us of the host, one without sums 10.4 and a generated kernel's 10.
-_LAUNCHES = {"dgrad_dgelu_sum": 10}
 
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
@@ -146,7 +142,7 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     written = out + (out if "aux" in epilogue else 0)
     summed = _SUM_PASSES * inner * rows * size if kind == "wgrad_sum" else 0
     flops, share = 2.0 * rows * columns * inner, _EFFICIENCY.get(kind, 1.0)
-    return Cost(read + summed, written, flops, _LAUNCHES.get(kind, 1), efficiency=share, apart=summed)
+    return Cost(read + summed, written, flops, efficiency=share, apart=summed)
 
 
 def body_of(m: Match, kind: str, at: int = 0) -> Body:
@@ -317,15 +313,6 @@ _ROWS = (
         (MatMul, Bias, GELU),
         forward="forward_bias_gelu_aux",
         emits=("1.output",),
-    ),
-    ProductRow(
-        "bias_gelu_matmul_backward",
-        "The slope of GELU and the bias's gradient in the epilogue of dy W; dW = dy^T gelu(h) reads GELU's output.",
-        (Bias, GELU, MatMul),
-        backward=(
-            Gradient(("input", "0.bias"), ("2.weight", "0.output"), "dgrad_dgelu_sum"),
-            Gradient(("2.weight",), ("1.output",), "wgrad"),
-        ),
     ),
     ProductRow(
         "gelu_matmul_backward",

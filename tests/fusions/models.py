@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,16 +66,10 @@ def taken_away(make: Callable[..., Plan], *given: Any, **options: Any) -> Plan:
         return make(*given, **options)
 
 
-def by_free_epilogues(dear: Sequence[str], *parts: FusableOperation, **options: Any) -> Plan:
-    """The plan as if epilogues cost nothing, but those of the `dear` kinds."""
-    efficiency, launches = dict(cublaslt._EFFICIENCY), dict(cublaslt._LAUNCHES)
-    cublaslt._EFFICIENCY.update(dict.fromkeys(efficiency.keys() - set(dear), 1.0))
-    cublaslt._LAUNCHES.clear()
-    try:
+def by_free_epilogues(*parts: FusableOperation, **options: Any) -> Plan:
+    """The plan as if epilogues cost nothing."""
+    with mock.patch.dict(cublaslt._EFFICIENCY, dict.fromkeys(cublaslt._EFFICIENCY, 1.0)):
         return plan(*parts, **options)
-    finally:
-        cublaslt._EFFICIENCY.update(efficiency)
-        cublaslt._LAUNCHES.update(launches)
 
 
 # ------------------------------------------------------------------------------------------------------------ the lists

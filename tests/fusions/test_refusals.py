@@ -62,7 +62,7 @@ def products() -> Rows:
     yield "matmul_bias_gelu", lambda: plan(*gelu_mlp()), OUTPUT_ALONE
     rows_of_8 = "the value before GELU is read and written in rows of a multiple of 8, and this one has 1004"
     too_much = "the epilogue's tanh errs by 1e-5, too much for float32"
-    gelus = "matmul_bias_gelu_aux gelu_matmul_backward bias_gelu_matmul_backward"
+    gelus = "matmul_bias_gelu_aux gelu_matmul_backward"
     yield gelus, lambda: plan(*gelu_mlp("none")), EXACT
     yield gelus, lambda: plan(*gelu_mlp(), dtype=F32), too_much
     yield gelus, lambda: plan(*gelu_mlp(inner=1004)), rows_of_8
@@ -409,9 +409,6 @@ DEARER: list[tuple[str, Plans, str]] = [
     ("matmul_bias_backward", lambda: plan(ops.SiLU(), linear()), "us more than"),
     ("matmul_bias_backward", lambda: plan(linear(), ops.SiLU()), "us more than"),
     ("gelu_matmul_backward", lambda: plan(*gelu_mlp(), memory="fast"), "us more than"),
-    *((name, lambda rows=rows, parts=parts, memory=memory: plan(*parts(), rows=rows, memory=memory),
-     "us more than") for name, parts, memories in (("bias_gelu_matmul_backward", gelu_mlp, ("fast",)),) for rows in (16,
-     8192) for memory in memories),
     *((name, lambda rows=rows, parts=parts: few(*parts(), rows=rows), words) for name, parts,
      words in ((AUX, mlp, "matmul_bias_gelu_aux"),
      (BACKWARD, mlp, "us more than matmul_bias_backward + gelu_matmul_bias_backward"),

@@ -25,7 +25,6 @@ NAMES = {
     "matmul_bias_gelu_aux": HALF,
     "gelu_matmul_backward": HALF,
     "gelu_matmul_bias_backward": HALF,
-    "bias_gelu_matmul_backward": HALF,
     **{f"matmul_add{bias}": (*HALF, torch.float32) for bias in ("", "_bias")},
 }
 

@@ -87,7 +87,6 @@ KINDS: dict[str, Options] = {
     "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},  # b; (gelu(h), h), O a multiple of 8
     "dgrad": _DGRAD,
     "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},  # h [..., I], a multiple of 8; dx * gelu'(h)
-    "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},  # h; (dh, its sum over the rows [I])
     "wgrad": _WGRAD,
     "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},  # (dW, the sum of dy over its rows [O])
     "wgrad_onto": {**_WGRAD, "add": "out"},  # onto what the output holds: not by `multiply`
@@ -168,8 +167,6 @@ def _write_empty(form: ProductForm, a: torch.Tensor, b: torch.Tensor, *others: t
     if form.epilogue in ("sum_a", "sum_b"):
         rows = a if form.epilogue == "sum_a" else b
         given[0].copy_(rows.reshape(-1, rows.shape[-1]).sum(0))
-    elif form.epilogue.endswith("_bgrad"):
-        given[0].zero_()
     elif "bias" in form.epilogue:
         out += given[0]
         if "relu" in form.epilogue:
