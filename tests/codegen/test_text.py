@@ -1,13 +1,25 @@
-"""Lines, names and decimals that every target writes."""
+"""Names and decimals that every target writes."""
 
 from __future__ import annotations
 
 import math
 import struct
 
+import pytest
 import torch
 
-from te_fuser.codegen.text import shortest, to_float32
+from te_fuser.codegen.text import identifier, shortest, to_float32
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("layer_norm.weight", "layer_norm_weight"), ("op._scale", "op_scale"), ("a__b", "a_b"), ("_x_", "x"),
+        ("größe", "gr_e"), ("2nd", "v_2nd"), ("+", "value"),
+    ],
+)  # fmt: skip
+def test_identifiers(role: str, name: str) -> None:
+    assert identifier(role) == name
 
 
 def test_float32_is_torchs() -> None:
