@@ -16,7 +16,7 @@ from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
-from te_fuser.quantization.graphs import GraphedRegion
+from te_fuser.quantization.rerun import GraphedRegion
 from te_fuser.sharding.rules import joint_ops
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]

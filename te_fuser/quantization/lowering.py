@@ -29,10 +29,15 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding, GivenBinding, Key
 from te_fuser.quantization.amax_allreduce import quantized_first
-from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
-from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
 from te_fuser.quantization.products import device_of, how, parameter_of, recipe_for, scalings_of, weight_in
+from te_fuser.quantization.rerun import (
+    ran_outside,
+    ran_within,
+    read_in_capture,
+    refuse_another_precision,
+    refuse_by_hand,
+)
 from te_fuser.quantization.state import NUMBERS, Numbers, ReadyCheck, State, ensure, state_of
 from te_fuser.quantization.weight_cache import KEPT, OWN, keep, leave_blank
 from te_fuser.recipe import region

@@ -26,8 +26,8 @@ from te_fuser.kernels.reductions import AmaxFolder, Folded
 from te_fuser.params.fp8_only_weights import HISTORY, LARGEST, SCALE
 from te_fuser.params.scales import STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
-from te_fuser.quantization.checkpointing import keep_snapshot
 from te_fuser.quantization.products import device_of, products, products_of, recipe_for, try_recipe
+from te_fuser.quantization.rerun import keep_scales
 from te_fuser.quantization.state import (
     ROLES,
     Block,
@@ -39,7 +39,6 @@ from te_fuser.quantization.state import (
     has_kernel,
     history_length,
     is_transformed,
-    lock,
     not_in_capture,
     recorded_since,
     show,
@@ -47,7 +46,7 @@ from te_fuser.quantization.state import (
     written_by_updates,
 )
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
-from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry
+from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, lock, on_entry
 
 Moved = tuple[Sequence[State], torch.Tensor, torch.Tensor]  # of one recipe: history [length, states, 3], scales
 _threads: set[int] = set()  # those that have entered regions
@@ -73,7 +72,7 @@ def update() -> None:
     _check_place()
     with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
-        keep_snapshot()
+        keep_scales()
         recorded.is_new = False
         if agreement is not None and last is not None:
             agreement.reduce(last.recipe)
@@ -166,7 +165,7 @@ def evaluate() -> None:
     """Have an evaluation go by the scales that the next update would make."""
     _check_place()
     with written_by_updates():
-        keep_snapshot()
+        keep_scales()
         for block, (states, _, scales) in upcoming(all_states()):
             block.show(states, scales)
 

@@ -8,7 +8,6 @@ of the scales and reciprocals: an update puts another one in its place, so that 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from te_fuser.params.scales import STATES, States, states_of
 from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.region import lock
 
 ROLES = ("input", "weight", "output_gradient")
 SCALED = tuple([f"{role}_{what}" for what in ("scale", "inverse") for role in ROLES])
@@ -170,7 +170,6 @@ def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-lock = threading.RLock()
 recorded_since = [False]  # whether any call recorded amaxes since the last update
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 
@@ -354,14 +353,10 @@ class State:
         self.forget_recorded()
         if any(amaxes) and self.block is not None:
             self.record(amaxes)
-        self.put_kept(*kept)
-
-    def put_kept(self, kept: Numbers, kept_of: tuple[Source, ...]) -> None:
-        """Put what is kept of the weight in 8 bits."""
         with lock:
             self.kept.clear()
-            self.kept.update(kept)
-            self.kept_of = kept_of
+            self.kept.update(kept[0])
+            self.kept_of = kept[1]
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""

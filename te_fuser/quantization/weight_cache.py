@@ -5,12 +5,11 @@ Those that are kept are quantized in the first and read in the others; both by o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -95,16 +94,3 @@ def _say_once() -> None:
         "begin each step with True",
         stacklevel=2,
     )
-
-
-@contextlib.contextmanager
-def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
-    """Context in which calls read what was kept when it was noted."""
-    found = [(state, then, (dict(state.kept), state.kept_of)) for state, then, _ in used]
-    for state, then, _ in found:
-        state.put_kept(then, ())
-    try:
-        yield
-    finally:
-        for state, _, before in found:
-            state.put_kept(*before)

@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -65,9 +64,10 @@ _is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", 
 _used: ContextVar[list[Any] | None] = ContextVar("te_fuser_used", default=None)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
 _here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
+lock = threading.RLock()  # of updates of scales
 _count = itertools.count(1)
 _open: dict[int, threading.Thread] = {}  # the number of each entry whose region is on, and who entered it
-_held: Counter[int] = Counter()  # those of which forwards run again now
+_held: list[set[int]] = []  # those of which forwards run again now
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
 
@@ -157,14 +157,19 @@ def open_elsewhere() -> set[int]:
     for number, thread in tuple(_open.items()):
         if not thread.is_alive():
             _open.pop(number, None)
-    return set(_open) - {_entry.get()} | set(_held)
+    return (set(_open) - {_entry.get()}).union(*_held)
 
 
-def hold(entries: Iterable[int], times: int = 1) -> None:
-    """Have these among `open_elsewhere` until they are let go, -1 times; under the lock of updates."""
-    _held.update(dict.fromkeys(entries, times))
-    for number in [number for number, count in _held.items() if not count]:
-        del _held[number]
+@contextlib.contextmanager
+def held(entries: set[int]) -> Iterator[None]:
+    """Context in which these are among `open_elsewhere`."""
+    with lock:
+        _held.append(entries)
+    try:
+        yield
+    finally:
+        with lock:
+            _held.remove(entries)
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
