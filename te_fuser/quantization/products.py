@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.params.binding import Binding
-from te_fuser.params.fp8_only_weights import prefix_of
-from te_fuser.params.scales import Aside
+from te_fuser.params.scales import Aside, prefix_of
 from te_fuser.recipe.recipes import DelayedScaling, OwnScales, QParams, Recipe
 from te_fuser.recipe.region import settings, settings_changed
 
@@ -164,14 +162,6 @@ def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:
 
 
 # ---------------------------------------------------------------------------------------------- what these are
-
-
-def scalings_of(recipe: Recipe | None) -> tuple[Scaling, Scaling, Scaling] | None:
-    """Rules by which x, W and dy get scales from themselves; None of one whose scales are kept."""
-    if recipe is None or recipe.own_scales is None:
-        return None
-    x, weight, dy = [Scaling(o.block, o.by.power_2_scale, o.by.amax_epsilon) for o in recipe.own_scales]
-    return x, weight, dy
 
 
 def how(recipe: Recipe) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.guards import Facts, still_hold
 from te_fuser.params.binding import Binding, GivenBinding
-from te_fuser.quantization.products import is_another_since, products_of, scalings_of
+from te_fuser.quantization.products import is_another_since, products_of
 from te_fuser.quantization.state import (
     AMAXES,
     SCALED,
@@ -23,9 +24,8 @@ from te_fuser.quantization.state import (
     blocks,
     history_length,
     known_state_of,
-    state_of,
 )
-from te_fuser.quantization.weight_cache import keep
+from te_fuser.quantization.weights import keep
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
 from te_fuser.recipe.region import lock
@@ -137,8 +137,8 @@ class _Forward:
         if region.settings() > self.whole.precision:
             region.settings_changed()  # so that calls are looked at again, each with its products
         with (
-            region.being(_running_again, self),
-            region.being(_captured, self.whole.captured),
+            being(_running_again, self),
+            being(_captured, self.whole.captured),
             region.recomputed(self._regions),
             region.held(self.whole.entries),
             _finding(self.whole._found()),
@@ -175,20 +175,12 @@ def keep_scales() -> None:
 # ---------------------------------------------------------------------------------------- where products run, and ran
 
 
-def ran_within(weight: Binding, recipe: Recipe) -> None:
-    """Note that a product runs in a region now, by that recipe; as `refuse_another`."""
-    state = state_of(weight)
-    refuse_another(state, recipe)
-    if not region.recomputing():
-        state.ran_by, state.ran_in = recipe, region.entries()
-
-
 def refuse_another(state: State, recipe: Recipe) -> None:
     """Refuse what computes a forward again in another region than it ran in.
 
     By recipes that keep scales it is another one where it was entered anew, by others where the recipe is another one.
     """
-    is_same = state.ran_by == recipe and (scalings_of(recipe) is not None or state.ran_in == region.entries())
+    is_same = state.ran_by == recipe and (recipe.own_scales is not None or state.ran_in == region.entries())
     if not is_same and region.runs_again():
         raise RuntimeError(_LOST.format("in another region than it ran in before"))
 
@@ -290,7 +282,7 @@ class GraphedRegion:
         No state tells what ran there outside of regions, and by recipes that have none.
         """
         then, now = self._key, region.current_key()
-        has_no_states = then is None or scalings_of(then.recipe) is not None
+        has_no_states = then is None or then.recipe.own_scales is not None
         if now == then or not (self._products or (self._has_products and has_no_states)):
             return
         if now is None:
@@ -346,7 +338,7 @@ def _copied(device: torch.device) -> Iterator[None]:
                 (there, {**now, **dict(zip(SCALED, found[state.row].unbind(), strict=True))}, entries)
                 for state, (there, now, entries) in zip(states, scales_of(states), strict=True)
             ]
-    with _finding([copy[:2] for copy in copies]), region.being(_captured, copies):
+    with _finding([copy[:2] for copy in copies]), being(_captured, copies):
         yield
 
 

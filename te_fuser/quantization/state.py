@@ -8,6 +8,8 @@ of the scales and reciprocals: an update puts another one in its place, so that 
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_fuser.fuser.run.loading import obstacle
 from te_fuser.kernels.reductions import APART
 from te_fuser.params.binding import Binding
-from te_fuser.params.fp8_only_weights import HISTORY, SCALE, not_scaled, prefix_of, version_of
-from te_fuser.params.scales import STATES, States, states_of
+from te_fuser.params.scales import HISTORY, SCALE, STATES, States, not_scaled, prefix_of, states_of, version_of
 from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -33,18 +34,13 @@ Numbers = dict[str, torch.Tensor]
 _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_changes = [0]
+changes = [0]  # how often `changed` was called
 _blocks: list[Block] = []
 
 
 def changed(dead: object = None) -> None:
     """Note that a product is new, gone, or runs by another recipe."""
-    _changes[0] += 1
-
-
-def changes() -> int:
-    """Number of times that it was called."""
-    return _changes[0]
+    changes[0] += 1
 
 
 def not_in_capture(what: str) -> None:
@@ -53,6 +49,12 @@ def not_in_capture(what: str) -> None:
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
         )
+
+
+@functools.cache
+def say_once(words: str) -> None:
+    """Warn, once in a process."""
+    warnings.warn(words, stacklevel=3)
 
 
 def has_kernel(device: torch.device) -> bool:
@@ -171,6 +173,7 @@ def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
 
 
 recorded_since = [False]  # whether any call recorded amaxes since the last update
+Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 
 
@@ -224,22 +227,18 @@ class State:
         """The buffer of amaxes, [length, 3]."""
         return self._buffers[self.prefix + HISTORY]  # type: ignore[return-value]
 
-    def _found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both, where they are there."""
         return self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
 
     @property
     def has_buffers(self) -> bool:
         """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
-        return all(t is not None for t in self._found())
-
-    @property
-    def is_meta(self) -> bool:
-        """True where its module was taken to the meta device: what was recorded has nowhere to go."""
-        return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
+        return all(t is not None for t in self.found())
 
     def is_as_put(self) -> bool:
         """True where nobody has put other tensors in place of the buffers since."""
-        return self._put is not None and all(t is put for t, put in zip(self._found(), self._put, strict=True))
+        return self._put is not None and all(t is put for t, put in zip(self.found(), self._put, strict=True))
 
     def is_given(self) -> bool:
         """True where somebody gave scales, or amaxes, where there are no buffers for them."""
@@ -392,7 +391,7 @@ class ReadyCheck:
         states: Sequence[State],
         records: bool,
         kept: Sequence[State] = (),
-        narrow: Sequence[tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]] = (),
+        narrow: Sequence[Place] = (),
     ) -> None:
         self._records, self._kept, self._narrow = records, kept, narrow
         self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]

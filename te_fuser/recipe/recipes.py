@@ -91,11 +91,15 @@ Block = tuple[int, int]
 
 
 class OwnScales(NamedTuple):
-    """Rule for scales that are computed from the tensor itself.
+    """Rule for scales that are computed from the tensor itself, each from the largest magnitude of what it scales.
+
+        scale = largest of the format / max(amax, amax_epsilon)    in float32; infinite: the largest one; of an amax
+                                                                   that is 0, infinite or NaN: 1
 
     Attributes:
         by: the rule from amax to scale.
-        block: (rows, columns) with one scale, where products sum along the columns; None: one scale for the tensor.
+        block: (rows, columns) with one scale, where products sum along the columns; blocks at the end are smaller.
+            None: one scale for the tensor.
     """
 
     by: QParams

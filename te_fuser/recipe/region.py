@@ -8,13 +8,15 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
+from te_fuser.contexts import being
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 
@@ -57,7 +59,6 @@ class Key(NamedTuple):
     agrees: str | None
 
 
-Value = TypeVar("Value")
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", default=None)
@@ -101,18 +102,7 @@ def current_key() -> Key | None:
     return Key(found.recipe, found.calibrating, _settings[0], _is_first.get() is not None, outermost.agrees)
 
 
-@contextlib.contextmanager
-def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Context in which a variable has a value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextlib.contextmanager
-def microbatch(is_first: bool | None) -> Iterator[None]:
+def microbatch(is_first: bool | None) -> AbstractContextManager[bool | None]:
     """Context whose calls belong to the first micro-batch of a step (True) or to a later one (False); None: no change.
 
     Raises:
@@ -122,11 +112,7 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
         raise TypeError(
             f"microbatch takes True for the first micro-batch of a step, False for others, or None, got {is_first!r}"
         )
-    if is_first is None:
-        yield
-        return
-    with being(_is_first, is_first):
-        yield
+    return being(_is_first, _is_first.get() if is_first is None else is_first)
 
 
 @contextlib.contextmanager
@@ -187,11 +173,9 @@ def settings() -> int:
     return _settings[0]
 
 
-@contextlib.contextmanager
-def counted_alone() -> Iterator[int]:
+def counted_alone() -> AbstractContextManager[int]:
     """Context in which calls count as those of an entry of their own, of this number, which runs no callbacks."""
-    with being(_entry, next(_count)):
-        yield _entry.get()
+    return being(_entry, next(_count))
 
 
 def is_capturing() -> bool:

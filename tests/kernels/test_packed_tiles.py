@@ -14,7 +14,8 @@ from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
-from te_fuser.ops.blockwise_scaling import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import quantized
+from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cuda import FakeDriver
 from tests.float8 import codes
 from tests.kernels.emulated import emulating
@@ -98,7 +99,7 @@ def test_blocks(case: Case, emulated: FakeDriver) -> None:
             (quantizers.unpacked(rows, features), whole),
             (quantizers.unpacked(turned, len(whole), turned=True), whole.mT),
         ):
-            data, inverse = quantized(given, E4M3, Scaling((1, 128), power_of_two=True))
+            data, inverse = quantized(given, E4M3, OwnScales(QParams(power_2_scale=True), (1, 128)))
             found = made[0].flatten(0, -2)
             assert torch.equal(codes(found)[:, : given.shape[1]], codes(data))
             assert not codes(found)[:, given.shape[1] :].any() and torch.equal(made[1], inverse.mT)

@@ -12,8 +12,16 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.ops.base import Spec
-from te_fuser.ops.blockwise_scaling import Scaling, dequantized, quantized, scales_of
-from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, QParams, Recipe
+from te_fuser.ops.blockwise_scaling import dequantized, quantized, scales_of
+from te_fuser.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    OwnScales,
+    QParams,
+    Recipe,
+)
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
 from tests.ops.check import normal
@@ -28,14 +36,15 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def by_hand(amax: float, largest: float, scaling: Scaling) -> float:
+def by_hand(amax: float, largest: float, scaling: OwnScales) -> float:
     """The scale of an amax, by Python's numbers rounded to float32 where the formula says so."""
-    amax = max(amax, float(torch.tensor(scaling.epsilon, dtype=torch.float32))) if not math.isnan(amax) else amax
+    least = float(torch.tensor(scaling.by.amax_epsilon, dtype=torch.float32))
+    amax = max(amax, least) if not math.isnan(amax) else amax
     if not 0.0 < amax < math.inf:
         return 1.0
     scale = torch.tensor(largest, dtype=torch.float32) / torch.tensor(amax, dtype=torch.float32)
     found = min(float(scale), torch.finfo(torch.float32).max)
-    return 2.0 ** (math.frexp(found)[1] - 1) if scaling.power_of_two else found
+    return 2.0 ** (math.frexp(found)[1] - 1) if scaling.by.power_2_scale else found
 
 
 def blocks_of(t: torch.Tensor, block: tuple[int, int] | None) -> Any:
@@ -52,7 +61,7 @@ def blocks_of(t: torch.Tensor, block: tuple[int, int] | None) -> Any:
 def test_each_block_has_the_scale_of_its_amax(
     shape: tuple[int, int], block: tuple[int, int] | None, power: bool
 ) -> None:
-    scaling, spans = Scaling(block, power, epsilon=1e-3), torch.exp2(torch.arange(shape[1]) / 16 - 12)
+    scaling, spans = OwnScales(QParams(power, 1e-3), block), torch.exp2(torch.arange(shape[1]) / 16 - 12)
     t = (normal(*shape) * spans).float()
     for dtype in (E4M3, E5M2):
         largest, scales = torch.finfo(dtype).max, scales_of(t, dtype, scaling)
@@ -92,17 +101,17 @@ SPECIAL = {
 def test_special_numbers(case: str, block: tuple[int, int] | None) -> None:
     numbers, epsilon, power, wanted = SPECIAL[case]
     t = torch.tensor([numbers], dtype=torch.float32)
-    scales = scales_of(t, E4M3, Scaling(block, power, epsilon))
+    scales = scales_of(t, E4M3, OwnScales(QParams(power, epsilon), block))
     assert scales.unique().tolist() == ([wanted] if scales.numel() else [])
-    kept = dequantized(t, E4M3, Scaling(block, power, epsilon))
+    kept = dequantized(t, E4M3, OwnScales(QParams(power, epsilon), block))
     assert torch.equal(kept.isnan(), t.isnan()) and kept.shape == t.shape
 
 
 def test_float64_has_scales_of_float64() -> None:
     t = normal(3, 7)
-    scale = scales_of(t, E4M3, Scaling())
+    scale = scales_of(t, E4M3, OwnScales(QParams()))
     assert scale.dtype == torch.float64 and scale == 448.0 / t.abs().max()
-    assert dequantized(t, E4M3, Scaling((1, 4), True)).dtype == torch.float64
+    assert dequantized(t, E4M3, OwnScales(QParams(True), (1, 4))).dtype == torch.float64
 
 
 # --------------------------------------------------------------------------------------------------- products
@@ -117,7 +126,7 @@ def expected(t: torch.Tensor, role: str, recipe: Recipe, product: str) -> torch.
     t = t.mT if turn else t
     by = {"input": "fwd_inp", "weight": "fwd_weight", "gradient": "bwd_grad"}[role]
     given = getattr(recipe, f"fp8_quant_{by}", QParams(power_2_scale=True))
-    scaling = Scaling(None, given.power_2_scale, given.amax_epsilon)
+    scaling = OwnScales(given)
     side = {Float8BlockScaling: 128, MXFP8BlockScaling: 32}.get(type(recipe))
     block = None if side is None else (side if side == 128 and role == "weight" else 1, side)
     found = torch.empty_like(t, dtype=torch.float64)
@@ -196,7 +205,7 @@ def test_verified(name: str, dtype: torch.dtype) -> None:
 
 def test_words() -> None:
     form: dict[str, Any] = {"dtype": torch.float32, "weight_dtype": torch.float32, "formats": (E4M3, E4M3, E5M2)}
-    op = ops.OwnScalesMatMul(ops.MatMul(IN, OUT), scalings=(Scaling(),) * 3, **form)
+    op = ops.OwnScalesMatMul(ops.MatMul(IN, OUT), scalings=(OwnScales(QParams()),) * 3, **form)
     assert repr(op) == "OwnScalesMatMul(128, 256, torch.float32)"
     with pytest.raises(TypeError, match="takes x in float32"):
         op.infer(Spec((2, IN), torch.bfloat16, torch.device("cpu")))
