@@ -38,8 +38,7 @@ RECIPES: dict[str, Recipe] = {
 
 def by_hand(amax: float, largest: float, scaling: OwnScales) -> float:
     """The scale of an amax, by Python's numbers rounded to float32 where the formula says so."""
-    least = float(torch.tensor(scaling.by.amax_epsilon, dtype=torch.float32))
-    amax = max(amax, least) if not math.isnan(amax) else amax
+    amax = max(amax, float(torch.tensor(float(scaling.by.amax_epsilon)))) if not math.isnan(amax) else amax
     if not 0.0 < amax < math.inf:
         return 1.0
     scale = torch.tensor(largest, dtype=torch.float32) / torch.tensor(amax, dtype=torch.float32)
