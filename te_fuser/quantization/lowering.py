@@ -156,24 +156,26 @@ def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, t
 
 def rewritten(item: ListedOp, recipe: Recipe, form: Form, call: CallSpecs, calibrating: bool) -> Iterator[ListedOp]:
     """The ops that stand in the place of a product; of one that calibrates only where scales are kept."""
-    aside, product, own = item.lowered.aside, cast(MatMul, item.lowered.op), recipe.own_scales
+    product, own = cast(MatMul, item.lowered.op), recipe.own_scales
+    bindings, aside = item.lowered.bindings, item.lowered.aside
     if own is not None and (_have_blocks(own) or torch._C._are_functorch_transforms_active()):
         keeps = not _comes_anew(weight_in(item))
-        yield in_place(item, OwnScalesMatMul(product, scalings=own, keeps_weight=keeps, **form))
+        yield _listed(item, OwnScalesMatMul(product, scalings=own, keeps_weight=keeps, **form), bindings)
         return
     is_narrow, kept = is_only_narrow(weight_in(item)), (True,) * 3 if calibrating else recipe.override_linear_precision
     if own is None and any(kept) and not is_narrow:
-        names = [name for name in aside if call.grad or not name.endswith("_amax")]
-        yield in_place(item, PartlyFloat8MatMul(product, kept=kept, **form), names)
+        numbers = {name: b for name, b in aside.items() if call.grad or not name.endswith("_amax")}
+        yield _listed(item, PartlyFloat8MatMul(product, kept=kept, **form), {**bindings, **numbers})
         return
     of_input, _, of_gradient = own or (None, None, None)
-    op = Float8MatMul(product, scalings=own, weight_is_kept=is_narrow or is_kept(item), **form)
     records = call.grad and not is_narrow
+    op = Float8MatMul(product, scalings=own, weight_is_kept=is_narrow or is_kept(item), **form)
     of_weight = ("weight_inverse", *KEPT[:2], *["weight_amax"] * (records and not is_kept(item)))
-    names = [name for name in dict.fromkeys((*op.form.reads, *of_weight)) if name in aside]
-    others = {"weight_inverse": aside["kept_inverse"]} if is_kept(item) else {}
+    numbers = {name: aside[name] for name in dict.fromkeys((*op.form.reads, *of_weight)) if name in aside}
+    if is_kept(item):
+        numbers["weight_inverse"] = aside["kept_inverse"]
     yield quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"], own=of_input), records)
-    yield in_place(item, op, names, others)
+    yield _listed(item, op, {**bindings, **numbers})
     if records:
         yield quantizing(item, QuantizeGradient(form["formats"][2], scale=None, own=of_gradient), True)
 
@@ -201,14 +203,6 @@ def form_of(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> Fo
         "formats": (E4M3, E4M3, gradients),
         "fast": tuple([not params.use_split_accumulator for params in split]),
     }
-
-
-def in_place(
-    item: ListedOp, op: FusableOperation, names: Iterable[str] = (), others: Mapping[str, Binding] = {}
-) -> ListedOp:
-    """An op in the place of a product, with its weight and these numbers of its state."""
-    low = item.lowered
-    return _listed(item, op, {**low.bindings, **{name: low.aside[name] for name in names}, **others})
 
 
 def quantizing(item: ListedOp, op: Quantize | QuantizeGradient, records: bool) -> ListedOp:

@@ -64,8 +64,9 @@ def _finding(numbers: Sequence[Found]) -> Iterator[None]:
 
 def _put(numbers: Iterable[Found]) -> None:
     for there, found in numbers:
-        there.clear()
-        there.update(found)
+        there.update(found)  # at no time are there none, which another thread may look up
+        for name in there.keys() - found.keys():
+            del there[name]
 
 
 # -------------------------------------------------------------------------------------------------- computed anew
@@ -129,8 +130,8 @@ class _Forward:
         if self.whole is self:
             self.entries.add(region.entries())  # a region that was entered in here has updated
             self.captured = self.scales = read_in_capture()
-            if self.scales is None:
-                _by_scales_of_now.add(self)
+            with lock:
+                _by_scales_of_now.update([self] if self.scales is None else [])
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

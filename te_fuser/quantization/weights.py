@@ -6,7 +6,6 @@ Those that are kept are quantized in the first and read in the others; both by o
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -66,19 +65,17 @@ def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
             "begin each step with True"
         )
     with written_by_updates():
-        taken = [own_part(states[s].taken()).detach() for s in missing]
-        by_device: dict[torch.device, list[tuple[State, torch.Tensor]]] = {}
-        for state, w in zip(missing, taken, strict=True):
-            by_device.setdefault(w.device, []).append((state, w if w.dtype in KINDS else w.float()))
-        for device, pairs in by_device.items():
-            wanted = [Weight8(w.dtype, records=records) for _, w in pairs]
-            by_torch = functools.partial(weights_by_torch, wanted)
-            quantize = quantizer_on(device, wanted) if has_kernel(device) else by_torch
-            given = [
-                (w, state.numbers["weight_scale"], state.numbers["weight_amax"])[: 2 + records] for state, w in pairs
-            ]
-            made = iter(quantize(*[t for each in given for t in each]))
-            for state, _ in pairs:
+        by_device: dict[torch.device, dict[State, torch.Tensor]] = {}
+        for state in missing:
+            w = own_part(states[state].taken()).detach()
+            by_device.setdefault(w.device, {})[state] = w if w.dtype in KINDS else w.float()
+        for device, weights in by_device.items():
+            wanted, given = [Weight8(w.dtype, records=records) for w in weights.values()], list[torch.Tensor]()
+            for state, w in weights.items():
+                given += [w, state.numbers["weight_scale"], *[state.numbers["weight_amax"]] * records]
+            is_by_kernel = has_kernel(device)
+            made = iter(quantizer_on(device, wanted)(*given) if is_by_kernel else weights_by_torch(wanted, *given))
+            for state in weights:
                 state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
                 # The parameters that the weight is made of, and their versions; of one that a module computes none.
                 weight = states[state]
