@@ -412,14 +412,13 @@ class ReadyCheck:
                 state.ran_in = entry
             if entry is not None and self._records:
                 state.entry = entry
-        return not self._kept and not self._narrow or self._weights_stay()
-
-    def _weights_stay(self) -> bool:
         if self._kept and region.keeps_or_notes():
             return False
-        if not region.recomputing() and any(state.keeps_another() for state in self._kept):
+        if entry is not None and any(state.keeps_another() for state in self._kept):
             return False
-        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow)
+        return not self._narrow or all(
+            there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow
+        )
 
 
 def known_state_of(weight: Binding) -> State | None:
