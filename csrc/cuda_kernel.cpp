@@ -17,7 +17,6 @@
 #include "cuda_launch.h"
 #include "gil.h"
 #include "kernel_call.h"
-#include "lent_sums.h"
 #include "tensor.h"
 
 namespace te {
@@ -63,7 +62,7 @@ bool read_tensors(const CudaProgram& program, PyObject* tensors, CudaCall& call,
 
 // The numbers of the call have been read; an integer's __index__ may run Python code, which could still change tensors, so
 // those come last.
-bool call_kernel(CudaProgram& program, PyObject* tensors, PyObject* numbers, CudaCall& call, PendingSums* later) {
+bool call_kernel(CudaProgram& program, PyObject* tensors, PyObject* numbers, CudaCall& call) {
   const char* name = program.name();
   const auto given = static_cast<size_t>(PyTuple_GET_SIZE(numbers));
   if (given != program.integers) {
@@ -79,24 +78,23 @@ bool call_kernel(CudaProgram& program, PyObject* tensors, PyObject* numbers, Cud
   call.stream = static_cast<CudaDriver::Stream>(stream);
   call.tensors = memory.data();
   call.integers = integers.data();
-  return without_gil(name, [&](Failure& failure) { return program.run(call, later, failure); });
+  return without_gil(name, [&](Failure& failure) { return program.run(call, failure); });
 }
 
 PyObject* bind_and_call(CudaProgram& program, PyObject* const* values, size_t positional, PyObject* names,
-                        int64_t repeats, PendingSums* later) {
+                        int64_t repeats) {
   Arguments arguments;
   if (!bind_arguments(program.name(), program.tensors.size(), values, positional, names, arguments)) {
     return nullptr;
   }
   CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
   if (!read_sizes(program.name(), arguments, call.sizes)) return nullptr;
-  if (!call_kernel(program, arguments.tensors, arguments.integers, call, later)) return nullptr;
+  if (!call_kernel(program, arguments.tensors, arguments.integers, call)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
-  return bind_and_call(program_of(self), values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, 1,
-                       nullptr);
+  return bind_and_call(program_of(self), values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, 1);
 }
 
 // ---- methods ---------------------------------------------------------------------------------------------------
@@ -117,22 +115,7 @@ PyObject* repeat(PyObject* self, PyObject* const* values, Py_ssize_t count) {
     PyErr_SetString(PyExc_ValueError, "repeat(times, tensors, rows, ...): times must be positive");
     return nullptr;
   }
-  return bind_and_call(program_of(self), values + 1, static_cast<size_t>(count - 1), nullptr, times, nullptr);
-}
-
-PyObject* leave_sums(PyObject* self, PyObject* const* values, Py_ssize_t count) {
-  CudaProgram& program = program_of(self);
-  ProgramSums* later = LentSums::behind(program.name(), count > 0 ? values[0] : Py_None);
-  if (later == nullptr) return nullptr;
-  Reference done = Reference::steal(bind_and_call(program, values + 1, static_cast<size_t>(count - 1), nullptr, 1, later));
-  if (!done) return nullptr;
-  const CudaLaunch& last = program.launches.back();
-  if (std::holds_alternative<RowGrid>(last.grid)) return done.release();
-  for (const LaunchArgument& argument : last.arguments) {
-    if (argument.source != Source::tensor) continue;
-    later->totals.push_back(Reference::borrow(PyTuple_GET_ITEM(values[1], static_cast<Py_ssize_t>(argument.index))));
-  }
-  return done.release();
+  return bind_and_call(program_of(self), values + 1, static_cast<size_t>(count - 1), nullptr, times);
 }
 
 PyObject* sizes(PyObject* self, PyObject* args) {
@@ -377,16 +360,12 @@ PyObject* describe(PyObject* self) {
 }
 
 const auto guarded_repeat = reinterpret_cast<void (*)()>(guarded<repeat, PyObject* const*, Py_ssize_t>);
-const auto guarded_leave_sums = reinterpret_cast<void (*)()>(guarded<leave_sums, PyObject* const*, Py_ssize_t>);
 
 PyMethodDef methods[] = {
     {"load", load, METH_O, "load(device)\n--\n\nLoad the machine code on a device, as the first call there would."},
     {"repeat", reinterpret_cast<PyCFunction>(guarded_repeat), METH_FASTCALL,
      "repeat(times, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
      "Launch the same call several times, to measure what a launch alone costs."},
-    {"leave_sums", reinterpret_cast<PyCFunction>(guarded_leave_sums), METH_FASTCALL,
-     "leave_sums(later, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
-     "Launch, and leave the last addition of column sums to the program that lent `later` to its step."},
     {"sizes", sizes, METH_VARARGS,
      "sizes(rows, samples, multiprocessors)\n--\n\nThe blocks of each launch, and the groups of partial sums."},
     {nullptr, nullptr, 0, nullptr},
@@ -410,8 +389,7 @@ CudaProgram* cuda_program(PyObject* object) {
   return kernel_type != nullptr && Py_IS_TYPE(object, kernel_type) ? &program_of(object) : nullptr;
 }
 
-bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers,
-                      PendingSums* later) {
+bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers) {
   if (static_cast<size_t>(PyTuple_GET_SIZE(tensors)) != program.tensors.size()) {
     PyErr_Format(PyExc_TypeError, "kernel '%s' takes %zu tensors, got %zd", program.name(), program.tensors.size(),
                  PyTuple_GET_SIZE(tensors));
@@ -419,7 +397,7 @@ bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& 
   }
   CudaCall call{-1, nullptr, nullptr, sizes, nullptr, 1, {0, 0}};
   try {
-    return call_kernel(program, tensors, integers, call, later);
+    return call_kernel(program, tensors, integers, call);
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
     return false;

@@ -14,8 +14,6 @@ PyObject* make_cuda_kernel_type();
 CudaProgram* cuda_program(PyObject* object);
 
 // The kernel called with tuples of tensors and of integers, on PyTorch's current stream; false with a Python error set.
-// Partial sums that can wait go to `later`, if there is one.
-bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers,
-                      PendingSums* later);
+bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers);
 
 }  // namespace te

@@ -113,11 +113,6 @@ class LaunchFrame {
   }
 
   int64_t blocks(size_t launch) const { return sizes_.blocks[launch]; }
-  int32_t groups() const { return groups_; }
-  const float* partial(size_t index) { return static_cast<const float*>(partials_[index]); }
-
-  // What the partial sums lie in; they are valid while it lives.
-  std::unique_ptr<DeviceMemory> release_scratch() { return std::move(scratch_); }
 
   void* address(const LaunchArgument& argument) {
     switch (argument.source) {
@@ -159,31 +154,8 @@ class LaunchFrame {
 
 // ---- running ---------------------------------------------------------------------------------------------------
 
-// Sums of a whole batch whose partial sums stand one below the other.
-bool CudaProgram::sums_can_wait(const CudaSizes& sizes) const {
-  const auto* grid = std::get_if<SumGrid>(&launches.back().grid);
-  return grid != nullptr && grid->per_sample == 0 && sizes.blocks[launches.size() - 1] > 0;
-}
-
-bool CudaProgram::leave_sums(const CudaCall& call, LaunchFrame& frame, PendingSums& later, Failure& failure) const {
-  std::vector<size_t> partials, totals;
-  for (const LaunchArgument& argument : launches.back().arguments) {
-    if (argument.source == Source::partial) partials.push_back(argument.index);
-    if (argument.source == Source::tensor) totals.push_back(argument.index);
-  }
-  std::vector<PendingSum> sums;
-  for (size_t i = 0; i < partials.size(); ++i) {
-    const size_t partial = partials[i], total = totals[i];
-    const int32_t rows = frame.groups() * static_cast<int32_t>(partial_rows[partial]);
-    sums.push_back(
-        {frame.partial(partial), call.tensors[total].data, rows, partial_widths[partial], tensors[total].dtype});
-  }
-  return later.take({call.device, call.stream}, sums, frame.release_scratch(), failure);
-}
-
-bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, size_t count, LaunchFrame& frame,
-                             Failure& failure) const {
-  for (size_t i = 0; i < count; ++i) {
+bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const {
+  for (size_t i = 0; i < launches.size(); ++i) {
     if (frame.blocks(i) == 0) continue;
     const CudaLaunch& launch = launches[i];
     Array<void*> parameters(launch.arguments.size());
@@ -219,7 +191,7 @@ bool CudaProgram::realign_inputs(const Loaded& loaded, const CudaCall& call, Lau
   return true;
 }
 
-bool CudaProgram::run(const CudaCall& call, PendingSums* later, Failure& failure) {
+bool CudaProgram::run(const CudaCall& call, Failure& failure) {
   const Loaded* loaded = module.on(call.device, call.stream, failure);
   if (loaded == nullptr) return false;
   const CudaSizes wanted = sizes(call.sizes.rows, call.sizes.batch_size, loaded->multiprocessors);
@@ -232,11 +204,10 @@ bool CudaProgram::run(const CudaCall& call, PendingSums* later, Failure& failure
     return module.refuse(*loaded->driver, "the device's context cannot be made current", current.error(), failure);
   }
   if (!realign_inputs(*loaded, call, frame, failure)) return false;
-  const bool wait = later != nullptr && sums_can_wait(wanted);
   for (int64_t n = 0; n < call.repeats; ++n) {
-    if (!launch_all(*loaded, call, launches.size() - (wait ? 1 : 0), frame, failure)) return false;
+    if (!launch_all(*loaded, call, frame, failure)) return false;
   }
-  return !wait || leave_sums(call, frame, *later, failure);
+  return true;
 }
 
 }  // namespace te

@@ -8,7 +8,6 @@
 #include <variant>
 #include <vector>
 
-#include "column_sums.h"
 #include "cuda_driver.h"
 #include "cuda_module.h"
 #include "failure.h"
@@ -109,19 +108,16 @@ class CudaProgram {
   const char* name() const { return module.name.c_str(); }
   CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
 
-  // Needs no interpreter lock, must not be called under one that others wait for, and throws std::bad_alloc. Partial
-  // sums that can wait go to `later`, if there is one, instead of being added up now.
-  bool run(const CudaCall& call, PendingSums* later, Failure& failure);
+  // Needs no interpreter lock, must not be called under one that others wait for, and throws std::bad_alloc.
+  bool run(const CudaCall& call, Failure& failure);
 
  private:
   using Loaded = CudaModule::Loaded;
 
   bool sums_come_from_one_block(int64_t groups, int64_t samples) const;
-  bool sums_can_wait(const CudaSizes& sizes) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
   bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
-  bool launch_all(const Loaded& loaded, const CudaCall& call, size_t count, LaunchFrame& frame, Failure& failure) const;
-  bool leave_sums(const CudaCall& call, LaunchFrame& frame, PendingSums& later, Failure& failure) const;
+  bool launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
 };
 
 }  // namespace te

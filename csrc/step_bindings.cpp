@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "callable_type.h"
-#include "column_sums.h"
 #include "cuda_kernel.h"
 #include "gil.h"
 #include "steps.h"
@@ -97,29 +96,19 @@ std::unique_ptr<FunctionStep> make_function_step(const std::string& name, const 
   return step;
 }
 
-std::unique_ptr<Program> make_program(const std::vector<std::pair<py::object, Slots>>& steps, const py::object& sums,
-                                      const std::vector<size_t>& sums_may_wait) {
+std::unique_ptr<Program> make_program(const std::vector<std::pair<py::object, Slots>>& steps) {
   auto program = std::make_unique<Program>();
   for (const auto& [callable, dead] : steps) {
     Step* native = py::isinstance<Step>(callable) ? callable.cast<Step*>() : nullptr;
-    program->entries.push_back({hold(callable), native, dead, false});
+    program->entries.push_back({hold(callable), native, dead});
   }
-  for (const size_t number : sums_may_wait) program->entries.at(number).sums_may_wait = true;
-  program->sums = hold(sums);
-  if (!sums.is_none()) program->column_sums = sums.cast<ColumnSums*>();
   return program;
-}
-
-void load_sums(ColumnSums& sums, int32_t device) {
-  if (!without_gil("column_sums", [&](Failure& failure) { return sums.load(device, failure); })) {
-    throw py::error_already_set();
-  }
 }
 
 void run_step(Step& step, const py::list& slots) {
   Shared alone;
   alone.may_overwrite = false;  // who runs a step alone may look at what it has read
-  if (!step.run(slots.ptr(), alone, false)) throw py::error_already_set();
+  if (!step.run(slots.ptr(), alone)) throw py::error_already_set();
 }
 
 // The program behind a Python object; nullptr while it is being made.
@@ -169,10 +158,6 @@ void collect_programs(PyHeapTypeObject* heap_type) {
 
 void bind_steps(py::module_& module) {
   if (!init_steps()) throw py::error_already_set();
-  py::class_<ColumnSums>(module, "ColumnSums", "The kernel that adds up partial sums of several kernels.")
-      .def(py::init([](const py::bytes& cubin) { return std::make_unique<ColumnSums>(std::string(cubin)); }),
-           py::arg("cubin"))
-      .def("load", &load_sums, py::arg("device"));
   py::class_<Step>(module, "Step").def("__call__", &run_step, py::arg("slots"));
   py::class_<KernelStep, Step>(module, "KernelStep", "A kernel between slots: step(slots).")
       .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
@@ -183,8 +168,7 @@ void bind_steps(py::module_& module) {
       .def(py::init(&make_function_step), py::arg("name"), py::arg("function"), py::arg("inputs"), py::arg("outputs"));
   py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",
                       py::custom_type_setup(collect_programs))
-      .def(py::init(&make_program), py::arg("steps"), py::arg("sums") = py::none(),
-           py::arg("sums_may_wait") = std::vector<size_t>{})
+      .def(py::init(&make_program), py::arg("steps"))
       .def_property_readonly("run", &runner_of);
 }
 

@@ -182,11 +182,11 @@ Reference KernelStep::integers(const Sizes& sizes) const {
   return made;
 }
 
-bool KernelStep::call(PyObject* tensors, const Sizes& of, PendingSums* later) const {
+bool KernelStep::call(PyObject* tensors, const Sizes& of) const {
   const CallSizes& sizes = of.call;
   const Reference numbers = integers(of);
   if (!numbers) return false;
-  if (cuda != nullptr) return call_cuda_kernel(*cuda, tensors, sizes, numbers.get(), later);
+  if (cuda != nullptr) return call_cuda_kernel(*cuda, tensors, sizes, numbers.get());
   const Reference rows = Reference::steal(PyLong_FromLongLong(sizes.rows));
   const Reference inner = Reference::steal(PyLong_FromLongLong(sizes.batch_inner));
   const Reference samples = Reference::steal(PyLong_FromLongLong(sizes.batch_size));
@@ -195,18 +195,17 @@ bool KernelStep::call(PyObject* tensors, const Sizes& of, PendingSums* later) co
   return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
 }
 
-bool KernelStep::launch(PyObject* slots, Shared& shared, bool may_wait) {
+bool KernelStep::launch(PyObject* slots, Shared& shared) {
   Sizes sizes;
   PyObject* lead_tensor = read_slot(slots, lead, name.c_str());
   if (lead_tensor == nullptr || !read_sizes(lead_tensor, sizes)) return false;
   const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
   return tensors && take_inputs(slots, tensors.get(), sizes) &&
-         make_outputs(slots, tensors.get(), sizes, shared.may_overwrite) &&
-         call(tensors.get(), sizes, shared.sums_of(may_wait));
+         make_outputs(slots, tensors.get(), sizes, shared.may_overwrite) && call(tensors.get(), sizes);
 }
 
-bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {
-  if (kernel.get() != Py_None && !launch(slots, shared, may_wait)) return false;
+bool KernelStep::run(PyObject* slots, Shared& shared) {
+  if (kernel.get() != Py_None && !launch(slots, shared)) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
     if (tensor == nullptr || !fill_slot(slots, alias, Py_NewRef(tensor))) return false;
@@ -236,7 +235,7 @@ Reference FunctionStep::call(PyObject* const* arguments, Shared& shared) const {
   return Reference::steal(PyObject_Vectorcall(function.get(), arguments, inputs.size(), nullptr));
 }
 
-bool FunctionStep::run(PyObject* slots, Shared& shared, bool) {
+bool FunctionStep::run(PyObject* slots, Shared& shared) {
   Array<PyObject*> arguments(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) arguments[i] = PyList_GET_ITEM(slots, inputs[i]);
   Reference made = call(arguments.data(), shared);
@@ -247,22 +246,9 @@ bool FunctionStep::run(PyObject* slots, Shared& shared, bool) {
   return false;
 }
 
-namespace {
-
-// callable(slots), or callable(slots, sums) where its sums may wait.
-bool call_step(PyObject* callable, PyObject* slots, ProgramSums* later) {
-  if (later == nullptr) return static_cast<bool>(Reference::steal(PyObject_CallOneArg(callable, slots)));
-  const LentSums lent(*later);
-  if (lent.get() == nullptr) return false;
-  PyObject* arguments[] = {slots, lent.get()};
-  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(callable, arguments, 2, nullptr)));
-}
-
-}  // namespace
-
 bool Program::run(const Entry& entry, PyObject* slots, Shared& shared) const {
-  if (entry.native != nullptr) return entry.native->run(slots, shared, entry.sums_may_wait);
-  return call_step(entry.callable.get(), slots, shared.sums_of(entry.sums_may_wait));
+  if (entry.native != nullptr) return entry.native->run(slots, shared);
+  return static_cast<bool>(Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots)));
 }
 
 namespace {
@@ -278,7 +264,6 @@ bool tell(PyObject* watch, Py_ssize_t number) {
 bool Program::run(PyObject* slots, bool may_overwrite, PyObject* watch) {
   Shared shared;
   shared.may_overwrite = may_overwrite;
-  if (column_sums != nullptr) shared.sums.emplace(*column_sums);
   Py_ssize_t number = 0;
   for (const Entry& entry : entries) {
     if (!tell(watch, number++) || !run(entry, slots, shared)) return false;
@@ -286,9 +271,7 @@ bool Program::run(PyObject* slots, bool may_overwrite, PyObject* watch) {
       if (!fill_slot(slots, slot, Py_NewRef(Py_None))) return false;
     }
   }
-  if (!tell(watch, number)) return false;
-  if (!shared.sums || shared.sums->empty()) return true;
-  return without_gil("column_sums", [&](Failure& failure) { return shared.sums->add_up(failure); });
+  return tell(watch, number);
 }
 
 int Program::visit(visitproc visit, void* argument) const {

@@ -12,9 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "column_sums.h"
 #include "cuda_launch.h"
-#include "lent_sums.h"
 #include "matmul.h"
 #include "reference.h"
 #include "workspace.h"
@@ -23,23 +21,18 @@ namespace te {
 
 // What the steps of one run on one stream share: a second stream would have its own.
 struct Shared {
-  std::optional<ProgramSums> sums;  // those that can wait; without it each kernel adds up its own
   Workspace workspace;
   bool may_overwrite = true;  // whether outputs may be stored over what the steps read last
-
-  // Where a step's sums go, or nullptr where it adds them up itself.
-  ProgramSums* sums_of(bool may_wait) { return may_wait && sums ? &*sums : nullptr; }
 };
 
-// One step. Its partial sums go to the shared ones where they `may_wait`. `run` returns false with a Python error set;
-// it needs the interpreter lock.
+// One step. `run` returns false with a Python error set; it needs the interpreter lock.
 class Step {
  public:
   Step() = default;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
   virtual ~Step() = default;
-  virtual bool run(PyObject* slots, Shared& shared, bool may_wait) = 0;
+  virtual bool run(PyObject* slots, Shared& shared) = 0;
 };
 
 // How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width], [width, rows up to
@@ -82,14 +75,14 @@ class KernelStep : public Step {
   int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
   Reference large;
 
-  bool run(PyObject* slots, Shared& shared, bool may_wait) override;
+  bool run(PyObject* slots, Shared& shared) override;
 
  private:
   struct Sizes;
   bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
-  bool launch(PyObject* slots, Shared& shared, bool may_wait);
+  bool launch(PyObject* slots, Shared& shared);
   Reference integers(const Sizes& sizes) const;
-  bool call(PyObject* tensors, const Sizes& sizes, PendingSums* later) const;
+  bool call(PyObject* tensors, const Sizes& sizes) const;
   bool take_inputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
   bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes, bool may_overwrite) const;
   bool can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
@@ -105,7 +98,7 @@ class FunctionStep : public Step {
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;  // -1 for a result that nobody reads
 
-  bool run(PyObject* slots, Shared& shared, bool may_wait) override;
+  bool run(PyObject* slots, Shared& shared) override;
 
  private:
   Reference call(PyObject* const* arguments, Shared& shared) const;
@@ -116,16 +109,11 @@ class FunctionStep : public Step {
 class Program {
  public:
   struct Entry {
-    // The step as Python has it: where `native` is nullptr it is called with the slots, and with what its sums may be
-    // left to (see LentSums) where they may wait.
-    Reference callable;
-    Step* native = nullptr;   // owned by `callable`
+    Reference callable;      // the step as Python has it: where `native` is nullptr it is called with the slots
+    Step* native = nullptr;  // owned by `callable`
     std::vector<Py_ssize_t> dead;
-    bool sums_may_wait = false;  // no later step reads its column sums, and they outlive the program
   };
   std::vector<Entry> entries;
-  Reference sums;                      // what holds `column_sums`
-  ColumnSums* column_sums = nullptr;   // adds up all that may wait at the end; nullptr: every step adds up its own
 
   // `watch(number)` is called before each step and, with the number of steps, after the last; nullptr: nobody watches.
   bool run(PyObject* slots, bool may_overwrite, PyObject* watch = nullptr);

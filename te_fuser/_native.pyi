@@ -122,22 +122,6 @@ class CudaKernel:
     ) -> None:
         """Launch the same call several times, to measure what a launch alone costs."""
 
-    def leave_sums(
-        self,
-        later: object,
-        tensors: tuple[torch.Tensor, ...],
-        rows: int,
-        batch_inner: int,
-        batch_size: int,
-        integers: tuple[int, ...],
-    ) -> None:
-        """Launch, and leave the last addition of column sums to a program: until its end their tensors hold nothing.
-
-        Args:
-            later: what the program gave to the step that runs; TypeError for anything else, RuntimeError once that
-                step is over.
-        """
-
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
 
@@ -344,13 +328,6 @@ def call_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
 def tensor_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
     """What plans know of tensors: class, dtype, device, shape, requires_grad; None where one is no plain tensor."""
 
-class ColumnSums:
-    """The kernel that adds up partial sums of several kernels in one launch; `kernels/column_sums.cu`."""
-
-    def __init__(self, cubin: bytes) -> None: ...
-    def load(self, device: int) -> None:
-        """Load on a device; RuntimeError with the driver's words."""
-
 class PeerBuffers:
     """Buffers that the GPUs of a group write to one another by copy engines, and flags of them."""
 
@@ -433,20 +410,8 @@ class QuantizeWeights:
 class Program:
     """Steps in order, and after each the slots that nobody reads any more."""
 
-    def __init__(
-        self,
-        steps: Sequence[tuple[Callable[..., None], Sequence[int]]],
-        sums: ColumnSums | None = None,
-        sums_may_wait: Sequence[int] = (),
-    ) -> None:
-        """Prepare a program.
-
-        Args:
-            steps: each with the slots that nobody reads after it.
-            sums: adds up, at the end, the column sums of all steps that may wait; without it each step does its own.
-            sums_may_wait: the steps, by number, whose column sums no later step reads, and which live on at the end. A
-                Python one among them is called with (slots, later): `CudaKernel.leave_sums` takes that `later`.
-        """
+    def __init__(self, steps: Sequence[tuple[Callable[..., None], Sequence[int]]]) -> None:
+        """Prepare a program of steps, each with the slots that nobody reads after it."""
 
     def run(
         self, slots: list[Any], may_overwrite: bool = True, watch: Callable[[int], object] | None = None, /

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -236,11 +237,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command.name in out and command.help in out for command in cli.COMMANDS)
 
 
-def test_the_module_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "te_fuser.cli", "devices"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and "h200" in done.stdout, done.stderr
+def test_the_module_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python -m te_fuser.cli`."""
+    monkeypatch.setattr(sys, "argv", ["te-fuser", "devices"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(cli.__file__, run_name="__main__")
+    assert ended.value.code == 0 and "h200" in capsys.readouterr().out
 
 
 def test_who_reads_may_stop() -> None:

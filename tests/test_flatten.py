@@ -138,6 +138,9 @@ def test_options_change_and_are_withdrawn() -> None:
     assert model.plan(X).memory == "fast"
     model[1].memory = model.memory = None
     assert model.plan(X).memory == model.memory == "balanced"
+    model.memory = "tiny"
+    with pytest.raises(ValueError, match="got 'tiny'"):
+        model(X)
 
 
 def test_a_list_that_runs_by_itself_has_the_options_around_it_too() -> None:

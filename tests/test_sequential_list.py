@@ -16,10 +16,6 @@ from tests.twins import assert_as_meant, sequential, tensor
 X = tensor(5, 8)
 
 
-def mlp(**options):
-    return sequential(ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU("none"), ops.Linear(16, 8), **options)
-
-
 OPTIONS = {"memory": "lean", "kernels": "reference", "verify": False}
 
 
@@ -122,7 +118,7 @@ def test_index_and_iteration():
 
 
 def test_slices_share_their_ops_and_keep_their_names():
-    model = mlp()
+    model = sequential(ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU("none"), ops.Linear(16, 8))
     part = model[1:3]
     assert part[0] is model[1]
     assert list(part.state_dict()) == ["1.weight", "1.bias"]
@@ -158,16 +154,6 @@ def test_wrong_options(options, words):
         te_fuser.Sequential(ops.GELU(), **options)
 
 
-def test_options_may_change():
-    model = mlp(memory="fast")
-    assert model.plan(X).memory == "fast"
-    model.memory = "lean"
-    assert model.plan(X).memory == "lean"
-    model.memory = "tiny"
-    with pytest.raises(ValueError, match="got 'tiny'"):
-        model(X)
-
-
 def test_the_empty_list_hands_its_input_through():
     model = sequential()
     torch.testing.assert_close(model(X), X)
@@ -186,8 +172,6 @@ def test_residual():
     model = sequential(te_fuser.Residual(*branch))
     torch.testing.assert_close(model(X), X + sequential(*branch)(X))
     assert_as_meant(model, X)
-    with pytest.raises(ValueError, match=r"Add '0'.*shape \[5, 8\], the main input \[5, 4\]"):
-        sequential(te_fuser.Residual(ops.Linear(8, 4)))(X)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from te_fuser.fake_tensors import NotSeenError
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.ops.hooks import silenced
 from tests.looking import Apply, assert_unchanged, plans_that_run, state_of, text_of, x_of
+from tests.threads import in_threads
 from tests.twins import sequential
 
 
@@ -191,9 +191,7 @@ def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, m
     with silenced(model):
         model(x_of(5, 8))
         assert fired == []
-        thread = threading.Thread(target=lambda: model(x_of(5, 8)))
-        thread.start()
-        thread.join()
+        in_threads(lambda: model(x_of(5, 8)))
     assert len(fired) == 6
     model(x_of(5, 8)).sum().backward()
     assert len(fired) == 15

@@ -23,10 +23,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return plans_that_run(monkeypatch)
 
 
-def cut(t: torch.Tensor) -> torch.Tensor:
-    return t.detach()
-
-
 def hooked(m: nn.Module) -> nn.Module:
     m.register_forward_hook(lambda *call: None)
     return m
@@ -48,7 +44,7 @@ PLAIN: tuple[Callable[[], nn.Module], ...] = (
     lambda: nn.GRU(8, 8),
     lambda: nn.MultiheadAttention(8, 2),
     lambda: nn.TransformerEncoderLayer(8, 2, 16),
-    lambda: Apply(cut),
+    lambda: Apply(torch.Tensor.detach),
     lambda: Apply(lambda x: x.to(torch.bfloat16).float()),
     lambda: Apply(lambda x: x.reshape(-1, 2, 8)),
     lambda: Apply(lambda x: x.t().contiguous().t()),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
+from tests.threads import in_threads
 
 
 def _names(path: Path) -> list[str]:
@@ -112,11 +113,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
         te_fuser.profile(te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 8)), torch.randn(3, 8), path=path)
 
     paths = [tmp_path / f"{k}.json" for k in range(3)]
-    threads = [threading.Thread(target=run, args=(path,)) for path in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(run, path) for path in paths))
     assert [_names(path).count("forward") for path in paths] == [3, 3, 3]
 
 

@@ -24,7 +24,7 @@ from te_fuser.verify.examples import Case, example_cases, examples
 from tests.recorded import recorded
 from tests.twins import randomize
 
-pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps_promises.py
+pytestmark = pytest.mark.usefixtures("few_rows")  # sizes are asked for in verify/test_steps.py
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -261,13 +261,8 @@ def test_what_cannot_be_verified() -> None:
 
 
 def transformer_block(features: int = 16, **options: Any) -> te_fuser.Sequential:
-    branch = (
-        ops.LayerNorm(features),
-        ops.Linear(features, 2 * features),
-        ops.GELU(),
-        ops.Linear(2 * features, features),
-    )
-    model = te_fuser.Sequential(te_fuser.Residual(*branch, ops.Dropout(0.2)), ops.RMSNorm(features), **options)
+    branch = ops.LayerNorm(features), ops.Linear(features, features), ops.GELU(), ops.Dropout(0.2)
+    model = te_fuser.Sequential(te_fuser.Residual(*branch), ops.RMSNorm(features), **options)
     return randomize(model)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
@@ -163,9 +163,7 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
     return Body(products.configured(kind, m.dtype, m.dtype).make, True, form.by_rows, describe)
 
 
-def put_weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool | Literal["in bucket"] = False
-) -> torch.Tensor:
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:

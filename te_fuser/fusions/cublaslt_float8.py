@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -131,7 +131,7 @@ def put_weight_gradient(
     x: torch.Tensor,
     scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     weight: torch.Tensor,
-    over: bool | Literal["in bucket"],
+    over: bool,
 ) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it.
 

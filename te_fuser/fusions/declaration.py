@@ -40,9 +40,6 @@ class Details:
             the end: "-1.input".
         compiles: f(match, direction, needed) -> hand-written CUDA kernels that the function launches in that direction,
             which are compiled and loaded with the plan. The match has the covered ops; `needed` names gradients.
-        sums: gradients ("0.bias") that such a kernel sums over all rows. Unless `m.later` is None, the function
-            launches by `kernel.leave_sums(m.later, ...)` and returns the tensors unread; one launch at the program's
-            end finishes the sums of all kernels.
         takes_gradients_in: further dtypes, beside the output's, that backward accepts for dy (`match.dy`).
         registered: False keeps it out of plans; `fusions.only(fusion)` and `te_fuser.verify` take it.
     """
@@ -55,7 +52,6 @@ class Details:
     forward_ops: int | slice = field(default_factory=lambda: ALL)
     backward_ops: int | slice = field(default_factory=lambda: ALL)
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
-    sums: Sequence[str] = ()
     takes_gradients_in: Sequence[torch.dtype] = ()
     registered: bool = True
 
@@ -68,7 +64,6 @@ _DECLARED = {
     "takes": ("forward", "backward", "joint"),
     "gives": ("forward", "backward", "joint"),
     "gradients": ("backward", "joint"),
-    "sums": ("backward", "joint"),
     "takes_gradients_in": ("backward", "joint"),
     "saved_bytes": ("joint",),
 }
@@ -93,7 +88,7 @@ def _check_meant(entry: Fusion) -> None:
     words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
     made = ("input",) if entry.direction == "backward" else ("output", *entry.saves)
     named = [("emits", entry.emits, ()), ("reads", entry.reads, ("input", "output"))]
-    named += [("takes", entry.takes, words), ("gives", entry.gives, made), ("sums", entry.sums, ())]
+    named += [("takes", entry.takes, words), ("gives", entry.gives, made)]
     for node in entry.gradients:
         named += [
             ("gradients", node.produces, ("input",)),
@@ -216,7 +211,7 @@ def _check_declared(
     direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details, **asked: Any
 ) -> None:
     """Check what a declaration says of itself, before there is a body."""
-    names = ("takes", "gives", "sums", "gradients", "saved_bytes", "takes_gradients_in")
+    names = ("takes", "gives", "gradients", "saved_bytes", "takes_gradients_in")
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
         _part(direction, what, getattr(details, what))
@@ -235,11 +230,6 @@ def _check_declared(
         )
     if details.gives and not details.takes:
         raise ValueError("gives names what a plain function of tensors returns: name its arguments in takes")
-    if details.sums and (details.gradients or (details.takes and direction == "backward")):
-        raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
-    if any(not re.fullmatch(r"\d+\.\w+", s) for s in details.sums):
-        got = ", ".join(map(repr, details.sums))
-        raise ValueError(f"sums are gradients of the match's parameters, as in '0.bias'; got {got}")
 
 
 def _as_declared(direction: str, named: dict[str, Sequence[str]], details: Details) -> dict[str, Any]:
@@ -255,7 +245,6 @@ def _as_declared(direction: str, named: dict[str, Sequence[str]], details: Detai
         "forward_ops": _part(direction, "forward_ops", details.forward_ops),
         "backward_ops": _part(direction, "backward_ops", details.backward_ops),
         "compiles": details.compiles,
-        "sums": tuple(details.sums),
         "takes_gradients_in": tuple(details.takes_gradients_in),
     }
 

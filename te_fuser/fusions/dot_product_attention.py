@@ -147,7 +147,7 @@ class _Attention:
         parts, grouped = self._provider.gradients_apart(settings, tensors, dy)
         dx: torch.Tensor | None = None
         scaled = rotary.scaled_by(m)
-        how: dict[str, Any] = {"sums": sums, "later": m.later}
+        how: dict[str, Any] = {"sums": sums}
         if m.needs(_BLOCKS[0]):
             *both, dbias = self._tiles(parts, torch.float8_e4m3fn, grouped, **how)
             others = dict(zip(_BLOCKS, both, strict=True))
@@ -235,7 +235,6 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         choose=functools.partial(_choose, provider),
         forward_ops=slice(-1, None),
         compiles=functools.partial(_compiles, provider),
-        sums=rotary.SUMS if before else (),
     )
 
 

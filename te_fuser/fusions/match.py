@@ -297,13 +297,9 @@ class FusionCall:
 
     `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and names saved by a joint fusion are
     the values in `reads`; `m.needs("0.weight")` is True if that gradient is needed.
-
-    Attributes:
-        later: argument of `CudaKernel.leave_sums`, with which the program finishes the gradients in `sums` at its end;
-            None if the function has to return them finished. Valid for this call only.
     """
 
-    __slots__ = ("_ops", "_tensors", "_needed", "_shared", "_streams", "later", "made")
+    __slots__ = ("_ops", "_tensors", "_needed", "_shared", "_streams", "made")
 
     def __init__(
         self,
@@ -311,10 +307,9 @@ class FusionCall:
         tensors: Mapping[str, torch.Tensor | None],
         needed: frozenset[str],
         streams: Mapping[int, Callable[[], RandomStream]],
-        later: object = None,
         shared: frozenset[int] = frozenset(),
     ) -> None:
-        self._ops, self._tensors, self._needed, self._streams, self.later = ops, tensors, needed, streams, later
+        self._ops, self._tensors, self._needed, self._streams = ops, tensors, needed, streams
         self._shared = shared
         self.made: dict[str, torch.Tensor] = {}
 

@@ -95,7 +95,6 @@ class Fusion(Rule):
     gradients: tuple[Gradient, ...] = ()
     choose: Choose | None = None
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
-    sums: tuple[str, ...] = ()
     takes_gradients_in: tuple[torch.dtype, ...] = ()
 
     def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:

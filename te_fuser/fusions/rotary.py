@@ -34,7 +34,6 @@ from te_fuser.ops.sharing import Context
 # Of the ops before what reads heads, those that a pass over their gradients takes in.
 BEFORE = (Optional(QuantizeGradient), Optional(Bias))
 _FORWARD, _BACKWARD = (Optional(Bias), RotaryEmbedding), (*BEFORE, RotaryEmbedding)
-SUMS = ("0.bias", "1.bias")
 
 
 def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
@@ -115,12 +114,12 @@ def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     return packed_heads.turn(op.packed, rotation_of(op), x, bias=bias)[0]
 
 
-@fusion(backward=_BACKWARD, when=_when_packed, cost=cost_back, details=Details(compiles=_compiles_packed, sums=SUMS))
+@fusion(backward=_BACKWARD, when=_when_packed, cost=cost_back, details=Details(compiles=_compiles_packed))
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:
     """One pass that turns back, and adds up columns for the gradient of the bias."""
     op, bias = _rotary(m), f"{bias_of(m)}.bias"
     sums, scaled = m[bias].dtype if m.needs(bias) else None, scaled_by(m)
-    dx, dbias = packed_heads.turn(op.packed, rotation_of(op), dy, back=True, sums=sums, scaled=scaled, later=m.later)
+    dx, dbias = packed_heads.turn(op.packed, rotation_of(op), dy, back=True, sums=sums, scaled=scaled)
     return dx if sums is None else (dx, {bias: dbias})
 
 
@@ -207,7 +206,7 @@ class _QKNormRope:
             self._backward[wanted] = self._called(c.backward_pass(wanted))
         p, run = self._backward[wanted]
         read = None if c.norm is None else m[self._read]
-        dx, sums = run(dy, c.given(m, p, dy), read=read, scaled=scaled_by(m), later=m.later)
+        dx, sums = run(dy, c.given(m, p, dy), read=read, scaled=scaled_by(m))
         names = [*([f"{c.bias_at}.bias"] if p.columns else []), *(f"{c.norm}.{n}" for n in p.gradients)]
         return (dx, dict(zip(names, sums, strict=True))) if names else dx
 
@@ -353,6 +352,5 @@ for _name, _pattern, _doc, _read, _ops in _BACKWARD_ROWS:
         _doc,
         cost=(lambda m: Cost(2 * m.x.nbytes, m.x.nbytes)) if _read else cost_back,
         reads=(*_read, *(f"{k}.{name}?" for k in range(_ops) for name in (*_GIVEN, "weight", "key_weight"))),
-        sums=tuple(f"{k}.{name}" for k in range(_ops) for name in WEIGHTS),
         **_TURNED_HEADS,
     )

@@ -154,7 +154,6 @@ def turn(
     bias: torch.Tensor | None = None,
     sums: torch.dtype | None = None,
     scaled: Scaled | None = None,
-    later: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turn queries and keys of x + bias, or turn them back.
 
@@ -163,7 +162,6 @@ def turn(
         bias: [F], of any of these dtypes.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
         scaled: how the result is stored in 8 bits; None: as x is.
-        later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
@@ -173,7 +171,7 @@ def turn(
     sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
     rows = Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
-    return _run(ready, rows, [x], bias, scaled, later)
+    return _run(ready, rows, [x], bias, scaled)
 
 
 class Packing:
@@ -193,7 +191,6 @@ class Packing:
         *,
         sums: torch.dtype | None = None,
         scaled: Scaled | None = None,
-        later: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed gradient in the layout of the heads, and the sums [F] or None.
 
@@ -203,14 +200,13 @@ class Packing:
             grouped: makes such parts of those that are given, by views alone.
             sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
             scaled: how the result is stored in 8 bits; None: as the parts are.
-            later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
         """
         q, k, v = parts
         stored = None if scaled is None else scaled.dtype
         form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, sums, stored
         known = self._known.get(form)
         if known is not None:
-            return _run(*known, [q, k, v], None, scaled, later)
+            return _run(*known, [q, k, v], None, scaled)
         q, k, v = parts if grouped is None else grouped(*parts)
         ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, stored, q.device)
         sources = [readable(part, ready.vector) for part in (q, k, v)]
@@ -219,7 +215,7 @@ class Packing:
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
             self._known[form] = ready, rows
-        return _run(ready, rows, sources, None, scaled, later)
+        return _run(ready, rows, sources, None, scaled)
 
 
 def rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> Rows:
@@ -281,7 +277,6 @@ def _run(
     sources: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     scaled: Scaled | None,
-    later: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate, and launch on tensors that can be read where they lie."""
     first = sources[0]
@@ -300,8 +295,7 @@ def _run(
     if scaled is not None:
         tensors += [scaled.scale, scaled.amax]
     tensors += [out] if sums is None else [out, sums]
-    launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
-    launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
+    ready.kernel(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
     return out, sums
 
 

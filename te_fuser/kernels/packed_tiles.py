@@ -8,7 +8,6 @@ blocks of 128 numbers. The kernel's text is `packed_tiles.cu`; its tiles are tho
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,12 +142,11 @@ class TilePacking:
         grouped: Callable[..., Parts] | None = None,
         *,
         sums: torch.dtype | None = None,
-        later: object = None,
     ) -> Packed8:
         """Rows in the layout of the heads, the same turned [F, tokens, padded to 16], and the sums [F] or None.
 
         Args:
-            parts: as `packed_heads.Packing` takes them, and `grouped`, `sums` and `later`.
+            parts: as `packed_heads.Packing` takes them, and `grouped` and `sums`.
             scaled: how the result is stored, or the dtype of 8 bits by blocks, behind which the scales then lie.
         """
         q, k, v = parts
@@ -156,7 +154,7 @@ class TilePacking:
         form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, stored, in_blocks, sums
         known = self._known.get(form)
         if known is not None:
-            return _run(*known, [q, k, v], scaled, sums, later)
+            return _run(*known, [q, k, v], scaled, sums)
         given = parts if grouped is None else grouped(*parts)
         kernel = PackedTiles(self._heads, q.dtype, stored, sums, in_blocks)
         sources = [readable(part, kernel.vector) for part in given]
@@ -165,7 +163,7 @@ class TilePacking:
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
             self._known[form] = ready
-        return _run(*ready, sources, scaled, sums, later)
+        return _run(*ready, sources, scaled, sums)
 
 
 def _run(
@@ -174,7 +172,6 @@ def _run(
     sources: list[torch.Tensor],
     scaled: Scaled | torch.dtype,
     sums: torch.dtype | None,
-    later: object,
 ) -> Packed8:
     """Allocate, and launch on tensors that can be read where they lie."""
     first, features = sources[0], rows.out[2]
@@ -192,6 +189,5 @@ def _run(
     # The native runtime takes contiguous tensors alone.
     tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
     tensors += [*numbers, out, turned, *([] if added is None else [added])]
-    launch = kernel if later is None else functools.partial(kernel.leave_sums, later)
-    launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps[2:])
+    kernel(tuple(tensors), rows.count, 1, rows.samples, rows.steps[2:])
     return out, turned, added

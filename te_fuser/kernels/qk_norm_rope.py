@@ -8,7 +8,6 @@ The kernel's text is `qk_norm_rope.cu`; NVRTC compiles it for the heads at hand.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -350,7 +349,6 @@ class Turned:
         *,
         read: torch.Tensor | None = None,
         scaled: Scaled | None = None,
-        later: object = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The result, contiguous, and the sums in the order of `TurnedPass.sums`.
 
@@ -358,7 +356,6 @@ class Turned:
             x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
             read: in backward of a norm, the input of the forward.
             scaled: how the result is stored in 8 bits, where the pass says that it is.
-            later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
         Raises:
             ValueError: for more rows than the kernel counts, and angles of no position.
@@ -386,8 +383,7 @@ class Turned:
         tensors += [t.contiguous() for t in (given.starts, given.offsets) if t is not None]
         tensors += [given.weights[name].contiguous() for name in p.weights]
         tensors += [] if scaled is None else [scaled.scale, scaled.amax]
-        launch = kernel if later is None or not sums else functools.partial(kernel.leave_sums, later)
-        launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
+        kernel((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
         return out, sums
 
     def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: PassInputs) -> Form:

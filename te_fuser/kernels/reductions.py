@@ -1,4 +1,4 @@
-"""Reductions of many tensors by one launch: amaxes folded into histories and scales, partial sums of columns."""
+"""Reductions of many tensors by one launch: amaxes folded into histories and scales."""
 
 from __future__ import annotations
 
@@ -88,15 +88,3 @@ class FoldAmaxes(TextKernel[_native.CudaKernel]):
         """The kernel as the native runtime takes it: the table, what was seen, slots, counts, the snapshot."""
         tensors = [("int64", 8), ("float32", 4), ("float32", 4), ("int64", 8), ("float32", 16)]
         return over_rows(self.name, cubin, tensors, 2, 0, _THREADS, blocks=_ENDLESS)
-
-
-@dataclass(frozen=True)
-class ColumnSumsKernel(TextKernel[_native.ColumnSums]):
-    """The kernel as plans compile it beside their generated ones."""
-
-    name: ClassVar[str] = "column_sums"
-    source: ClassVar[Path] = Path(__file__).with_name("column_sums.cu")
-
-    def native(self, cubin: bytes) -> _native.ColumnSums:
-        """The kernel as the native runtime takes it."""
-        return _native.ColumnSums(cubin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.products import linear, product
 from te_fuser.ops.sharing import COLUMN, ROW, Cut
 from te_fuser.ops.tensor_function import forward_of, gradient_of
-from te_fuser.params.main_grad import IN_BUCKET, put_gradient
+from te_fuser.params.main_grad import put_gradient
 from te_fuser.params.scales import HoldsScales
 
 
@@ -41,9 +41,7 @@ def weight_gradient_of(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return product(as_rows(dy).t(), as_rows(x))
 
 
-def main_gradient_of(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool | Literal["in bucket"] = False
-) -> torch.Tensor:
+def main_gradient_of(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
     return put_gradient(dy, x, weight, over, _put)
 
@@ -51,10 +49,6 @@ def main_gradient_of(
 def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
     gradient = weight_gradient_of(dy, x)
     main_grad.copy_(gradient) if over else main_grad.add_(gradient)
-
-
-_bucket_gradient = functools.partial(main_gradient_of, over=IN_BUCKET)
-_MAIN_GRADIENTS = {False: "main_gradient", True: "new_main_gradient", IN_BUCKET: "bucket_gradient"}
 
 
 class MatMul(Cut, UnfusedOperation, HoldsScales):
@@ -106,7 +100,7 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
                 "overwrite_main_grad=True takes accumulate_into_main_grad=True: else no gradient goes there"
             )
         self.accumulate_into_main_grad = accumulate_into_main_grad
-        self.overwrite_main_grad: bool | Literal["in bucket"] = overwrite_main_grad
+        self.overwrite_main_grad = overwrite_main_grad
         if yes_or_no(type(self).__name__, "delay_wgrad_compute", delay_wgrad_compute):
             self.delay_wgrad_compute = True
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
@@ -149,7 +143,7 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
         later = self.delay_wgrad_compute
         weight = Gradient(("weight",), ("input",), "weight_gradient", delayed=later)
         if self.accumulate_into_main_grad:
-            method = _MAIN_GRADIENTS[self.overwrite_main_grad]
+            method = "new_main_gradient" if self.overwrite_main_grad else "main_gradient"
             weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",), delayed=later)
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
@@ -158,7 +152,6 @@ class MatMul(Cut, UnfusedOperation, HoldsScales):
     weight_gradient = gradient_of("weight", weight_gradient_of, "dy", "input")
     main_gradient = gradient_of("weight", main_gradient_of, "dy", "input", "weight")
     new_main_gradient = gradient_of("weight", functools.partial(main_gradient_of, over=True), "dy", "input", "weight")
-    bucket_gradient = gradient_of("weight", _bucket_gradient, "dy", "input", "weight")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

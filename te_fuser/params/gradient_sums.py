@@ -50,8 +50,10 @@ def wait_for_sums(under_way: Sums, gradients: Sequence[torch.Tensor], group: Gro
         if len(places) == 1:
             found[places[0]] = made
             continue
-        for k, piece in zip(places, made.split([gradients[k].numel() for k in places]), strict=True):
-            found[k] = piece.view(gradients[k].shape).clone()
+        pieces = made.split([gradients[k].numel() for k in places])
+        for k in places:
+            found[k] = torch.empty_like(gradients[k], memory_format=torch.contiguous_format)
+        torch._foreach_copy_([found[k].view(-1) for k in places], pieces)
     return found
 
 

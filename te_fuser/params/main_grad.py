@@ -10,9 +10,6 @@ gradient when a backward begins. So the first product of a backward with that we
 one adds, also those of other segments and models that use the weight: whoever reads main_grad does so in hooks of the
 weight, and autograd runs them once in a backward, after all of its uses.
 
-An op that says `IN_BUCKET` gives its gradient to autograd as ever, in the bucket of DistributedDataParallel where the
-weight has a place in one (`BucketPlace`) that is free, else in memory of its own.
-
 Of a weight that is joined from several parameters (`te_fuser.params.concatenated_parameter`) each has a main_grad of
 its own: one product puts the gradient where these lie one behind the other in one buffer, else one for each.
 """
@@ -22,22 +19,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
-from typing import Literal
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fuser.contexts import being
 from te_fuser.dtypes import text_of
 from te_fuser.params.concatenated_parameter import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
-BUCKET = "_te_fuser_bucket"  # attribute of a weight: its BucketMark
-IN_BUCKET: Literal["in bucket"] = "in bucket"  # what an op says in the place of whether it writes over main_grad
-_ALIGNMENT = 16  # bytes, below which products are slow
 _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
 
 
@@ -46,60 +38,6 @@ _written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictiona
 
 
 _earlier = ContextVar("_earlier", default=-1)
-
-
-class BucketPlace:
-    """Place of a weight's gradient in a bucket, which is free for a product where autograd keeps what is written there.
-
-    The weight's attribute is a `BucketMark`, since this one keeps the weight.
-
-    Attributes:
-        view: the place; None until the bucket is known.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        with torch.enable_grad():
-            grad_fn = weight.expand_as(weight).grad_fn
-        accumulates = None if grad_fn is None else grad_fn.next_functions[0][0]
-        assert accumulates is not None
-        self._accumulates = accumulates
-        self._written = -1  # the last backward that wrote there, by autograd's number for it
-        self._given: TensorWeakRef | None = None  # what it gave; autograd has it until `grad` is that memory
-        self.view: torch.Tensor | None = None
-
-    def to_write(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The place; None where it is not free."""
-        backward, view = torch._C._current_graph_task_id(), self.view
-        if view is None or (view.shape, view.dtype) != (weight.shape, weight.dtype) or view.data_ptr() % _ALIGNMENT:
-            return None
-        if weight.grad is not None or backward in (-1, self._written) or not self._is_kept():
-            return None
-        if self._given is not None and self._given() is not None:  # it waits in a backward that this one is within
-            return None
-        if weight._backward_hooks:  # which may keep what they get, and ranks average in place
-            return None
-        if view.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would keep it for good
-            return None
-        given = view.detach()
-        self._written, self._given = backward, TensorWeakRef(given)
-        return given
-
-    def _is_kept(self) -> bool:
-        """True where the backward that runs gives the weight's gradient to `grad`, and not to who asks for it."""
-        try:
-            return torch._C._will_engine_execute_node(self._accumulates)
-        except RuntimeError:  # as PyTorch answers in torch.autograd.grad
-            return False
-
-
-class BucketMark:
-    """Attribute of a weight whose gradient has a place in a bucket, while somebody keeps that; copies have none."""
-
-    def __init__(self, place: BucketPlace | None = None) -> None:
-        self.place: Callable[[], BucketPlace | None] = (lambda: None) if place is None else weakref.ref(place)
-
-    def __reduce__(self) -> tuple[type[BucketMark], tuple[()]]:
-        return BucketMark, ()
 
 
 def of_backward(number: int) -> contextlib.AbstractContextManager[int]:
@@ -111,24 +49,18 @@ def put_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    over: bool | Literal["in bucket"],
+    over: bool,
     put: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None],
 ) -> torch.Tensor:
     """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
 
     Args:
-        over: whether the op says that this backward is to write over it; `IN_BUCKET` gives the gradient itself.
+        over: whether the op says that this backward is to write over it.
         put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
 
     Raises:
         RuntimeError: as `main_grad_to_write` does.
     """
-    if over == IN_BUCKET:
-        place = getattr(weight, BUCKET, BucketMark()).place()
-        free = None if place is None else place.to_write(weight)
-        gradient = torch.empty_like(weight) if free is None else free
-        put(dy, x, gradient, True)
-        return gradient
     parts = parts_of(weight)
     if not parts:
         put(dy, x, *main_grad_to_write(weight, over))
@@ -308,8 +240,8 @@ def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def has_main_grad(weight: torch.Tensor) -> bool:
-    """True where a weight, or one that it was joined from, has a main_grad, or a place in a bucket."""
-    return hasattr(weight, BUCKET) or any(held_main_grad(p) is not None for p in parts_of(weight) or (weight,))
+    """True where a weight, or one that it was joined from, has a main_grad."""
+    return any(held_main_grad(p) is not None for p in parts_of(weight) or (weight,))
 
 
 @functools.cache

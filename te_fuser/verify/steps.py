@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from te_fuser import _native
 from te_fuser.codegen.description import padded
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge, same_bits
 from te_fuser.distributed.dtensor import own_part
@@ -32,7 +31,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.pipeline import Fuser
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.loading import execute, load, load_column_sums
+from te_fuser.fuser.run.loading import execute, load
 from te_fuser.fuser.run.program import misshapen
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.fusions import registry
@@ -123,8 +122,7 @@ def run_verified(
         known, call = fuser.prepare(x, inputs, outputs)
     plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
-    sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
-    watch = _WatchedCall(plan, entering, call.parameters, sums)
+    watch = _WatchedCall(plan, entering, call.parameters)
     # Segments of this call's own: what backward is checked against is what this forward saw.
     return execute(load(known.plan, outputs, wrap=watch.wrap), x, inputs, call.parameters)
 
@@ -132,15 +130,8 @@ def run_verified(
 class _WatchedCall:
     """Values that one call has computed so far, and the checks of its steps."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        entering: Mapping[int, torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        sums: _native.ColumnSums | None,
-    ) -> None:
-        self.plan, self.graph, self.sums = plan, plan.graph, sums
-        self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
+    def __init__(self, plan: Plan, entering: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self.plan, self.graph = plan, plan.graph
         self.values = {value: t.detach() for value, t in entering.items()}
         self.given = parameters
         self.parameters = [own_part(p.detach()) for p in parameters]
@@ -153,10 +144,6 @@ class _WatchedCall:
         if not (step.task.compares and step.outputs):
             return runner
         direction = "forward" if id(step) in self.forward_steps else "backward"
-        if self.sums is not None and step.sums() and not self.read & set(step.sums()):
-            # In the plan its sums wait for those of other steps. Here they wait for the end of a program of its own, so
-            # that they come by the same way and are there to be looked at.
-            runner = _native.Program([(runner, [])], self.sums, [0]).run
         return _CheckedRunner(self, step, direction, runner, slots)
 
     # --------------------------------------------------------------------------------------- data

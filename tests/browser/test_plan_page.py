@@ -54,26 +54,20 @@ def looked(page: Path, folder: Path, script: str, width: int = WIDE) -> Any:
     return json.loads(unescape(found[1]))
 
 
-def test_a_bar_shows_its_facts_when_it_has_the_focus(page: Path, tmp_path: Path) -> None:
-    """As under a pointer; keyboards reach each bar in turn."""
+def test_a_bar_shows_its_facts_and_leads_to_its_row(page: Path, tmp_path: Path) -> None:
+    """When it has the focus, as under a pointer; keyboards reach each bar in turn, and a click unfolds the table."""
     script = """
     const bars = [...document.querySelectorAll('.lane a')], tip = bars[1].nextSibling;
     const before = getComputedStyle(tip).display;
     bars[1].focus();
-    return [before, getComputedStyle(tip).display, tip.innerText, bars.every(b => b.tabIndex === 0)];"""
-    before, after, text, reached = looked(page, tmp_path, script)
+    const shown = [before, getComputedStyle(tip).display, tip.innerText, bars.every(b => b.tabIndex === 0)];
+    const row = document.getElementById('step-0-forward-1'), table = row.closest('details'), closed = !table.open;
+    bars[1].click();
+    return [...shown, closed, table.open, location.hash, row.getBoundingClientRect().height > 0];"""
+    before, after, text, reached, closed, unfolded, place, seen = looked(page, tmp_path, script)
+    assert closed and unfolded and seen and place == "#step-0-forward-1"
     assert (before, after, reached) == ("none", "block", True)
     assert "limit: products" in text and "ops 2-3: MatMul" in text, text
-
-
-def test_a_bar_leads_to_its_row_and_unfolds_the_table(page: Path, tmp_path: Path) -> None:
-    script = """
-    const row = document.getElementById('step-0-forward-1'), table = row.closest('details'), closed = !table.open;
-    document.querySelectorAll('.lane a')[1].click();
-    return [closed, table.open, location.hash, row.getBoundingClientRect().height > 0];"""
-    closed, unfolded, place, seen = looked(page, tmp_path, script)
-    assert closed and place == "#step-0-forward-1"
-    assert unfolded and seen
 
 
 def test_hundreds_of_bars_fit_into_the_lane(tmp_path: Path) -> None:

@@ -20,17 +20,15 @@ from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.ops.blockwise_scaling import quantized
-from te_fuser.recipe import OwnScales, QParams
-from tests.codegen.corpus import Kit, inputs, outputs
+from tests.codegen.corpus import Kit, inputs
 from tests.codegen.cuda_on_cpu import Emulated
 from tests.codegen.targets import call, emulated
-from tests.float8 import codes
+from tests.float8 import BLOCKS, codes
 from tests.needs import needs_compiler
 
 LIMITS = limits_of("sm_90a")
 E4M3 = "float8_e4m3fn"
 ROWS = (0, 1, 124, 128, 301)
-BLOCKS = OwnScales(QParams(power_2_scale=True), (1, 128))
 
 
 def blocks(name: str, value: Expr, width: int, dtype: str, made_in: str, sides: str = "both") -> list[Target]:
@@ -240,8 +238,3 @@ def test_what_has_no_blocks_is_refused() -> None:
 def test_other_targets_have_no_blocks(make: object) -> None:
     with pytest.raises(ValueError, match="kernel copy: blocks of 8 bits are made by kernels of a GPU alone"):
         make(CASES["copied-bfloat16-256-both"])  # type: ignore[operator]
-
-
-def test_room() -> None:
-    d = CASES["copied-bfloat16-144-both"]
-    assert [tuple(t.shape) for t in outputs(d, 20)] == [(20, 144), (20, 152), (144, 36)]

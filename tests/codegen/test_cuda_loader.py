@@ -30,7 +30,6 @@ from tests.fake_cuda import FakeDriver, as_new_process, in_place
 CORPUS = corpus.descriptions()
 GPU = torch.device("cuda", 0)
 NOTHING = Compiled(b"nowhere:-", ())
-Compile = Callable[..., Compiled]
 
 
 @pytest.fixture
@@ -88,38 +87,11 @@ def test_kernels_are_made_once_and_loaded_on_each_device(driver: FakeDriver, com
     assert len(compiler.names) == 2 and driver.loads == 3
 
 
-def test_an_equal_description_is_the_same_kernel(driver: FakeDriver, compiler: Compiler) -> None:
-    assert cuda_loader.load(pair(), GPU)[1] is cuda_loader.load(pair(), GPU)[1]
-
-
-def test_kernels_compile_at_the_same_time(driver: FakeDriver, compiler: Compiler) -> None:
-    compiler.company = 1  # nobody goes on alone
-    with mock.patch("os.cpu_count", return_value=4):
-        cuda_loader.load(list(CORPUS.values())[:4], GPU)
-    assert compiler.most > 1
-
-
 def test_a_kernel_runs_after_it_was_loaded(driver: FakeDriver, compiler: Compiler) -> None:
     d = CORPUS["layer_norm_fwd-257-f32"]
     (kernel,) = cuda_loader.load([d], GPU)
     kernel.run((*corpus.inputs(d, 5).values(), *corpus.outputs(d, 5)), 5, 1, 1, ())
     assert driver.last_symbol == b"layer_norm_fwd" and driver.last_blocks == sizes_of(kernel.text, 5, 1, 3).blocks[0]
-
-
-def test_quick_work_is_silent(driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
-    cuda_loader.load(pair(), GPU)
-    assert capsys.readouterr().err == ""
-
-
-def test_slow_work_says_what_it_waits_for(
-    driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
-    compiler.seconds = 0.5
-    cuda_loader.load(pair(), GPU)
-    started, done = capsys.readouterr().err.splitlines()
-    assert started == "te_fuser: compiling 2 kernels for sm_90a (0 of 2 so far) ..."
-    assert done.startswith("te_fuser: compiling 2 kernels for sm_90a: done after 0.")
 
 
 def test_an_error_of_the_compiler_reaches_the_caller(
@@ -193,13 +165,6 @@ def test_a_kernel_written_by_hand_is_made_once_and_loaded_on_each_device(
         cuda_loader.load([], device, written=[ByHand(1)])
     assert compiler.names == ["by_hand"]
     assert loads_of(ByHand(1), "sm_90a", None) == [0, 1]
-
-
-def test_a_captured_stream_makes_no_kernel_written_by_hand(driver: FakeDriver, compiler: Compiler) -> None:
-    driver.capturing = 1
-    with pytest.raises(RuntimeError, match="not there yet .by_hand., and its stream is being captured"):
-        cuda_loader.load([], GPU, written=[ByHand(1)])
-    assert compiler.names == []
 
 
 @pytest.mark.parametrize("threads", [4])

@@ -51,20 +51,6 @@ def test_a_deep_description_is_short_and_says_what_is_computed() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_what_outputs_share_is_written_once() -> None:
-    lines = str(deep(12)).splitlines()
-    assert len(set(lines)) == len(lines)
-    stored = [line for line in lines if line.startswith("  store")]
-    assert all(len(line) < 80 for line in stored)
-    steps = [line.partition(" = ")[2] for line in lines if line.strip().startswith("t")]
-    assert len(set(steps)) == len(steps) > 12
-
-
-def test_a_short_description_names_nothing() -> None:
-    lines = str(deep(0)).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["kernel deep", "  load  x", "  store a", "  store b"]
-
-
 def test_what_cancels_across_outputs_is_no_number_where_its_terms_are_none() -> None:
     """x + y where an op before gave y = -x: NaN where x is infinite, and read, stored and computed for that."""
     kit = Kit()

@@ -7,7 +7,7 @@ import torch
 
 from te_fuser.codegen import cpp, cuda
 from te_fuser.codegen.description import KernelDescription, Target, describe
-from te_fuser.dtypes import FLOAT8, name_of
+from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize, row_sum
 from te_fuser.formula.expr import Axes
 from tests.codegen.targets import ON_EVERY_TARGET, Kernels, call, compiled
@@ -124,7 +124,3 @@ def test_threads_that_share_a_row_load_16_bytes_beside_stores_in_8_bits() -> Non
         (summed,) = cuda.generate(describe("sums", [target], totals, tensors)).schedules
         assert alone.vector == summed.vector == 8
         assert summed.ahead == (2 if target is narrow else 3)
-
-
-def test_names_are_those_of_the_table() -> None:
-    assert [name_of(dtype) for dtype in FLOAT8.values()] == ["float8_e4m3fn", "float8_e5m2"]

@@ -5,49 +5,9 @@ from __future__ import annotations
 import math
 import struct
 
-import pytest
 import torch
 
-from te_fuser.codegen.text import Lines, RoleNames, identifier, shortest, to_float32
-
-
-def test_lines_are_indented_by_their_blocks() -> None:
-    lines = Lines()
-    with lines.block("for (;;)"):
-        with lines.block("call([&]", "});"):
-            lines("step();")
-        lines()
-    assert lines.lines == ["for (;;) {", "  call([&] {", "    step();", "  });", "", "}"]
-
-
-@pytest.mark.parametrize(
-    ("role", "name"),
-    [
-        ("layer_norm.weight", "layer_norm_weight"), ("op._scale", "op_scale"), ("a__b", "a_b"), ("_x_", "x"),
-        ("größe", "gr_e"), ("2nd", "v_2nd"), ("+", "value"),
-    ],
-)  # fmt: skip
-def test_identifiers(role: str, name: str) -> None:
-    assert identifier(role) == name
-
-
-def test_a_name_is_given_out_once() -> None:
-    names = RoleNames()
-    assert [names.fresh(r) for r in ("x", "a.b", "a_b", "x", "x_2")] == ["x", "a_b", "a_b_2", "x_2", "x_2_2"]
-    assert [names.fresh("sum_1"), names.numbered("sum"), names.numbered("sum")] == ["sum_1", "sum_2", "sum_3"]
-    with names.scope():
-        assert names.fresh("inner") == "inner"
-    assert names.fresh("inner") == "inner"
-
-
-def test_words_that_mean_something_are_not_given_out() -> None:
-    class Own(RoleNames):
-        own_words = "row lane"
-
-    assert [Own().fresh(r) for r in ("float", "decltype", "te", "row", "lane")] == [
-        "float_2", "decltype_2", "te_2", "row_2", "lane_2",
-    ]  # fmt: skip
-    assert RoleNames().fresh("row") == "row"
+from te_fuser.codegen.text import shortest, to_float32
 
 
 def test_float32_is_torchs() -> None:

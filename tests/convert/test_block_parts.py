@@ -1,8 +1,10 @@
-"""Converted layers whose parts are others than a family has, or are hooked."""
+"""Converted layers with other parts, hooks and settings; in training loops, regions, threads and transforms."""
 
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import te_fuser
-from tests.convert.models import assert_alike, both, model_of, results, tokens, ways
+from tests.convert.models import FAMILIES, FAMILY, assert_alike, both, model_of, padded, results, tokens, ways
 
 IDS = tokens()
 
@@ -106,10 +108,7 @@ def test_recorded_attention_and_hidden_states() -> None:
         model(IDS, output_hidden_states=True)
         model(IDS)
     assert set(found) == {"added"}
-
-
-def test_a_hook_that_comes_after_those_that_record() -> None:
-    """transformers' own hooks stay where a call once asked for attentions."""
+    # transformers' own hooks stay where a call once asked for attentions.
     model, original = both("llama")
     seen = []
     for each in (model, original):
@@ -263,3 +262,181 @@ def test_weights_of_another_shape_than_attributes_say() -> None:
         made = te_fuser.convert(model)
         assert made.left == {} and made.error < 1e-5
         assert_alike(results(model, IDS), results(original, IDS))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant: bool) -> None:
+    model, original = both("llama")
+    want = results(original.train(), IDS)
+    # Releases call it by one of these names, or by both.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    model.train()
+    assert_alike(results(model, IDS), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "by_config"), [*((family, False) for family in FAMILIES), ("llama", True), ("gpt2", True)]
+)
+def test_checkpointing_of_a_call_that_records_attention(family: str, by_config: bool) -> None:
+    """What runs again in backward is what ran, though nobody records then."""
+    model, original = both(family)
+    found = []
+    for each in (model, original):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+        each.set_attn_implementation("eager")
+        each.config.output_attentions = by_config
+        y = each.train()(IDS, use_cache=False, **({} if by_config else {"output_attentions": True}))
+        (y.logits.square().sum() + y.attentions[0].square().sum()).backward()
+        each.config.output_attentions = False
+        each(IDS, use_cache=False).logits.sum().backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        found.append({"logits": y.logits.detach(), **grads})
+    assert_alike(*found)
+
+
+def test_dropout() -> None:
+    settings = {"attn_pdrop": 0.2, "resid_pdrop": 0.3}
+    model, original = both("gpt2", **settings)
+    assert_alike(results(model, IDS), results(original, IDS))
+    model.train()
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(results(model, IDS))
+    assert torch.equal(made[0]["logits"], made[1]["logits"])
+    assert not torch.allclose(made[0]["logits"], made[2]["logits"])
+    model.transformer.h[0].mlp.dropout.p = model.transformer.h[0].attn.resid_dropout.p = 1.0
+    x = torch.randn(1, 3, 16, dtype=torch.float64)
+    assert torch.equal(model.transformer.h[0](x), x)
+    model.transformer.h[0].eval()
+    assert_alike({"y": model.transformer.h[0](x)}, {"y": original.transformer.h[0](x)})
+
+
+@FAMILY
+def test_autocast(family: str) -> None:
+    model, original = both(family, torch.float32)
+    exact = results(original, IDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [results(each, IDS) for each in (model, original)]
+    for name, want in exact.items():
+        assert found[0][name].dtype == found[1][name].dtype
+        errors = [(each[name].float() - want).norm().item() for each in found]
+        assert errors[0] <= 2 * errors[1] + 1e-3 * want.norm().item(), name
+
+
+def test_compilers_and_transforms_have_the_model_that_it_was() -> None:
+    model, original = both("llama", torch.float32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, original(IDS).logits)
+    model, original = both("llama")
+    made = [
+        torch.func.vmap(lambda x, each=each: each(x[None], use_cache=False).logits)(IDS) for each in (model, original)
+    ]
+    torch.testing.assert_close(*made)
+
+
+def test_threads() -> None:
+    model, original = both("mistral")
+    want, found = original(IDS, attention_mask=padded()).logits.detach(), []
+    work = lambda: found.append(model(IDS, attention_mask=padded()).logits.detach())  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for made in found:
+        torch.testing.assert_close(made[padded() == 1], want[padded() == 1], rtol=0, atol=1e-5)
+    assert len(found) == 3
+
+
+def layer_of(model: Any, number: int = 0) -> Any:
+    return (model.transformer.h if hasattr(model, "transformer") else model.model.layers)[number]
+
+
+def set_eps(layer: Any, *names: str) -> None:
+    """Another eps of norms whose names hold one of these."""
+    for norm in (m for path, m in layer.named_modules() if any(name in path for name in names)):
+        setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", 0.5)
+
+
+def set_biases(model: Any, value: float | None) -> None:
+    for name in ("o_proj", "q_proj"):
+        linear = layer_of(model).self_attn.get_submodule(name)
+        bias = torch.full_like(linear.weight[:, 0], value or 0.0)
+        linear.bias = None if value is None else nn.Parameter(bias)
+
+
+NO_BIAS = {"self_attn.q_proj": "its dtype, device or bias is not that of self_attn.k_proj, self_attn.v_proj"}
+NO_NORM = {"self_attn": "of its q_norm: it is a Identity, no Qwen3RMSNorm"}
+DIFFER = {"self_attn": "its norms of heads differ in eps"}
+Change = Callable[[Any], Any]
+# A family, what changes in turn, and what is left then of the layer that it names.
+CHANGES: dict[str, tuple[str, list[Change], int, dict[str, str]]] = {
+    "scaling": ("llama", [lambda m: setattr(layer_of(m).self_attn, "scaling", 0.1)], 0, {}),
+    "no norm": ("qwen3", [lambda m: setattr(layer_of(m).self_attn, "q_norm", nn.Identity())], 0, NO_NORM),
+    "biases": ("llama", [lambda m: set_biases(m, 0.5), lambda m: set_biases(m, None)], 0, NO_BIAS),
+    **{
+        f"eps, {family}": (family, [lambda m: set_eps(layer_of(m), "norm", "ln")], 0, {})
+        for family in ("gpt2", "llama", "gemma2", "qwen3", "gemma3")
+    },
+    **{
+        f"eps of some heads, {family}": (family, [lambda m: set_eps(layer_of(m, 1), "k_norm")], 1, DIFFER)
+        for family in ("qwen3", "gemma3")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_may_change(name: str) -> None:
+    family, changes, number, left = CHANGES[name]
+    model, original = both(family)
+    model(IDS)
+    for change in changes:
+        for each in (model, original):
+            change(each)
+        assert_alike(results(model, IDS), results(original, IDS))
+    assert layer_of(model, number).left() == left
+
+
+def test_an_attention_that_computes_in_a_way_of_its_own() -> None:
+    model, original = both("gpt2", reorder_and_upcast_attn=True)
+    words = "it computes scores in a way of its own (reorder_and_upcast_attn)"
+    assert layer_of(model).left() == {"attn": words}
+    assert_alike(results(model, IDS), results(original, IDS))
+
+
+def test_embeddings_of_any_strides() -> None:
+    model, original = both("qwen2")
+    x = torch.randn(9, 2, 32, dtype=torch.float64)[..., ::2].transpose(0, 1).requires_grad_()
+    made = [each(inputs_embeds=x).logits for each in (model, original)]
+    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in made]
+    assert_alike({"y": made[0], "dx": gradients[0]}, {"y": made[1], "dx": gradients[1]}, 1e-5)
+
+
+def test_frozen_parameters_and_inference_mode() -> None:
+    model, original = both("gemma3")
+    for each in (model, original):
+        each.requires_grad_(False)
+        each.model.layers[1].self_attn.v_proj.requires_grad_()
+        each.model.layers[0].input_layernorm.requires_grad_()
+    made = results(model, IDS)
+    assert len(made) == 4
+    assert_alike(made, results(original, IDS))
+    with torch.inference_mode():
+        call = {"attention_mask": padded()}
+        assert_alike({"y": model(IDS, **call).logits[1]}, {"y": original(IDS, **call).logits[1]})
+
+
+def test_rows_that_a_mask_in_half_precision_hides_wholly() -> None:
+    """What eager attention adds to hide is the lowest number of its dtype, which is not so low in float32."""
+    exact = model_of("gemma2", torch.float32)
+    original = copy.deepcopy(exact).to(torch.float16)
+    model = copy.deepcopy(original)
+    te_fuser.convert(model)
+    ids, mask = tokens(2, 12), padded(2, 12)
+    wanted, theirs, ours = (results(each, ids, attention_mask=mask) for each in (exact, original, model))
+    for name, want in wanted.items():
+        errors = [(made[name].float() - want).norm() for made in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + torch.finfo(torch.float16).eps * want.norm(), name

@@ -1,4 +1,4 @@
-"""convert and revert: what becomes of a model, what is said of it, and what goes on working."""
+"""convert and revert: what becomes of a model, what is said and explained of it, and what goes on working."""
 
 from __future__ import annotations
 
@@ -124,17 +124,7 @@ def test_model_that_cannot_be_checked_is_converted_unchecked() -> None:
     assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
 
 
-def test_what_was_reverted_is_left() -> None:
-    """A layer, and then all of them; the report is asked after that."""
-    model = model_of("llama")
-    conversion = te_fuser.convert(model, check=False)
-    te_fuser.revert(model.get_submodule(conversion.converted[0]))
-    assert conversion.left == {conversion.converted[0]: "it was reverted"}
-    te_fuser.revert(model)
-    assert conversion.left == dict.fromkeys(conversion.converted, "it was reverted") and "reverted" in str(conversion)
-
-
-def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:
+def test_what_was_reverted_is_left_and_what_has_another_class_is_not_reverted() -> None:
     model, original = both("llama")
     first, second = model.model.layers
     second.__class__ = type("Sharded", (type(second),), {})
@@ -142,6 +132,13 @@ def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:
         te_fuser.revert(model)
     assert type(first).__module__ == "te_fuser.convert.llama"
     assert_alike(results(model, IDS), results(original, IDS))
+    # A layer, and then all of them; the report is asked after that.
+    model = model_of("llama")
+    conversion = te_fuser.convert(model, check=False)
+    te_fuser.revert(model.get_submodule(conversion.converted[0]))
+    assert conversion.left == {conversion.converted[0]: "it was reverted"}
+    te_fuser.revert(model)
+    assert conversion.left == dict.fromkeys(conversion.converted, "it was reverted") and "reverted" in str(conversion)
 
 
 def test_a_check_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,3 +284,46 @@ def test_keys_that_are_cached_under_autocast() -> None:
         te_fuser.convert(model, check=False)
         layer = model(IDS, use_cache=True)[1].layers[0]
         assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+
+
+def _converted(family: str, **config: Any) -> tuple[Any, te_fuser.Conversion]:
+    model = model_of(family, torch.float32, **config)
+    return model, te_fuser.convert(model, check=False)
+
+
+@FAMILY
+def test_equal_layers_are_shown_once(family: str) -> None:
+    model, conversion = _converted(family, num_hidden_layers=4)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    explanation = conversion.explain(tokens())
+    named = [text for _, text in explanation.borders if text.startswith("In ")]
+    assert sum(1 + (int(t.split(" and ")[1].split()[0]) if " and " in t else 0) for t in named) in (4, 8)
+    assert len(explanation.plans) < 4 and all(plan.forward and plan.backward for plan in explanation.plans)
+    assert all(text in str(explanation) for text in named)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert not any("_list" in vars(m) for m in model.modules())
+
+
+def test_what_it_takes_and_leaves() -> None:
+    model, conversion = _converted("llama")
+    assert "on h200" in str(conversion.explain(tokens(), device="h200"))
+    text = str(conversion.explain(input_ids=tokens(), attention_mask=torch.ones(2, 9), details=True))
+    assert "Considered and not taken" in text and "In model.layers.0 and 1 other like it:" in text
+    with torch.no_grad():
+        assert "No backward" in str(conversion.explain(tokens()))
+        cache = transformers.DynamicCache(config=model.config)
+        model(tokens(), past_key_values=cache)
+        conversion.explain(tokens(2, 1), past_key_values=cache)
+        assert cache.get_seq_length() == 9  # the call that was explained put nothing there
+    filled = transformers.DynamicCache(config=model.config)
+    model(tokens(), past_key_values=filled)  # keys that autograd made
+    assert conversion.explain(tokens(2, 1), past_key_values=filled).plans and filled.get_seq_length() == 9
+    with pytest.raises(TypeError, match="takes no measure, passes; te_fuser.profile"):
+        conversion.explain(tokens(), measure=True, passes=True)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="in this call; model.layers.0 .* with detials"):
+        conversion.explain(tokens(), detials=True)
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *given: None)
+    assert "(Theirs): it is not converted: see `left` of the" in " ".join(str(conversion.explain(tokens())).split())
+    te_fuser.revert(model)
+    with pytest.raises(ValueError, match="in this call; model.layers.0 is left: it was reverted"):
+        conversion.explain(tokens())

@@ -6,9 +6,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.codegen import corpus
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, sizes_of
 from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, in_place
 from tests.needs import needs_compiler
+from tests.threads import in_threads
 
 CORPUS = corpus.descriptions()
 
@@ -303,15 +302,13 @@ def test_devices_are_loaded_one_by_one(driver: FakeDriver) -> None:
 
 
 def test_threads_share_a_kernel(driver: FakeDriver) -> None:
-    native, start = kernel(), threading.Barrier(6)
+    native = kernel()
 
-    def work(_: int) -> None:
-        start.wait()
+    def work() -> None:
         for rows in range(1, 40):
             native(tensors(rows), rows, 1, 1, (7,))
 
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
+    in_threads(*[work] * 6)
     assert (driver.loads, driver.launches) == (1, 6 * (39 * 2 - 2))  # one or two rows are summed at once
     assert driver.pushes == driver.pops
 

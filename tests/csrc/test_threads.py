@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from te_fuser import _native
 from tests.csrc.cpu_kernels import run_scale, run_where, scale_kernel, where_kernel
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
@@ -58,11 +59,10 @@ def test_uneven_rows_are_split_evenly(cpu_library: str) -> None:
 def test_several_python_threads_at_once(cpu_library: str, backend: str) -> None:
     _native.set_thread_backend(backend)
     torch.set_num_threads(2)
-    kernel, start = scale_kernel(cpu_library, 64), threading.Barrier(6)
+    kernel = scale_kernel(cpu_library, 64)
 
     def work(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
-        start.wait()
         good = True
         for step in range(40):
             rows = (1, 40, 1500)[step % 3]
@@ -71,8 +71,7 @@ def test_several_python_threads_at_once(cpu_library: str, backend: str) -> None:
             good = good and torch.equal(y, seed * x) and torch.equal(sums, (seed * x).sum(0))
         return good
 
-    with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(1, 7)))
+    assert all(in_threads(*(partial(work, seed) for seed in range(1, 7))))
 
 
 def test_the_interpreter_runs_on_during_a_kernel(cpu_library: str) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,12 +88,6 @@ def test_it_learns_and_leaves_its_results(folder: Path, tmp_path: Path, capsys: 
         assert words in shown
 
 
-def test_the_plans_are_shown_in_full(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, tmp_path / "run", "--steps", "1", "--explain") == 0
-    shown = capsys.readouterr().out
-    assert "Forward" in shown and "Backward" in shown and "Kept for backward" in shown
-
-
 ALIKE: dict[str, tuple[list[str], float]] = {  # options, and by how much losses may differ
     "again": ([], 0.0),
     "reference kernels": (["--kernels", "reference"], 1e-4),
@@ -120,11 +115,23 @@ def test_run_with_another_option_trains_alike(name: str, folder: Path, plain: Pa
     assert most or samples[0] == samples[1]
 
 
-def test_the_twin_trains_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, tmp_path / "both", "--steps", "6", "--dropout", "0", "--compare") == 0
-    ours, theirs = (losses(tmp_path / "both", f"{name} training loss") for name in ("te_fuser", "torch.nn"))
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert "torch.nn" in capsys.readouterr().out
+TWINS: dict[str, tuple[list[str], tuple[str, ...]]] = {  # options, and who trains alike
+    "without dropout": (["--dropout", "0"], ("torch.nn", "te_fuser")),
+    "nudged and compiled": (["--nudge", "--compile"], ("torch.nn", "torch.nn, nudged", "torch.compile")),  # same masks
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_train_alike(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, names = TWINS[name]
+    compiled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    assert run(folder, tmp_path / "all", "--steps", "6", "--compare", *options) == 0
+    first, *others = (losses(tmp_path / "all", f"{name} training loss") for name in names)
+    assert first and all(other == pytest.approx(first, abs=1e-4) for other in others)
+    assert all(name in capsys.readouterr().out for name in names[:1]) and len(compiled) == ("--compile" in options)
 
 
 def test_a_nudged_twin_begins_beside_the_other_and_sees_the_same(folder: Path, tmp_path: Path) -> None:
@@ -141,20 +148,6 @@ def test_a_nudged_twin_begins_beside_the_other_and_sees_the_same(folder: Path, t
     assert 0.45 < torch.cat(ups).mean() < 0.55
     random = [trainers[name].random_states() for name in names]  # of batches and of dropout
     assert all(torch.equal(states[key], random[0][key]) for states in random for key in random[0])
-
-
-def test_a_nudged_twin_trains_like_the_other_but_for_rounding(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "three", "--steps", "6", "--compare", "--nudge") == 0  # with dropout: the same masks
-    theirs, nudged = (losses(tmp_path / "three", f"{name} training loss") for name in ("torch.nn", "torch.nn, nudged"))
-    assert nudged == pytest.approx(theirs, abs=1e-4)
-
-
-def test_a_compiled_twin_trains_beside_the_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[torch.nn.Module] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    assert run(folder, tmp_path / "three", "--steps", "4", "--compare", "--compile") == 0
-    theirs, other = (losses(tmp_path / "three", f"{name} training loss") for name in ("torch.nn", "torch.compile"))
-    assert len(compiled) == 1 and other == pytest.approx(theirs, abs=1e-4)
 
 
 def test_a_nudge_knows_the_dtype() -> None:
@@ -174,18 +167,6 @@ def test_products_in_8_bits_train_as_well(folder: Path, tmp_path: Path) -> None:
         validated = losses(tmp_path / name, "te_fuser validation loss")
         ends.append(sum(validated[-10:]) / len(validated[-10:]))
     assert ends[0] != ends[1] and ends[1] == pytest.approx(ends[0], rel=0.01)
-
-
-def test_a_run_in_8_bits_goes_on_where_it_stopped(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how = ("--steps", "8", "--precision", "fp8")
-    assert run(folder, tmp_path / "whole", *how) == 0
-    with monkeypatch.context() as patched:
-        stop_at(patched, 4)
-        assert run(folder, tmp_path / "stopped", *how) == 130
-    assert run(folder, tmp_path / "stopped", "--resume") == 0
-    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
 
 
 def test_a_size_sets_everything_and_what_is_given_wins(folder: Path) -> None:
@@ -225,13 +206,15 @@ def test_learning_rate_rises_then_falls() -> None:
 # ------------------------------------------------------------------------------------- stopping and going on
 
 
+@pytest.mark.parametrize("precision", ["dtype", "fp8"])
 def test_a_resumed_run_equals_one_without_a_stop(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    precision: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, tmp_path / "whole", "--steps", "9") == 0
+    how = ("--steps", "9", "--precision", precision)
+    assert run(folder, tmp_path / "whole", *how) == 0
     with monkeypatch.context() as patched:
         stop_at(patched, 5)
-        assert run(folder, tmp_path / "parts", "--steps", "9") == 130
+        assert run(folder, tmp_path / "parts", *how) == 130
     assert f"--resume --out {tmp_path / 'parts'}" in capsys.readouterr().out.replace("\n", "")
     assert len(losses(tmp_path / "parts")) == 5
     assert train_gpt.main(["--resume", "--out", str(tmp_path / "parts")]) == 0
@@ -243,9 +226,8 @@ def test_a_resumed_run_equals_one_without_a_stop(
         assert torch.equal(tensor, parts[name]), name
 
 
-def test_a_finished_run_can_be_resumed_for_another_sample(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "run", "--steps", "2") == 0
-    before = losses(tmp_path / "run")
+def test_a_finished_run_can_be_resumed_for_another_sample(plain: Path, tmp_path: Path) -> None:
+    before = losses(shutil.copytree(plain, tmp_path / "run"))
     assert train_gpt.main(["--resume", "--out", str(tmp_path / "run"), "--prompt", "return "]) == 0
     assert losses(tmp_path / "run") == before
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("return ")
@@ -293,9 +275,8 @@ def test_ctrl_c_saves(folder: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ checkpoint
 
 
-def test_the_checkpoint_is_safetensors_and_loads_into_the_twin(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "run", "--steps", "2") == 0
-    path = tmp_path / "run" / "checkpoint.safetensors"
+def test_the_checkpoint_is_safetensors_and_loads_into_the_twin(plain: Path) -> None:
+    path = plain / "checkpoint.safetensors"
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])  # JSON, then numbers: no pickle
@@ -351,7 +332,9 @@ def test_a_missing_gpu_is_said(folder: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_a_run_is_not_overwritten_nor_changed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    assert run(folder, out, "--steps", "1") == 0
+    assert run(folder, out, "--steps", "1", "--explain") == 0
+    shown = capsys.readouterr().out
+    assert "Forward" in shown and "Backward" in shown and "Kept for backward" in shown  # plans in full
     assert run(folder, out, "--steps", "1") == 2
     assert "holds a run already: add --resume" in " ".join(capsys.readouterr().out.split())
     assert run(folder, out, "--resume", "--hidden", "64") == 2

@@ -81,21 +81,6 @@ def test_rate_per_sample() -> None:
     assert abs(mask.mean().item() - 0.75) < 5 * (0.1875 / samples) ** 0.5
 
 
-def test_streams_offsets_and_seeds_are_independent() -> None:
-    rows = torch.arange(64)
-    base = keep_bits(rows, 64, 1, 0, 0)
-    others = [keep_bits(rows, 64, *k) for k in ((2, 0, 0), (1, 1, 0), (1, 0, 1), (1 << 32, 0, 0))]
-    for other in others:
-        a, b = (base >= 32768).double(), (other >= 32768).double()
-        assert abs(((a - 0.5) * (b - 0.5)).mean().item()) < 5 * 0.25 / 64
-    assert torch.equal(base, keep_bits(rows, 64, 1, 0, 0))
-
-
-def test_a_row_does_not_depend_on_the_others() -> None:
-    all_rows = keep_bits(torch.arange(10), 24, 1, 2, 3)
-    assert torch.equal(keep_bits(torch.tensor([7]), 24, 1, 2, 3), all_rows[7:8])
-
-
 @pytest.mark.parametrize(("width", "parts"), [(24, 2), (24, 3), (20, 4), (10, 5)])
 def test_parts_are_slices(width: int, parts: int) -> None:
     """Also where a part begins inside a group of eight."""

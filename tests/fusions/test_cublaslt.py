@@ -1,4 +1,4 @@
-"""The rows of cuBLASLt's: what they say of their products, and that these are right. Where they are taken: plans.py."""
+"""The rows of cuBLASLt's: what they say of their products, main_grad, and that these are right; taken in plans.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import cublaslt
+from te_fuser.fusions.cublaslt import put_weight_gradient
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.products import configured
 from tests.fake_cublaslt import FakeCublasLt
@@ -63,13 +64,6 @@ def forward_steps(model: Sequential, x: torch.Tensor, **how: Any) -> list[str]:
     return [s.name for s in model.plan(x, **how).forward]
 
 
-def test_matmul_bias_declared_reads_like_any_other() -> None:
-    entry = fusions.get("matmul_bias")
-    assert repr(entry) == "<fusion 'matmul_bias' forward: MatMul, Bias>" and entry.doc
-    with fusions.disabled("matmul_bias"):
-        assert forward_steps(sequential(ops.Linear(8, 8)), tensor(5, 8)) == ["mat_mul", "bias_fwd"]
-
-
 @pytest.mark.parametrize("rows", [(), (5,), (2, 3), (0,), (2, 0)])
 def test_matmul_bias_of_any_rows_is_one_call_and_right(rows: tuple[int, ...]) -> None:
     for parts in ([ops.Linear(8, 16)], [ops.MatMul(8, 16), ops.Bias(16)]):
@@ -79,15 +73,16 @@ def test_matmul_bias_of_any_rows_is_one_call_and_right(rows: tuple[int, ...]) ->
         torch.testing.assert_close(y, F.linear(x, *model.parameters()))
 
 
-def test_matmul_bias_without_a_bias_or_read_between_is_not_taken() -> None:
+def test_matmul_bias_disabled_without_a_bias_read_between_or_of_two_dtypes_is_not_taken() -> None:
+    entry = fusions.get("matmul_bias")
+    assert repr(entry) == "<fusion 'matmul_bias' forward: MatMul, Bias>" and entry.doc
+    with fusions.disabled("matmul_bias"):
+        assert forward_steps(sequential(ops.Linear(8, 8)), tensor(5, 8)) == ["mat_mul", "bias_fwd"]
     alone = sequential(ops.Linear(8, 8, bias=False), ops.GELU())
     assert forward_steps(alone, tensor(5, 8)) == ["mat_mul", "gelu_fwd"]
     model, x = sequential(ops.MatMul(8, 8), ops.Output("product"), ops.Bias(8)), tensor(5, 8)
     assert "matmul_bias" not in forward_steps(model, x, outputs=("product",))
     assert_as_meant(model, x, ("product",))
-
-
-def test_matmul_bias_of_two_dtypes_is_not_taken_and_gradients_keep_theirs() -> None:
     model = sequential(ops.Linear(8, 8), dtype=BF16)
     model[0].bias = torch.nn.Parameter(model[0].bias.detach().float())
     x = tensor(64, 8, dtype=BF16)
@@ -143,6 +138,7 @@ def test_products_with_masks_are_those_of_float64(library: FakeCublasLt, rows: t
     torch.testing.assert_close(sums.double(), dh.reshape(-1, 130).sum(0), rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("name", [MASK, MASK_AND_BIAS])
 def test_fusion_by_a_mask_is_what_the_ops_mean(name: str, library: FakeCublasLt) -> None:
     lists = [[ops.MatMul(19, 131), ops.Bias(131), ops.ReLU(), ops.MatMul(131, 6)]]
@@ -166,3 +162,31 @@ def test_mask_that_is_wrong_is_found_by_verify(library: FakeCublasLt) -> None:
     lists = [[ops.MatMul(8, 8), ops.Bias(8), ops.ReLU(), ops.MatMul(8, 8)]]
     with pytest.raises(te_fuser.VerificationError, match="gradient"):
         te_fuser.verify(wrong, ops=lists, dtypes=[torch.float32], device="cpu", kernels="reference")
+
+
+class Product(torch.autograd.Function):
+    """x W^T, whose weight's gradient the fusion's body makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, put_weight_gradient(dy, x, weight)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_the_products_of_a_backward_add_up(over: bool) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(8, 8) / 4), torch.randn(16, 8)
+    (dw,) = torch.autograd.grad((x @ weight.t() @ weight.t()).sum(), weight)
+    weight.main_grad = torch.full((8, 8), torch.nan if over else 1.0)
+    weight.overwrite_main_grad, weight.grad_added_to_main_grad = over, False
+    with library_on_the_cpu() as fake:
+        for times in (1, 2):
+            Product.apply(Product.apply(x, weight), weight).sum().backward()
+            assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape and not weight.grad.any()
+            torch.testing.assert_close(weight.main_grad, dw if over else 1 + times * dw, rtol=1e-4, atol=1e-4)
+        assert fake.products == 4

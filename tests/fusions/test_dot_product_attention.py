@@ -1,4 +1,4 @@
-"""Attention's fusions: the CPU provider is taken both ways, agrees with the op's own math, and gives reasons."""
+"""Attention's fusions: the CPU provider is taken both ways, packed and apart, is the op's math, has reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions.dot_product_attention import FUSIONS
-from te_fuser.kernels.attention import PROVIDERS
+from tests.fusions.separate_attention import cases, tokens
 from tests.twins import assert_as_meant, sequential, tensor
 
 CPU = "attention_cpu_flash"
@@ -34,11 +34,6 @@ def mask():
     hidden = torch.rand(SAMPLES, 2, POSITIONS, POSITIONS, generator=torch.Generator().manual_seed(0)) < 0.3
     hidden[..., 0] = False
     return hidden
-
-
-def test_one_fusion_for_each_provider():
-    assert [f.name for f in FUSIONS] == [f"attention_{p.name}" for p in PROVIDERS]
-    assert all(fusions.get(f.name) is f and f.direction == "joint" and f.doc for f in FUSIONS)
 
 
 # the op's options -> whether it reads a mask
@@ -95,7 +90,7 @@ def test_what_is_stated_of_the_logsumexp_is_its_size(dtype, fused):
     assert [t.nbytes for t in saved if t.shape == shape] == [stated]
 
 
-def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
+def test_dropout_and_one_position_run_the_ops_own_math_and_the_plan_says_why():
     model, x = layer(attention(dropout=0.3)), tensor(SAMPLES, POSITIONS, 8)
     forward, backward = names(model, x)
     assert "dot_product_attention" in forward and CPU not in backward
@@ -104,21 +99,15 @@ def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
     assert_as_meant(model, x, tolerance=1e-10)
     assert CPU in names(model.eval(), x)[0]
     assert_as_meant(model, x, tolerance=1e-10)
-
-
-def test_one_position_is_left_to_the_ops_own_math():
-    """Every probability is 1 there, and plain PyTorch errs by nothing."""
+    # Every probability is 1 there, and plain PyTorch errs by nothing.
     model, x = sequential(attention(), dtype=torch.float32), tensor(3, 1, 24, dtype=torch.float32)
     (reason,) = (r.reason for r in model.plan(x).refusals if r.name == CPU)
     assert reason.startswith("with one position every probability is 1")
     assert CPU in names(model, tensor(3, 2, 24, dtype=torch.float32))[1]
 
 
-def test_verified():
+def test_verified_and_providers_of_other_devices_say_so():
     assert te_fuser.verify(CPU).passed
-
-
-def test_providers_of_other_devices_say_so():
     refusals = {r.name: r.reason for r in sequential(attention()).plan(tensor(SAMPLES, POSITIONS, 24)).refusals}
     assert {n for n in refusals if n.startswith("attention_cuda")} == {f.name for f in FUSIONS} - {CPU}
     assert all(
@@ -126,13 +115,99 @@ def test_providers_of_other_devices_say_so():
     )
 
 
-def test_no_positions_and_no_samples():
+def test_no_positions_no_samples_and_other_masks():
     model = layer(attention(mask="causal"))
     for shape in ((0, POSITIONS, 8), (SAMPLES, 0, 8), (SAMPLES, 1, 8)):
         assert_as_meant(model, tensor(*shape), tolerance=1e-10)
-
-
-def test_a_mask_takes_no_gradient_and_a_plan_is_kept_for_another_mask():
     model, x = sequential(attention(mask="given")), tensor(SAMPLES, POSITIONS, 24)
     for hidden in (mask(), ~mask() & mask().roll(1, 0), mask()[:, :1], mask()[:1, :1]):
         assert_as_meant(model, x, tolerance=1e-10, attention_mask=hidden)
+
+
+def taken(model, x, **inputs):
+    plan = model.plan(x, **inputs)
+    return [CPU in [s.name for s in steps] for steps in (plan.forward, plan.backward)]
+
+
+@pytest.mark.parametrize("packing", ["interleaved", "blocked", "apart"])
+def test_sequences_one_behind_the_other(packing):
+    _, model, x, inputs = tokens(packing)
+    assert taken(model, x, **inputs) == [True, True]
+    assert_as_meant(model, x, tolerance=1e-10, **inputs)
+
+
+@pytest.mark.parametrize("layout", ["batch_first", "sequence_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+def test_packed_heads_in_windows(layout, packing):
+    mask = ops.AttentionMask(causal=True, window=(2, 0), lengths="lengths")
+    op = ops.DotProductAttention(4, 4, kv_heads=2, mask=mask, layout=layout, packing=packing)
+    rotary = ops.RotaryEmbedding(4, heads=4, kv_heads=2, layout=layout, packing=packing)
+    model = sequential(ops.Linear(6, 32), rotary, op, ops.Linear(16, 6))
+    x = tensor(3, 7, 6) if layout == "batch_first" else tensor(7, 3, 6)
+    inputs = {"lengths": torch.tensor([7, 0, 2])}
+    assert taken(model, x, **inputs) == [True, True]
+    assert_as_meant(model, x, tolerance=1e-10, **inputs)
+
+
+@pytest.mark.parametrize("size", [(7, 5), (1, 5), (5, 1), (0, 3), (3, 0), (13, 17)])
+def test_keys_and_values_apart_and_odd_sizes(size):
+    for name, model, x, inputs in cases(sizes=size):
+        assert min(size) < 2 or taken(model, x, **inputs) == [True, True], name
+        assert_as_meant(model, x, tolerance=1e-10, **inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_as_near_as_the_ops_own(dtype):
+    for name, model, x, inputs in cases(8, dtype):
+        y = model(x, **inputs)
+        with fusions.only():
+            want = model(x, **inputs)
+        assert y.dtype == dtype and y.isfinite().all(), name
+        tolerance = 1e-4 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    _, model, x, inputs = next(cases())
+    model.requires_grad_(False)
+    for leaf in (x.detach(), *(t.detach() for t in inputs.values())):
+        leaf.requires_grad_()
+    x, value = x.detach(), inputs["value"].detach().requires_grad_()
+    model(x, key=inputs["key"].detach(), value=value).sum().backward()
+    assert value.grad is not None and x.grad is None
+
+
+def reasons(op, x, **inputs):
+    return {r.name: r.reason for r in sequential(op).plan(x, **inputs).refusals}
+
+
+def test_reasons():
+    def apart(**options):
+        return ops.DotProductAttention(2, 4, **{"mask": "none", "packing": "apart", "layout": "batch_first", **options})
+
+    x, inputs = tensor(3, 7, 8), {"key": tensor(3, 5, 8), "value": tensor(3, 5, 8)}
+    wide = {**inputs, "value": tensor(3, 5, 10)}
+    assert reasons(apart(packing=ops.Apart(value_dim=5)), x, **wide)[CPU] == (
+        "heads of values have 5 features, those of keys 4"
+    )
+    capped = ops.AttentionScores(soft_cap=1.0, sink="zero")
+    assert reasons(apart(scores=capped), x, **inputs)[CPU] == "it is not called for a soft cap and a sink"
+    assert reasons(apart(), x, **{**inputs, "key": tensor(3, 5, 8, dtype=torch.float32)})[CPU] == (
+        "queries are float64, keys or values float32"
+    )
+    one = {n: t[:, :1] for n, t in inputs.items()}
+    assert reasons(apart(), x, **one)[CPU].startswith("with one position")
+
+
+def test_backward_reads_the_keys_that_are_there():
+    """A name with a question mark is read where the op has such an input, and nowhere else."""
+    read = {}
+    for packing in ("apart", "blocked", ops.Apart(key_value="memory")):
+        op = ops.DotProductAttention(2, 4, packing=packing, layout="batch_first", mask="none")
+        names = [given.name for given in op.named_inputs().values()]
+        sizes = {"memory": 16, "key": 8, "value": 8}
+        inputs = {name: tensor(3, 5, sizes[name]) for name in names}
+        plan = sequential(op).plan(tensor(3, 5, op.packed.features), **inputs)
+        (step,) = plan.backward
+        read[str(packing)] = [name for name, _ in step.inputs if name.startswith("-1.") and name != "-1.input"]
+    assert list(read.values()) == [["-1.key", "-1.value"], [], ["-1.key_value"]]

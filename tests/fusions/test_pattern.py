@@ -1,13 +1,19 @@
-"""Patterns: where they fit, what can never fit, and how they read."""
+"""Patterns: where they fit, what can never fit, how they read; what a fusion says of a match, and its body."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import OneOf, Optional, Repeat
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fusions import Body, Cost, Details, Match, OneOf, Optional, Repeat, fusion
 from te_fuser.fusions.pattern import check, matches, render
+from te_fuser.ops.base import Gradient, Spec
+from tests.fusions.products import plan
 from tests.twins import assert_as_meant, sequential, tensor
 
 KINDS = {"m": ops.MatMul, "b": ops.Bias, "g": ops.GELU, "r": ops.ReLU, "n": ops.LayerNorm, "f": ops.Fork}
@@ -67,15 +73,12 @@ class SameGELU(ops.GELU):
     kind = ops.GELU
 
 
-def test_a_subclass_is_another_kind_unless_it_says_so():
+def test_a_subclass_is_another_kind_unless_it_says_so_or_wraps_the_class():
     assert list(matches([G], [MyGELU()], 0)) == []
     assert list(matches([MyGELU], [MyGELU()], 0)) == [1]
     assert list(matches([G], [SameGELU()], 0)) == [1]
     assert list(matches([ops.RowOp], [MyGELU()], 0)) == [1]
-
-
-def test_a_wrapper_in_front_of_the_class_is_the_same_kind():
-    """As fully_shard makes it."""
+    # As fully_shard makes it.
     op = ops.GELU()
     op.__class__ = type("Wrapped", (type("Wrapper", (), {}), ops.GELU), {})
     assert list(matches([G], [op], 0)) == [1]
@@ -162,3 +165,65 @@ def test_a_pattern_that_can_never_match_is_refused_when_it_is_declared(name, dir
 def test_render():
     pattern = check([M, Optional(B), OneOf(G, R), Repeat(N, 2), Optional(Repeat(G))], "mine")
     assert render(pattern) == "MatMul, [Bias], GELU | ReLU, LayerNorm x 2+, [GELU x 1+]"
+
+
+def product(dy: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return dy @ other
+
+
+def chosen(answer: Any) -> fusions.Fusion:
+    """dx = dy W by what `answer` makes of that function; dW = dy^T x as it is declared."""
+
+    @fusion(
+        backward=[ops.MatMul],
+        details=Details(
+            gradients=[Gradient(("input",), ("0.weight",), "dx"), Gradient(("0.weight",), ("input",), "dw")],
+            choose=lambda m, method: answer(product) if method == "dx" else None,
+            registered=False,
+        ),  # type: ignore[arg-type, return-value]
+        cost=lambda m: Cost(seconds=1e-9),
+    )
+    class mine:
+        @staticmethod
+        def dw(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+    return mine
+
+
+def described(function: Any) -> Body:
+    return Body(function, describe=lambda: "long multiplication")
+
+
+@pytest.mark.parametrize("answer", [lambda f: f, Body, described])
+def test_what_is_chosen_runs_and_what_is_not_is_as_declared(answer: Any) -> None:
+    model, x = sequential(ops.MatMul(8, 6)), tensor(5, 8)
+    with fusions.only(chosen(answer)):
+        assert [s.name for s in model.plan(x).backward] == ["mine", "mine"]
+        assert_as_meant(model, x)
+
+
+def overwritten(p: Plan) -> list[Any]:
+    """What kernels of the backward may store their outputs over."""
+    return [pair for s in p.backward for pair in getattr(getattr(s.task, "description", None), "overwrites", ())]
+
+
+def test_only_of_a_plain_body_it_is_known_that_nobody_else_holds_what_it_made() -> None:
+    parts = ops.MatMul(4096, 4096), ops.Dropout(0.1), ops.MatMul(4096, 4096)
+    others = [name for name in fusions.names() if name != "matmul_backward"]
+    for answer, number in ((lambda f: f, 0), (Body, 0), (lambda f: Body(f, plain=True), 1)):
+        with fusions.only(chosen(answer), *others):
+            assert len(overwritten(plan(*parts))) == number
+    model, x = te_fuser.Sequential(ops.MatMul(8, 6), ops.MatMul(6, 8)), torch.randn(5, 8, requires_grad=True)
+    with fusions.only(chosen(Body)):
+        assert "algorithm" not in str(model.explain(x, details=True))
+    with fusions.only(chosen(described)):
+        assert str(model.explain(x, details=True)).count("algorithm: long multiplication") == 2
+
+
+def test_row_ops_run_by_something_that_there_is() -> None:
+    x = Spec((5, 8), torch.float32, torch.device("cpu"))
+    match = Match((), x, x)
+    assert match.target == "torch"
+    with pytest.warns(DeprecationWarning, match="is called Match.target now"):
+        assert match.kernels == "torch"

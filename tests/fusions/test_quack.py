@@ -173,16 +173,9 @@ def test_product_of_the_weight_that_cublaslt_has_not_is_the_reason(name: str, mo
         asked.clear()
 
 
-def test_package_that_does_not_load_is_the_reason_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for asked, make, names in (("unusable", mlp, (AUX, BACKWARD)), ("unusable_by_gates", gated_mlp, (GATED,))):
-        with installed(*QUACK), pytest.MonkeyPatch.context() as patch:  # which ends before what is installed does
-            patch.setattr(quack, asked, lambda: "it does not load")
-            p = plan(*make())
-        assert all(reasons(p, name) == {"it does not load"} for name in names)
-
-
-def test_fusions_that_a_failure_names_are_all_that_call_it() -> None:
+def test_fusions_that_a_failure_names_are_all_that_call_it_and_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     named = ast.literal_eval(quack._FUSIONS)
     for grad, make in itertools.product((True, False), (mlp, gated_mlp)):
         assert not quacks(where(QUACK, without, named, plan, *make(), grad=grad))
@@ -190,6 +183,12 @@ def test_fusions_that_a_failure_names_are_all_that_call_it() -> None:
     for gate in (ops.ClampedSwiGLU(), ops.GEGLU(), ops.GLU()):
         p = where(QUACK, plan, gate, ops.MatMul(14336, 4096), features=2 * 14336)
         assert not quacks(p) and not reasons(p, GATED)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for asked, make, names in (("unusable", mlp, (AUX, BACKWARD)), ("unusable_by_gates", gated_mlp, (GATED,))):
+        with installed(*QUACK), pytest.MonkeyPatch.context() as patch:  # which ends before what is installed does
+            patch.setattr(quack, asked, lambda: "it does not load")
+            p = plan(*make())
+        assert all(reasons(p, name) == {"it does not load"} for name in names)
 
 
 @pytest.mark.parametrize(

@@ -45,24 +45,6 @@ def test_a_users_fusion_fires_and_is_right(name, frozen):
     assert_as_meant(model, X)
 
 
-def test_a_forward_fusion_gives_what_backward_reads_and_only_then():
-    declare_forward()
-    model = mlp()
-    names = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
-    assert names["mine"] == ["output", "1.output"]
-    with torch.no_grad():
-        names = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
-    assert names["mine"] == ["output"]
-
-
-def test_what_a_joint_fusion_saves_is_kept():
-    declare_joint()
-    kept = [k.name for k in mlp().plan(X).kept]
-    assert "mine: slope" in kept
-    with torch.no_grad():
-        assert not mlp().plan(X).kept
-
-
 def test_a_fusion_of_ops_that_draw():
     seen = []
 
@@ -117,6 +99,19 @@ def test_named_inputs_in_a_fusion():
     assert_as_meant(model, X, c=tensor(6, 8, seed=3))
     assert_as_meant(model, X, c=tensor(6, 8, seed=3, grad=False))
     assert_as_meant(sequential(te_fuser.Residual(ops.Linear(8, 8))), X)
+
+
+def test_what_a_fusion_gives_or_saves_for_backward_is_there_only_then():
+    gives = {declare_forward: ["output", "1.output"], declare_joint: ["output", "slope"]}
+    for declare, names in gives.items():
+        entry, model = declare(), mlp()
+        made = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
+        assert made["mine"] == names
+        assert ("mine: slope" in [k.name for k in model.plan(X).kept]) == (declare is declare_joint)
+        with torch.no_grad():
+            made = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
+            assert made["mine"] == ["output"] and not model.plan(X).kept
+        fusions.unregister(entry)
 
 
 # -------------------------------------------------------------------------------------------- saying no

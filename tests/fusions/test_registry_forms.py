@@ -155,6 +155,11 @@ def test_a_form_that_there_is_not() -> None:
         with only(entry):
             assert reasons(model.plan(x), "wide") == {"it reads input.float32, and silu.output is in other forms alone"}
             run(model, x, [x])
+    entry = fusion(
+        backward=[ops.SiLU], reads=["dy.float32"], name="odd", details=Details(registered=False), cost=lambda m: CHEAP
+    )(lambda m, dy: dy)
+    with only(entry), pytest.raises(ValueError, match="'dy.float32' names nothing in its match"):
+        Sequential(ops.SiLU()).plan(torch.randn(7, WIDTH, requires_grad=True))
 
 
 def test_the_form_that_a_value_has_anyway() -> None:
@@ -170,14 +175,6 @@ def test_the_form_that_a_value_has_anyway() -> None:
 
 
 PLAIN = {"dx": lambda dy, w: dy @ w, "dw": lambda dy, x: dy.mT @ x}
-
-
-def test_a_form_of_what_has_none() -> None:
-    entry = fusion(
-        backward=[ops.SiLU], reads=["dy.float32"], name="odd", details=Details(registered=False), cost=lambda m: CHEAP
-    )(lambda m, dy: dy)
-    with only(entry), pytest.raises(ValueError, match="'dy.float32' names nothing in its match"):
-        Sequential(ops.SiLU()).plan(torch.randn(7, WIDTH, requires_grad=True))
 
 
 # ------------------------------------------------------------------------------- gradients of named values
@@ -220,8 +217,6 @@ def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequen
         assert "pair" in [s.name for s in model.plan(x).backward]
         assert_near(run(model, x, leaves), want, 1e-9)
 
-
-def test_a_gradient_of_a_named_value_that_does_not_come() -> None:
     @op_table.exports.row(True)
     class Given(Pair):
         def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,10 @@ def test_norm_under_autocast_is_in_the_dtype_of_the_product_before() -> None:
     assert y.dtype == torch.bfloat16 and {g.dtype for g in grads} == {torch.float32}
 
 
+@pytest.mark.usefixtures("few_rows")
 def test_fusion_verified_where_there_is_no_gpu_says_so() -> None:
     with pytest.raises(VerificationError, match="it runs on cuda, the input is on cpu"):
-        te_fuser.verify(te_fuser.fusions.get("turned_heads_forward"))
+        te_fuser.verify(te_fuser.fusions.get("turned_heads_forward"), dtypes=[torch.float32])
 
 
 def assert_as_meant(model: te_fuser.Sequential, x: torch.Tensor, steps: int, **given: torch.Tensor) -> None:
@@ -102,11 +103,10 @@ def test_tokens(played: FakeDriver) -> None:
 
 
 @needs_compiler
-def test_sums_wait_for_one_launch(played: FakeDriver) -> None:
-    """Those of the bias and of both weights are added up at the end, by one launch."""
+def test_sums_of_bias_and_weights_take_one_more_launch(played: FakeDriver) -> None:
     model = te_fuser.Sequential(ops.Bias(FEATURES), norm(), by_angles(), kernels="generated")
     x = tensor(64, 3, FEATURES, dtype=torch.float32)
     y = model(x, **{ANGLES: angles(64)})
     before = played.launches
     y.sum().backward()
-    assert played.launches == before + 2 and played.last_symbol == b"column_sums"
+    assert played.launches == before + 2 and played.last_symbol.endswith(b"_finish")

@@ -83,7 +83,7 @@ def random_cover_as_if_generated(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def small_segments(seed: int) -> Iterator[None]:
     """A segment wherever one may end."""
-    with mock.patch.object(segmenting, "SEGMENT_BYTES", 1):
+    with mock.patch.multiple(segmenting, SEGMENT_BYTES=1, WORTH_A_NODE=0):
         yield
 
 

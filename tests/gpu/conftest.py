@@ -11,12 +11,13 @@ import torch
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before those of the mark "gpu" are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker("gpu")
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,9 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.kernels.attention import Provider
+from te_fuser.kernels.attention import PROVIDERS, Provider, Speed
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
+from tests.threads import in_threads
 
 # The fusions of PyTorch's own operators for attention on a GPU.
 OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
@@ -24,6 +25,31 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+FLASH_4, FRONT_END = (installed_version(module.PACKAGE.name) for module in (flash_attn_4, cudnn_frontend))
+NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
+NEEDS_FRONT_END = pytest.mark.skipif(FRONT_END is None, reason=f"needs {cudnn_frontend.PACKAGE}")
+
+
+@pytest.fixture
+def in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages take part in plans, and also of small attention."""
+    for module, version in ((flash_attn_4, FLASH_4), (cudnn_frontend, FRONT_END)):
+        monkeypatch.setattr(module.PACKAGE, "version", lambda version=version: version)
+    for provider in PROVIDERS:
+        monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
+        monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """What asks the device for something in here raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager
@@ -68,11 +94,8 @@ def in_a_thread_of_its_own(
     provider: Provider, op: ops.DotProductAttention, tensors: dict[str, torch.Tensor], dy: torch.Tensor
 ) -> torch.Tensor:
     """The gradient that a backward in a new thread makes."""
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(provider.backward(op.settings(), tensors, dy)["input"]))
-    thread.start()
-    thread.join()
-    return found[0]
+    (found,) = in_threads(lambda: provider.backward(op.settings(), tensors, dy)["input"])
+    return found  # type: ignore[no-any-return]
 
 
 def check_a_thread_of_its_own(provider: Provider, dim: int) -> None:

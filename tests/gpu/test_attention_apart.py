@@ -12,7 +12,6 @@ from te_fuser import fusions, ops
 from tests.fusions.separate_attention import cases, tokens
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
 PROVIDERS = ("cuda_cudnn", "cuda_flash", "cuda_efficient")
 SIZES = [(40, 33), (33, 40), (48, 48), (7, 130), (1, 17), (65, 2)]
 

@@ -14,26 +14,26 @@ from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.ops.base import Spec
 from tests.gpu.packing_providers import (
+    FRONT_END,
+    NEEDS_FRONT_END,
     OTHERS,
     alone,
     check_a_thread_of_its_own,
     check_refused_in_a_capture,
     close,
-    installed_version,
     replays,
 )
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
 from tests.twins import randomize
 
-VERSION = installed_version(cudnn_frontend.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {cudnn_frontend.PACKAGE}")]
+pytestmark = NEEDS_FRONT_END
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_cudnn_frontend")
 NAME = f"attention_{PROVIDER.name}"
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: VERSION)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: FRONT_END)
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])

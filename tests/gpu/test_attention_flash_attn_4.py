@@ -14,12 +14,13 @@ from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.base import Spec
 from tests.gpu.packing_providers import (
+    FLASH_4,
+    NEEDS_PACKAGE,
     alone,
     check_a_thread_of_its_own,
     check_refused_in_a_capture,
     close,
     in_a_thread_of_its_own,
-    installed_version,
     one_backward,
     ran_forward,
     replays,
@@ -28,8 +29,7 @@ from tests.gpu.test_attention_in_plans import check, gradients, launched, names,
 from tests.kernels.attention.cases import by_provider
 from tests.twins import randomize
 
-VERSION = installed_version(flash_attn_4.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}")]
+pytestmark = NEEDS_PACKAGE
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_flash_attn_4")
 NAME = f"attention_{PROVIDER.name}"
 
@@ -37,7 +37,7 @@ NAME = f"attention_{PROVIDER.name}"
 @pytest.fixture(autouse=True)
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small attention."""
-    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: VERSION)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
     monkeypatch.setattr(type(PROVIDER), "calls", (1.0, 1.0))
 
 

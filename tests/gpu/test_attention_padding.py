@@ -8,29 +8,18 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.codegen.cuda_loader import load
-from te_fuser.kernels.attention import PROVIDERS, Speed, lengths, padding
+from te_fuser.kernels.attention import lengths, padding
 from te_fuser.kernels.attention.lengths import Blanks, Side
 from te_fuser.kernels.attention.padding import CompactByKernel, CompactByTorch
-from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.attention.mask import AttentionMask
-from tests.gpu.packing_providers import installed_version
+from tests.gpu.captures import captured
+from tests.gpu.packing_providers import NEEDS_PACKAGE, in_plans, nothing_waits  # noqa: F401 - a fixture
 from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import blanked, padded
 
-FLASH_4 = installed_version(flash_attn_4.PACKAGE.name)
-NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
 TOLD = ["cuda_flash", pytest.param("cuda_flash_attn_4", marks=NEEDS_PACKAGE)]
 DTYPE = torch.bfloat16
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package too, and also of small attention."""
-    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
-    for provider in PROVIDERS:
-        monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
-        monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
 def model_of(name: str, layout: str, kind: str, dim: int, times: int) -> tuple[te_fuser.Sequential, torch.Tensor, dict]:
@@ -66,23 +55,15 @@ def test_nothing_waits_for_the_device(provider: str) -> None:
         assert takes(provider, model, x, inputs, DTYPE) is True
         gradients(model, model, x, inputs)
         dy, x = torch.ones_like(model(x, **inputs)), x.detach().requires_grad_()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             torch.autograd.grad(model(x, **inputs), x, dy)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("provider", TOLD)
 def test_a_capture_takes_other_masks(provider: str) -> None:
     model, x, inputs = on_gpu(*model_of("packed", "batch_first", "end", 128, 37))
     with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
-        for _ in range(2):
-            model(x, **inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x, **inputs)
+        graph, y = captured(lambda: model(x, **inputs))
         for kind in padded.KINDS:
             inputs["pad"].copy_(padded.mask_of(kind, x.shape[1]))
             graph.replay()

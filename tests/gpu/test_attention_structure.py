@@ -7,17 +7,12 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels.attention import PROVIDERS, Speed
-from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
-from tests.gpu.packing_providers import installed_version
+from tests.gpu.captures import captured
+from tests.gpu.packing_providers import NEEDS_FRONT_END, NEEDS_PACKAGE, in_plans, nothing_waits  # noqa: F401
 from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import structured
 from tests.twins import randomize
 
-FLASH_4 = installed_version(flash_attn_4.PACKAGE.name)
-FRONT_END = installed_version(cudnn_frontend.PACKAGE.name)
-NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
-NEEDS_FRONT_END = pytest.mark.skipif(FRONT_END is None, reason=f"needs {cudnn_frontend.PACKAGE}")
 TOLD = [
     "cuda_flash",
     pytest.param("cuda_flash_attn_4", marks=NEEDS_PACKAGE),
@@ -25,17 +20,7 @@ TOLD = [
 ]
 BY_BIAS = ["cuda_cudnn", "cuda_efficient"]
 DTYPE = torch.bfloat16
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages too, and also of small attention."""
-    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
-    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: FRONT_END)
-    for provider in PROVIDERS:
-        monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
-        monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))
+pytestmark = pytest.mark.usefixtures("in_plans")
 
 
 def names(**scores: object) -> list[str]:
@@ -95,11 +80,8 @@ def test_nothing_waits_for_the_device(provider: str, name: str) -> None:
         gradients(model, model, x, inputs)
         dy = torch.ones_like(model(x, **inputs))
         x = x.detach().requires_grad_()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             torch.autograd.grad(model(x, **inputs), x, dy)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("provider", TOLD)
@@ -109,12 +91,7 @@ def test_a_capture_takes_other_lengths(provider: str) -> None:
         if takes(provider, model, x, inputs, DTYPE) is not True:
             pytest.skip("it is not called for this")
     with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
-        for _ in range(2):
-            model(x, **inputs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x, **inputs)
+        graph, y = captured(lambda: model(x, **inputs))
         for lengths in ([1, 200, 0], [259, 259, 259]):
             inputs["lengths"].copy_(torch.tensor(lengths))
             graph.replay()

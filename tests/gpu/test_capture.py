@@ -8,7 +8,6 @@ import torch
 import te_fuser
 from te_fuser import Residual, Sequential, ops
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 

@@ -21,7 +21,6 @@ def model_on_gpu(family: str) -> Any:
     return model_of(family, torch.float64, **larger).cuda()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_and_gradients(family: str, dtype: torch.dtype) -> None:
@@ -60,25 +59,19 @@ def moves_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layer, name, awaited(getattr(layer, name)))
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("moves_are_awaited")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cache", [None, "static", "offloaded"])
-def test_generation(family: str, cache: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache", "compiled"),
+    [*((family, cache, False) for family in FAMILIES for cache in (None, "static", "offloaded"))]
+    + [("llama", "static", True)],
+)
+def test_generation(family: str, cache: str | None, compiled: bool) -> None:
+    """Also by a decoding step that transformers compiles."""
     original = model_on_gpu(family).float()
     model = copy.deepcopy(original)
     te_fuser.convert(model)
-    ids, mask = tokens(2, 12).cuda(), padded(2, 12).cuda()
-    call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    call |= {"cache_implementation": cache, "disable_compile": True}
-    assert torch.equal(model.generate(ids, **call), original.generate(ids, **call))
-
-
-@pytest.mark.gpu
-def test_tokens_of_a_compiled_decoding_step() -> None:
-    original = model_on_gpu("llama").float()
-    model = copy.deepcopy(original)
-    te_fuser.convert(model)
-    ids = tokens(1, 12).cuda()
-    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    samples, call = 2 - compiled, {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    if not compiled:
+        call |= {"attention_mask": padded(samples, 12).cuda(), "disable_compile": True}
+    ids = tokens(samples, 12).cuda()
     assert torch.equal(model.generate(ids, **call), original.generate(ids, **call))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +17,8 @@ from te_fuser.verify.examples import LAYOUTS, Case
 from te_fuser.verify.models import Subject, example_call
 from tests.formula.test_row_ops import OPS, row_op
 from tests.gpu.captures import captured
+from tests.threads import in_threads
 from tests.twins import randomize
-
-pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -354,21 +352,8 @@ def test_nothing_waits_for_the_gpu() -> None:
 def test_a_thread_without_a_context() -> None:
     model, x = mlp(64, 128), normal(32, 64)
     want = results(model, model, x)
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(results(model, model, x))
-        except Exception as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    found = in_threads(*[lambda: results(model, model, x)] * 4)
     torch.cuda.synchronize()
-    assert all(isinstance(f, list) and len(f) == len(want) for f in found), found
     assert all(torch.allclose(a, b, atol=1e-5) for f in found for a, b in zip(f, want, strict=True))
 
 

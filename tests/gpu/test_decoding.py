@@ -11,12 +11,9 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels.packages import flash_attn_4
-from tests.gpu.packing_providers import installed_version
+from tests.gpu.packing_providers import nothing_waits
 from tests.kernels.one_query_cases import CASES, Case
-from tests.kernels.test_decode_attention_caches import KERNELS, by_kernel, call, plain
-
-pytestmark = pytest.mark.gpu
+from tests.kernels.test_decode_attention import KERNELS, by_kernel, call, plain
 
 GPU = torch.device("cuda", 0)
 LONG = {
@@ -82,8 +79,6 @@ def test_in_a_plan(layout: str) -> None:
     assert found == ["key_value_cache", "one_query_attention"]
 
 
-FLASH_4 = installed_version(flash_attn_4.PACKAGE.name)
-NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
 OWN = ("stretch", "key_value_cache", "one_query_attention")
 
 
@@ -157,12 +152,9 @@ def test_nothing_waits_for_the_device_where_sequences_end() -> None:
     for step in ({"a": 1, "b": 1}, {"b": 1}, {"b": 1, "c": 1}):
         params.pre_step(step)
         made(x[:1, : len(step)], inference_params=params)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         params.pre_step({"c": 1, "d": 1})  # one has ended, one moves
         made(x[:1], inference_params=params)
         params.reset()
         params.pre_step({"e": 1, "f": 1})
         made(x[:1], inference_params=params)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

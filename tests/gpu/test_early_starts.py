@@ -8,7 +8,6 @@ import torch
 import te_fuser
 from te_fuser import ops
 
-pytestmark = pytest.mark.gpu
 WIDTH = 4096
 
 

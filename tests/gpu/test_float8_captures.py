@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.device import capturing
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 F, FFN, HEADS, TOKENS = 256, 512, 4, 64

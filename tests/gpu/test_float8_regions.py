@@ -15,7 +15,7 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Format
 from tests.float8 import OURS, models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 
 GPU = torch.device("cuda", 0)
 F, FFN, HEADS = 256, 512, 4
@@ -89,16 +89,19 @@ def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> 
             assert apart(found[name], exact) < most, (name, apart(found[name], exact))
 
 
+def assert_as_emulated(model: Any, twin: Any, x: torch.Tensor, recipe: Any = RECIPE, **how: Any) -> None:
+    """A step of the model, which the twin goes through by the emulation."""
+    found = step(model, x, recipe, **how)
+    with fusions.disabled(*OURS):
+        compare(found, step(twin, x, recipe, **how))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_as_emulated(name: str) -> None:
     """For some steps, each by the scales that follow from those before."""
     model, twin = made(name)
     for k in range(3):
-        x = data(k, 130, 3, F) * (1.0 + k)
-        found = step(model, x, RECIPE)
-        with fusions.disabled(*OURS):
-            wanted = step(twin, x, RECIPE)
-        compare(found, wanted)
+        assert_as_emulated(model, twin, data(k, 130, 3, F) * (1.0 + k))
     ours, theirs = states(model), states(twin)
     assert ours.keys() == theirs.keys() and ours
     for key, (scale, history) in theirs.items():
@@ -112,18 +115,12 @@ def test_recipes_and_dtypes(dtype: torch.dtype, recipe: str) -> None:
     model, twin = made("mlp", dtype)
     x = data(0, 333, F, dtype=dtype)
     for k in range(2):
-        found = step(model, x, RECIPES[recipe], k)
-        with fusions.disabled(*OURS):
-            compare(found, step(twin, x, RECIPES[recipe], k))
+        assert_as_emulated(model, twin, x, RECIPES[recipe], seed=k)
 
 
 def test_autocast() -> None:
     """Weights in float32 are quantized from that, and get gradients in it."""
-    model, twin = made("mlp", F32)
-    x = data(0, 333, F, dtype=F32)
-    found = step(model, x, RECIPE, autocast=True)
-    with fusions.disabled(*OURS):
-        compare(found, step(twin, x, RECIPE, autocast=True))
+    assert_as_emulated(*made("mlp", F32), data(0, 333, F, dtype=F32), autocast=True)
 
 
 @pytest.mark.parametrize("shape", [(1, F), (16, F), (17, F), (4099, F), (0, F), (3, 0, F)])
@@ -275,9 +272,7 @@ def test_frozen_weights_and_no_grad() -> None:
         for name, p in m.named_parameters():
             p.requires_grad_("bias" in name)
     x = data(0, 300, F)
-    found = step(model, x, RECIPE)
-    with fusions.disabled(*OURS):
-        compare(found, step(twin, x, RECIPE))
+    assert_as_emulated(model, twin, x)
     before = {key: (a.clone(), b.clone()) for key, (a, b) in states(model).items()}
     with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
         y = model(100 * x)

@@ -17,8 +17,6 @@ from te_fuser.recipe import DelayedScaling
 from tests.kernels.fold_cases import folded_wrongly
 from tests.quantization.folded import ensure, state_of
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 RECIPES = {
     "largest": DelayedScaling(amax_history_len=700),

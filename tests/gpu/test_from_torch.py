@@ -13,7 +13,6 @@ import te_fuser
 B, S, E = 3, 70, 128
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["none", "causal", "given"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_an_encoder(dtype: torch.dtype, mask: str) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from te_fuser import Sequential, ops
 
-pytestmark = pytest.mark.gpu
 FEATURES = 1024
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "list": lambda: Sequential(ops.LayerNorm(FEATURES), ops.Linear(FEATURES, FEATURES), ops.GELU()),

@@ -20,8 +20,6 @@ from tests.codegen.corpus import Kit, descriptions, inputs, outputs
 from tests.codegen.cuda_calls import arguments, complaints
 from tests.gpu.cuda_driver import GpuKernel, arch, compile_all, multiprocessors
 
-pytestmark = pytest.mark.gpu
-
 CORPUS = descriptions()
 GUARD = 64  # elements before and after each output that no kernel may touch
 

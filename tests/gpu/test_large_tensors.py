@@ -13,8 +13,6 @@ from te_fuser.fuser.run.loading import draw_seed
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda")
 BEYOND = 2**31  # elements, and with two bytes for each 2^32 bytes
 ROWS_BEYOND = 40

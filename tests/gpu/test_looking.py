@@ -11,11 +11,8 @@ from torch import nn
 
 import te_fuser
 from te_fuser import Sequential, ops
-from te_fuser.fuser import pipeline
-from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.show.explain import Explanation
-
-pytestmark = pytest.mark.gpu
+from tests.looking import plans_that_run
 
 
 def model_and_input() -> tuple[Sequential, torch.Tensor]:
@@ -41,15 +38,7 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_plans_shown_are_those_that_run(amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = model_and_input()
-    ran: list[Plan] = []
-    execute = pipeline.execute
-
-    def watched(prepared: Any, *call: Any) -> Any:
-        ran.append(prepared.plan)
-        return execute(prepared, *call)
-
-    monkeypatch.setattr(pipeline, "execute", watched)
-    before = state_of(model)
+    ran, before = plans_that_run(monkeypatch), state_of(model)
     with torch.autocast("cuda", torch.bfloat16, enabled=amp):
         model_and_input()[0].plans(x)  # the first look in a process makes PyTorch take some memory of its own
         torch.cuda.synchronize()

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from te_fuser import _native
 from te_fuser.kernels.cublaslt import products
-
-pytestmark = pytest.mark.gpu
+from tests.gpu.captures import captured
+from tests.kernels.cublaslt.test_products import gelu, gelu_backward
+from tests.kernels.cublaslt.test_products import strided as lying_otherwise
 
 GPU = torch.device("cuda", 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,14 +27,6 @@ def full_precision() -> None:
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)).to(dtype)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
 
 
 @dataclass(frozen=True)
@@ -114,15 +107,8 @@ def test_odd_sizes(name: str, dtype: torch.dtype) -> None:
 
 
 def strided(t: torch.Tensor) -> dict[str, torch.Tensor]:
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 8), torch.nan)
-    wide[..., : t.shape[-1]] = t
-    every_other = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan)
-    every_other[..., ::2] = t
     return {
-        "rows apart": wide[..., : t.shape[-1]],
-        "transposed": t.mT.contiguous().mT if t.dim() > 1 else every_other[..., ::2],
-        "every other column": every_other[..., ::2],
-        "misaligned": torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+        **lying_otherwise(t, apart=8),
         "same rows": t[:1].expand(t.shape),
         "ones": t.new_ones(()).expand(t.shape),
     }
@@ -242,9 +228,7 @@ def test_in_a_graph_and_on_another_stream() -> None:
         got = products.multiply("forward_bias_gelu_aux", late, w, b)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, h = products.multiply("forward_bias_gelu_aux", x, w, b)
+    graph, (y, h) = captured(lambda: products.multiply("forward_bias_gelu_aux", x, w, b))
     x.copy_(normal(64, 128, seed=9))
     graph.replay()
     for a, c in zip((y, h), products.multiply("forward_bias_gelu_aux", x, w, b), strict=True):

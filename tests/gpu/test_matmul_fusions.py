@@ -13,8 +13,6 @@ import te_fuser
 from te_fuser import fusions, ops
 from tests.gpu.captures import captured
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 HALF = (torch.bfloat16, torch.float16)
 # Fusion -> the dtypes in which it takes part.

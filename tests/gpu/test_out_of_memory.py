@@ -13,7 +13,6 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.compare import same_bits
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 WIDTH, INNER = 1024, 4096
 ROOM = 8192 * WIDTH * 2  # bytes of the large input

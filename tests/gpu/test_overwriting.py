@@ -16,9 +16,9 @@ from te_fuser import Residual, Sequential, ops
 from te_fuser.fuser import pipeline
 from te_fuser.fuser.plan import overwriting
 from te_fuser.fuser.steps.kernel_task import KernelTask
+from tests.gpu.captures import captured
 from tests.twins import randomize
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 WIDTH, HIDDEN, ROWS = 256, 1024, 4096  # 8 MiB in front of GELU, in 16 bits
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -239,16 +239,12 @@ def test_a_whole_step_captured() -> None:
     model = mlp(ops.LayerNorm(WIDTH))
     want = run(model, model)
     x, dy = x_of(), dy_of(want[0])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            torch.autograd.grad(model(x), [x, *model.parameters()], dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> tuple[torch.Tensor, ...]:
         y = model(x)
-        grads = torch.autograd.grad(y, [x, *model.parameters()], dy)
+        return y, *torch.autograd.grad(y, [x, *model.parameters()], dy)
+
+    graph, (y, *grads) = captured(step)
     for _ in range(3):
         graph.replay()
         assert same([y.detach(), *grads], want)

@@ -10,9 +10,10 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels.packed_heads import Packing, Rotation, turn
 from te_fuser.ops.attention.heads import PackedHeads
 from tests.fake_cuda import forget_written
+from tests.gpu.captures import captured
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def on_gpu(case: Case, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -73,9 +74,7 @@ def test_a_captured_graph_repeats_it() -> None:
     (case,) = (case for case in CASES if case.name == "packed and turned")
     x = case.inputs(2, 50)[0].cuda()
     want = on_gpu(case, x, None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = on_gpu(case, x, None)
+    graph, got = captured(lambda: on_gpu(case, x, None))
     graph.replay()
     torch.cuda.synchronize()
     assert all(one is None or torch.equal(one, other) for one, other in zip(got, want, strict=True))  # type: ignore[arg-type]

@@ -18,11 +18,12 @@ from te_fuser.kernels.packages.quack import PACKAGE, runs
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.float8 import OURS
+from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
 from tests.gpu.test_float8_regions import apart, compare, data, step
 
 VERSION = installed_version(PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {PACKAGE}")
 NAMES = ("float8_matmul_bias_quack", "float8_matmul_gelu_quack", "float8_matmul_gelu_quack_aux")
 SUMS = ("float8_matmul_add_bias_quack", "float8_matmul_add_bias_quack_dropout")
 GPU = torch.device("cuda", 0)
@@ -152,11 +153,13 @@ def test_captures() -> None:
     runs.forget()
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         products.linear_bias_8(*given, bias)
-    want = *products.linear_bias_gelu_aux_8(*given, bias, scale, amax), products.linear_bias_8(*given, bias)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        return *products.linear_bias_gelu_aux_8(*given, bias, scale, amax), products.linear_bias_8(*given, bias)
+
+    want = results()
     most = amax.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = *products.linear_bias_gelu_aux_8(*given, bias, scale, amax), products.linear_bias_8(*given, bias)
+    graph, made = captured(results)
     amax.zero_()
     for t in made:
         t.view(torch.uint8).zero_()

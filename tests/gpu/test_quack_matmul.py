@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,11 +14,13 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fusions import Cost
 from te_fuser.kernels.packages import quack as products
+from tests.gpu.captures import captured
 from tests.gpu.packing_providers import installed_version
+from tests.threads import in_threads
 from tests.twins import randomize
 
 VERSION = installed_version(products.PACKAGE.name)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
+pytestmark = pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")
 GATED = "swiglu_matmul_quack"
 NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack", GATED)
 GPU = torch.device("cuda", 0)
@@ -219,24 +220,6 @@ def test_swiglu_in_a_model(cheap: tuple[fusions.Fusion, ...], memory: str) -> No
         assert close(ours, wanted, usual)
 
 
-def test_swiglu_main_grad_and_a_frozen_weight(cheap: tuple[fusions.Fusion, ...]) -> None:
-    down = ops.Linear(264, 72, bias=False, accumulate_into_main_grad=True)
-    model = randomize(Sequential(ops.Linear(72, 528, bias=False), ops.SwiGLU(), down)).to(GPU, torch.bfloat16)
-    x = torch.randn(33, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    weight = down.weight
-    weight.main_grad = torch.ones(weight.shape, device=GPU)
-    plain = torch.autograd.grad(model.reference(x).float().sum(), [x, weight])
-    exact = gradients_in_float64(model, x, weight)
-    with fusions.only(*cheap, "stretch", "matmul", "matmul_backward", "matmul_main_grad"):
-        assert GATED in {s.name for s in model.plan(x).backward}
-        model(x).float().sum().backward()
-        assert close(weight.main_grad - 1, exact[1], plain[1]) and close(x.grad, exact[0], plain[0])
-        weight.requires_grad_(False)
-        x.grad = None
-        model(x).float().sum().backward()
-        assert close(x.grad, exact[0], plain[0])
-
-
 def gradients_in_float64(model: Sequential, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
     twin = copy.deepcopy(model).double()
     names = [next(n for n, p in model.named_parameters() if p is parameter) for parameter in parameters]
@@ -244,18 +227,25 @@ def gradients_in_float64(model: Sequential, x: torch.Tensor, *parameters: torch.
     return torch.autograd.grad(twin.reference(exact).sum(), [exact, *(twin.get_parameter(n) for n in names)])
 
 
-def test_main_grad_and_frozen_parameters(cheap: tuple[fusions.Fusion, ...]) -> None:
-    last = ops.Linear(264, 72, accumulate_into_main_grad=True)
-    model = randomize(Sequential(ops.Linear(72, 264), ops.GELU(), last)).to(GPU, torch.bfloat16)
+@pytest.mark.parametrize("gated", [False, True])
+def test_main_grad_and_frozen_parameters(gated: bool, cheap: tuple[fusions.Fusion, ...]) -> None:
+    """Of GELU the first bias is frozen then, of SwiGLU, around which there is none, the last weight."""
+    first, last = (
+        ops.Linear(72, 264 * (1 + gated), bias=not gated),
+        ops.Linear(264, 72, bias=not gated, accumulate_into_main_grad=True),
+    )
+    model = randomize(Sequential(first, ops.SwiGLU() if gated else ops.GELU(), last)).to(GPU, torch.bfloat16)
     x = torch.randn(33, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    weight, bias = last.weight, model[0].bias
+    weight, biases = last.weight, [] if gated else [first.bias]
     weight.main_grad = torch.ones(weight.shape, device=GPU)
-    plain = torch.autograd.grad(model.reference(x).float().sum(), [x, weight, bias])
-    exact = gradients_in_float64(model, x, weight, bias)
+    plain = torch.autograd.grad(model.reference(x).float().sum(), [x, weight, *biases])
+    exact = gradients_in_float64(model, x, weight, *biases)
     with fusions.only(*cheap, "stretch", "matmul", "matmul_backward", "matmul_bias", "matmul_main_grad"):
+        assert not gated or GATED in {s.name for s in model.plan(x).backward}
         model(x).float().sum().backward()
-        assert close(weight.main_grad - 1, exact[1], plain[1]) and close(bias.grad, exact[2], plain[2])
-        bias.requires_grad_(False)
+        found = [x.grad, weight.main_grad - 1, *(bias.grad for bias in biases)]
+        assert all(close(*three) for three in zip(found, exact, plain, strict=True))
+        (weight if gated else first.bias).requires_grad_(False)
         x.grad = None
         model(x).float().sum().backward()
         assert close(x.grad, exact[0], plain[0])
@@ -269,10 +259,7 @@ def test_captures_streams_threads() -> None:
         products.linear_bias_gelu(x, w, b)
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         products.input_gradient_dswiglu(dy, w, wide)
-    found: list[tuple[torch.Tensor, ...]] = []
-    thread = threading.Thread(target=lambda: found.append(products.input_gradient_dgelu_sum(dy, w, h)))
-    thread.start()
-    thread.join()
+    found = in_threads(lambda: products.input_gradient_dgelu_sum(dy, w, h))
 
     def results() -> tuple[tuple[torch.Tensor, ...], ...]:
         backward = products.input_gradient_dgelu_sum(dy, w, h), products.input_gradient_dswiglu(dy, w, wide)
@@ -280,9 +267,7 @@ def test_captures_streams_threads() -> None:
 
     want = results()
     assert all(torch.equal(a, c) for a, c in zip(found[0], want[0], strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = results()
+    graph, made = captured(results)
     for t in itertools.chain(*made):
         t.fill_(torch.nan)
     graph.replay()

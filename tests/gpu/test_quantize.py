@@ -21,8 +21,6 @@ from tests.codegen.test_float8 import FROM, TWICE
 from tests.codegen.test_maxima import LOOK, RAISING, slots, wanted
 from tests.float8 import FORMATS, codes, every_number, nearest_codes, numbers, telling_numbers
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 formats = pytest.mark.parametrize("dtype", FORMATS)
 

@@ -12,9 +12,10 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.quantized_matmul import product
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests.float8 import E4M3, E5M2
+from tests.gpu.captures import captured
 from tests.kernels.weights8 import turned_wrongly
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 
 GPU = torch.device("cuda", 0)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -184,9 +185,7 @@ def test_a_captured_product_reads_its_scales_at_each_replay() -> None:
         return multiply(a.data, scale, b.data, b.scale_inverse, F32)
 
     first = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = captured(run)
     scale.fill_(3.0)
     graph.replay()
     torch.testing.assert_close(found, 3.0 * first)

@@ -16,9 +16,9 @@ from te_fuser.codegen.cuda_source_kernel import arch_on
 from te_fuser.config import config
 from te_fuser.kernels.qk_norm_rope import Groups, PassInputs, Turned, TurnedPass, Turning
 from tests.fake_cuda import forget_written
+from tests.gpu.captures import captured
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 
-pytestmark = pytest.mark.gpu
 BF16, EACH = torch.bfloat16, pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -174,10 +174,7 @@ def test_plans_take_it_and_calls_compile_nothing(monkeypatch: pytest.MonkeyPatch
 def test_a_captured_graph_reads_angles_and_starts_anew() -> None:
     case = next(c for c in CASES if c.name == "pairs that are no whole vectors")
     call = case.inputs(4, 20, device="cuda")
-    case.run(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = case.run(call)
+    graph, got = captured(lambda: case.run(call))
     other = case.inputs(4, 20, 7, "cuda")
     for name in ("x", "dy", "starts"):
         call[name].copy_(other[name])

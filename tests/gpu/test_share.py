@@ -14,8 +14,6 @@ from tests.codegen.corpus import outputs
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
 from tests.distributed.test_shard import CASES, INNER, OUTER, OWN, drawing, places, whole_mask
 
-pytestmark = pytest.mark.gpu
-
 ROWS = OUTER * OWN * INNER
 
 

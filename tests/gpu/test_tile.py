@@ -18,8 +18,6 @@ from tests.codegen.corpus import Kit, inputs, outputs
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED
 from tests.float8 import FORMATS, codes
 
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda", 0)
 CASES = tile_cases.cases()
 Made = tuple[list[torch.Tensor], list[float]]

@@ -13,7 +13,6 @@ import te_fuser
 from tests.presets.plain import Call, causal
 from tests.presets.plain import layer as plain
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 S, B, F, FFN, HEADS = 130, 3, 256, 512, 4
 

@@ -13,9 +13,9 @@ import te_fuser as te
 from te_fuser import fusions
 from te_fuser.fuser.plan import layouts
 from tests.float8 import OURS
-from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, compare, data, made, step
+from tests.gpu.test_float8_regions import BF16, GPU, RECIPE, F, apart, assert_as_emulated, compare, data, made, step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 NAMES = ("mlp", "gated", "te.LayerNormMLP gated", "te.TransformerLayer")
 
 
@@ -54,10 +54,7 @@ def test_each_step_is_right(name: str) -> None:
     """As `verify` looks at it, in the forms that it stores."""
     model, twin = made(name)
     model.verify = True
-    x = data(4, 33, F) if "Transformer" not in name else data(4, 33, 3, F)
-    found = step(model, x, RECIPE)
-    with fusions.disabled(*OURS):
-        compare(found, step(twin, x, RECIPE))
+    assert_as_emulated(model, twin, data(4, 33, F) if "Transformer" not in name else data(4, 33, 3, F))
 
 
 def test_large_and_repeated() -> None:

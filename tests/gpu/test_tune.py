@@ -15,22 +15,26 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as tuning_products
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
-pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.5])
-def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(tuning_schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
-    monkeypatch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
+def contests_end(ratio: float, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says, of algorithms too; what is taken is kept in the folder."""
 
     def contest(first: object, second: object, effort: tuning.Effort) -> float:
         for call in (first, second):
             call()  # type: ignore[operator]
         return ratio
 
-    monkeypatch.setattr(tuning, "_contest_on", lambda *given: contest)
+    patch.setattr(te_fuser.config, "cache_dir", folder)
+    patch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
+    patch.setattr(tuning, "_contest_on", lambda *given: contest)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contests_end(ratio, tmp_path, monkeypatch)
+    monkeypatch.setattr(tuning_schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
     torch.manual_seed(0)
     model = Sequential(ops.LayerNorm(256), ops.Linear(256, 512), ops.GELU(), ops.Linear(512, 256)).to(GPU)
     x, dy = torch.randn(333, 256, device=GPU, requires_grad=True), torch.randn(333, 256, device=GPU)
@@ -61,15 +65,7 @@ def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=1), Float8CurrentScaling(), Float8BlockScaling()])
 def test_products_of_8_bits(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a region: what is measured moves no scales, what is taken is kept, and a new process runs by it."""
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
-
-    def contest(first: object, second: object, effort: tuning.Effort) -> float:
-        for call in (first, second):
-            call()  # type: ignore[operator]
-        return 0.5
-
-    monkeypatch.setattr(tuning, "_contest_on", lambda *given: contest)
+    contests_end(0.5, tmp_path, monkeypatch)
     monkeypatch.setattr(tuning, "_candidates", lambda plan, options: iter(()))
     monkeypatch.setattr(tuning, "_schedule_trials", lambda *given: [])
     torch.manual_seed(0)

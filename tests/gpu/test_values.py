@@ -7,9 +7,7 @@ import torch
 
 from te_fuser import Sequential, ops
 from tests.fuser.pairs import Pair
-from tests.test_values_proof import NARROW, WIDTH, arriving, exact, model
-
-pytestmark = pytest.mark.gpu
+from tests.test_values_proof import NARROW, WIDTH, assert_as_exact, model
 
 GPU = torch.device("cuda")
 
@@ -18,20 +16,8 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize("asked", [(), ("scale", "twice")])
 def test_values_and_gradients(leading: tuple[int, ...], asked: tuple[str, ...]) -> None:
     """As in float64, with float32's products."""
-    ours = model("generated").to(GPU)
     x = torch.randn(*leading, WIDTH, device=GPU, requires_grad=True)
-    made = ours(x, outputs=asked) if asked else (ours(x),)
-    found, leaves = exact(ours, x)
-    want = found if asked else found[:1]
-    for a, b in zip(made, want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-    dys = [dy.to(GPU) for dy in arriving([y.cpu() for y in made])]
-    pairs = [(y, w, dy) for y, w, dy in zip(made, want, dys, strict=True) if y.requires_grad]
-    got = torch.autograd.grad([y for y, _, _ in pairs], [x, *ours.parameters()], [dy for _, _, dy in pairs])
-    right = torch.autograd.grad([w for _, w, _ in pairs], leaves, [dy.double() for _, _, dy in pairs])
-    for a, b in zip(got, right, strict=True):
-        scale = b.abs().max().item() if b.numel() else 1.0
-        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4 * scale)
+    assert_as_exact(model("generated").to(GPU), x, asked, 1e-4, scaled=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

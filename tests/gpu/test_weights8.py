@@ -11,6 +11,7 @@ from te_fuser.kernels import quantizers
 from te_fuser.kernels.quantizers import Weight8, quantizer_on
 from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
+from tests.gpu.captures import captured
 from tests.kernels.weights8 import (
     DTYPES,
     NOTHING,
@@ -22,8 +23,6 @@ from tests.kernels.weights8 import (
     weights_like,
     weights_wrongly,
 )
-
-pytestmark = pytest.mark.gpu
 
 LARGE = [(8192, 4096), (8191, 4096), (4096, 16384), (70_001, 128), (16, 65536)]
 
@@ -118,10 +117,8 @@ def test_streams_have_results_of_their_own() -> None:
 def test_captured() -> None:
     """A replay reads weights and scales anew."""
     weights, scales = weights_like((torch.float32,), "cuda"), torch.full((7,), 3.0, device=GPU)
-    amaxes, graph = torch.zeros(7, device=GPU), torch.cuda.CUDAGraph()
-    quantize_weights(weights, scales.unbind(), amaxes.unbind())
-    with torch.cuda.graph(graph):
-        found = quantize_weights(weights, scales.unbind(), amaxes.unbind())
+    amaxes = torch.zeros(7, device=GPU)
+    graph, found = captured(lambda: quantize_weights(weights, scales.unbind(), amaxes.unbind()))
     weights[0].mul_(2.0)
     scales.mul_(0.5)
     before = amaxes.tolist()

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from te_fuser.fusions.dot_product_attention import declare
+from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.kernels.heads_pass import Scaled
-from te_fuser.kernels.packed_heads import PackedPass, Packing, Rotation, turn
+from te_fuser.kernels.packed_heads import PackedPass, Packing, Parts, Rotation, turn
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
@@ -74,11 +76,7 @@ class Case:
         if not self.parts:
             assert self.rotation is not None
             return turn(self.heads, self.rotation, x, back=self.back, bias=bias, sums=self.sums, scaled=scaled)
-        q, k, v = self.heads.split(x)
-        inverse = [self.order.index(d) for d in range(5)]
-        q = q.permute(self.order).contiguous().permute(inverse)
-        k, v = (t[:, :, None].permute(self.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
-        return Packing(self.heads, self.rotation)((q, k, v), sums=self.sums, scaled=scaled)
+        return Packing(self.heads, self.rotation)(parts_of(self, x), sums=self.sums, scaled=scaled)
 
     def meant(
         self, x: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype = torch.float64
@@ -136,6 +134,25 @@ CASES = [
 ]
 SIZES = [(1, 1), (2, 7), (3, 33), (1, 130)]  # samples, positions
 EMPTY = [(0, 4), (3, 0)]
+
+
+def parts_of(case: Case, x: torch.Tensor) -> Parts:
+    """Queries [B, G, R, S, D], keys and values [B, G, S, D], in the memory order of the case."""
+    q, k, v = case.heads.split(x)
+    inverse = [case.order.index(d) for d in range(5)]
+    q = q.permute(case.order).contiguous().permute(inverse)
+    k, v = (t[:, :, None].permute(case.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
+    return q, k, v
+
+
+class OnFakeGpu(CpuFlash):
+    """PyTorch's attention, whose gradients are packed by the kernel."""
+
+    name = "on_fake_gpu"
+    on_cuda = True
+
+
+ATTENTION = declare(OnFakeGpu(), registered=False)
 
 
 def complaints(

@@ -15,7 +15,7 @@ from te_fuser.quantization import quantize
 from tests.fake_cuda import FakeDriver
 from tests.float8 import codes
 from tests.kernels.emulated import emulating
-from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
+from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints, parts_of
 from tests.needs import needs_compiler
 
 BY_NAME = {case.name: case for case in CASES}
@@ -116,12 +116,9 @@ def test_one_packing_of_parts_that_lie_in_many_ways(emulated: FakeDriver) -> Non
     packing = Packing(case.heads, case.rotation)
     orders = ((3, 0, 1, 2, 4), (0, 1, 2, 3, 4), (0, 3, 1, 2, 4), (4, 3, 2, 1, 0))  # the last has to be copied
     for seed, (samples, positions, order) in enumerate(itertools.product((2, 3), (7, 33), orders * 2)):
-        q, k, v = case.heads.split(case.inputs(samples, positions, seed)[0])
-        inverse = [order.index(d) for d in range(5)]
-        q = q.permute(order).contiguous().permute(inverse)
-        k, v = (t[:, :, None].permute(order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
-        found = packing((q, k, v), sums=case.sums)
-        want = Packing(case.heads, case.rotation)((q, k, v), sums=case.sums)
+        parts = parts_of(replace(case, order=order), case.inputs(samples, positions, seed)[0])
+        found = packing(parts, sums=case.sums)
+        want = Packing(case.heads, case.rotation)(parts, sums=case.sums)
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert len(packing._known) == 2 * 2 * 3
 

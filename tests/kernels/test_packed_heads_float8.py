@@ -15,13 +15,12 @@ from te_fuser import fusions, ops
 from te_fuser.fuser.graph.refs import GRADIENT, Ref
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.match import Match
-from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.recipe import DelayedScaling
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.fuser.plan.test_layouts_transposed import agree, on_an_emulated_gpu, trained
+from tests.kernels.packed_cases import ATTENTION
 from tests.needs import needs_compiler
 from tests.twins import randomize
 
@@ -29,14 +28,6 @@ F, HEADS, DIM = 64, 4, 16
 BF16 = torch.bfloat16
 
 
-class OnEmulatedGpu(CpuFlash):
-    """PyTorch's attention, whose gradients are packed by the kernel."""
-
-    name = "on_emulated_gpu"
-    on_cuda = True
-
-
-ATTENTION = declare(OnEmulatedGpu(), registered=False)
 ROTARY = ("rotary_embedding_forward", "rotary_embedding_backward", "turned_heads_forward", "turned_heads_backward")
 
 

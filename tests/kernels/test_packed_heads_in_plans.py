@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from te_fuser import Fuser, fusions, ops
-from te_fuser.codegen import cuda_loader, nvrtc
+from te_fuser.codegen import nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
 from te_fuser.fuser import pipeline
-from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
+from tests.kernels.packed_cases import ATTENTION
 
 HEADS, DIM = 4, 8
 FEATURES = 3 * HEADS * DIM
 
 
-class OnFakeGpu(CpuFlash):
-    """PyTorch's attention, whose gradients are packed by the kernel."""
-
-    name = "on_fake_gpu"
-    on_cuda = True
-
-
-ATTENTION = declare(OnFakeGpu(), registered=False)
 IN_FORCE = ("stretch", "rotary_embedding_forward", "rotary_embedding_backward", ATTENTION)
 
 
@@ -108,7 +99,7 @@ def test_another_cache_folder_after_planning_changes_nothing(
     with fusions.only(*IN_FORCE):
         fuser.prepare(x, {})
         before = driver.loads, list(compiled)
-        assert before[1].count("column_sums") == 1 and before[1].count("packed_heads") == 2
+        assert before[1].count("packed_heads") == 2
         monkeypatch.setattr(config, "cache_dir", tmp_path / "another")
         fuser(x).sum().backward()
         Fuser(listed)(x).sum().backward()
@@ -128,25 +119,3 @@ def test_equal_kernels_are_made_once(driver: FakeDriver, compiled: list[str]) ->
         loads = driver.loads
         Fuser(two).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
     assert compiled.count("packed_heads") == 2 and driver.loads == loads
-
-
-@pytest.mark.parametrize(
-    ("last", "names"),
-    [
-        (ops.SiLU, ["column_sums"]),
-        (attention, ["column_sums", "packed_heads"]),
-        (rotary, ["column_sums", "packed_heads", "packed_heads"]),
-    ],
-)
-def test_what_adds_up_column_sums_is_made_beside_them(
-    last: Callable[[], FusableOperation], names: list[str], compiled: list[str]
-) -> None:
-    """Also where the kernel over packed heads alone has sums; and not for a frozen bias."""
-    bias = ops.Bias(FEATURES)
-    with fusions.only(*IN_FORCE):
-        Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
-        assert sorted(kernel.name for kernel, _ in cuda_loader._written) == names
-        assert compiled.count("column_sums") == 1
-        bias.requires_grad_(False)
-        prepared, _ = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
-    assert "column_sums" not in [kernel.name for kernel in prepared.plan.written]

@@ -1,4 +1,4 @@
-"""The sums of the kernel over packed heads wait for the end of the program, with those of the generated kernels."""
+"""Sums of the kernel over packed heads, beside those of generated kernels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 
 import te_fuser
 from te_fuser import Fuser, fusions, ops
-from te_fuser.fuser.run import loading
-from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention.pytorch import CpuFlash
 from te_fuser.verify import VerificationError
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.kernels.emulated import launched
+from tests.kernels.packed_cases import ATTENTION
 from tests.needs import needs_compiler
 from tests.twins import randomize
 
@@ -24,16 +22,6 @@ pytestmark = needs_compiler
 HEADS, DIM = 2, 16
 WIDTH, FEATURES = HEADS * DIM, 3 * HEADS * DIM
 POSITIONS, SAMPLES = 60, 3
-
-
-class OnFakeGpu(CpuFlash):
-    """PyTorch's attention, whose gradients are packed by the kernel."""
-
-    name = "sums_on_fake_gpu"
-    on_cuda = True
-
-
-ATTENTION = declare(OnFakeGpu(), registered=False)
 
 
 @pytest.fixture(autouse=True)
@@ -88,34 +76,28 @@ def assert_exact(found: list[torch.Tensor], model: te_fuser.Sequential, x: torch
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_one_launch_adds_up_all(
-    name: str, driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The norm's kernel has sums, and that over packed heads: two launches become one, and no bit changes."""
+def test_sums_of_two_kernels(name: str, driver: FakeDriver) -> None:
+    """The norm's kernel has sums, and that over packed heads, which each adds up by a launch of its own."""
     model, x = layer(name), source()
     with only():
         (step,) = (s for s in model.plan(x).backward if s.name == LISTS[name][1])
-        assert [k for k, _ in step.outputs] == ["input", "0.bias"] and step.sums() == [step.outputs[1][1]]
-        together, launches, last = launched(driver, gradients, model, x)
-        monkeypatch.setattr(loading, "load_column_sums", lambda target, device: None)
-        apart, more, other = launched(driver, gradients, te_fuser.Sequential(*model), x)
-    assert last == b"column_sums" and other.endswith(b"_finish")
-    assert more == launches + 1
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    assert_exact(together, model, x)
+        assert [k for k, _ in step.outputs] == ["input", "0.bias"]
+        found, _, last = launched(driver, gradients, model, x)
+    assert last.endswith(b"_finish")
+    assert_exact(found, model, x)
 
 
-def test_they_wait_where_no_generated_kernel_has_sums(driver: FakeDriver) -> None:
+def test_where_no_generated_kernel_has_sums(driver: FakeDriver) -> None:
     model, x = randomize(te_fuser.Sequential(ops.Bias(FEATURES), attention())).float(), torch.randn(40, 2, FEATURES)
     x.requires_grad_()
     with only():
         found, launches, last = launched(driver, gradients, model, x)
     # The bias in forward; the packing and its sums in backward.
-    assert (launches, last) == (3, b"column_sums")
+    assert (launches, last) == (3, b"packed_heads_finish")
     assert_exact(found, model, x)
 
 
-def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver) -> None:
+def test_sums_that_a_step_reads(driver: FakeDriver) -> None:
     """The gradient of a bias in two places is the sum of two, which is made within the program."""
     shared = ops.Bias(FEATURES)
     model = te_fuser.Sequential(shared, attention(), ops.MatMul(WIDTH, FEATURES), shared, attention())
@@ -127,39 +109,22 @@ def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver) -> None:
     assert_exact(found, model, x)
 
 
-def test_verified_steps_leave_their_sums_too(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait to the end of the step, so that what looks at its results finds them there."""
-    names = []
+def test_verify_sees_wrong_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = packed_heads.Packing.__call__
 
-    def watched(*arguments: Any, **options: Any) -> Any:
-        made = pack(*arguments, **options)
-        names.append((options["later"] is None, driver.last_symbol))
-        return made
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        dx, sums = pack(*arguments, **options)
+        return dx, 2 * sums
 
-    monkeypatch.setattr(packed_heads.Packing, "__call__", watched)
     model, x = layer("bias and attention", verify=True), source()
     with only():
         assert_exact(gradients(model, x), model, x)
-    assert names == [(False, b"packed_heads")]
+        monkeypatch.setattr(packed_heads.Packing, "__call__", wrong)
+        with pytest.raises(VerificationError, match="gradient of bias"):
+            gradients(model, x)
 
 
-def test_verify_sees_who_reads_sums_that_wait(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = packed_heads.Packing.__call__
-
-    def too_early(*arguments: Any, **options: Any) -> Any:
-        dx, sums = pack(*arguments, **options)
-        if options["later"] is not None:
-            sums.zero_()  # whatever the memory held before
-        return dx, sums.clone()
-
-    monkeypatch.setattr(packed_heads.Packing, "__call__", too_early)
-    model, x = layer("bias and attention", verify=True), source()
-    with only(), pytest.raises(VerificationError, match="gradient of bias"):
-        gradients(model, x)
-
-
-def test_nothing_waits_where_one_block_has_it_all(driver: FakeDriver) -> None:
+def test_one_block_that_has_it_all_needs_no_second_launch(driver: FakeDriver) -> None:
     model, x = Fuser([ops.Bias(FEATURES), attention()]), torch.randn(2, 1, FEATURES, requires_grad=True)
     with only():
         model(x).sum().backward()

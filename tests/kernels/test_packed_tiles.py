@@ -15,11 +15,10 @@ from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
 from te_fuser.ops.blockwise_scaling import quantized
-from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cuda import FakeDriver
-from tests.float8 import codes
+from tests.float8 import BLOCKS, codes
 from tests.kernels.emulated import emulating
-from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E4M3, E5M2, F16, F32, SIZES, Case, heads
+from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E4M3, E5M2, F16, F32, SIZES, Case, heads, parts_of
 from tests.needs import needs_compiler
 
 CASES = [
@@ -34,6 +33,9 @@ CASES = [
 ]
 
 
+IN_BLOCKS = [case for case in CASES if not why_not(case.heads, case.dtype, True)]
+
+
 def kernel_of(case: Case) -> PackedTiles:
     assert case.stored is not None
     return PackedTiles(case.heads, case.dtype, case.stored, case.sums)
@@ -43,52 +45,47 @@ def in_blocks(case: Case) -> PackedTiles:
     return PackedTiles(case.heads, case.dtype, E4M3, case.sums, in_blocks=True)
 
 
-def parts_of(case: Case, x: torch.Tensor) -> Parts:
-    """Queries [B, G, R, S, D], keys and values [B, G, S, D], in the memory order of the case."""
-    q, k, v = case.heads.split(x)
-    inverse = [case.order.index(d) for d in range(5)]
-    q = q.permute(case.order).contiguous().permute(inverse)
-    k, v = (t[:, :, None].permute(case.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
-    return q, k, v
-
-
 def every_kernel() -> Iterator[TextKernel[Any]]:
     """Those of all cases, and those that store rows alone."""
     for case in CASES:
         yield from (kernel_of(case), case.kernel)
-        if not why_not(case.heads, case.dtype, True):
-            yield in_blocks(case)
+    yield from map(in_blocks, IN_BLOCKS)
 
 
 emulated = emulating(every_kernel)
 
 
+def check_bytes(case: Case, packing: TilePacking, samples: int, positions: int, seed: int, device: str) -> None:
+    """Those of the kernel that packs rows alone, and of what turns them, with and without what is known of strides."""
+    parts = parts_of(case, case.inputs(samples, positions, seed)[0].to(device))
+    first: list[torch.Tensor | None] = []
+    for _ in range(2):
+        scaled, other = (case.scaled(torch.device(device)) for _ in range(2))
+        assert scaled is not None and other is not None
+        rows, turned, sums = packing(parts, scaled, sums=case.sums)
+        wanted, totals = Packing(case.heads)(parts, sums=case.sums, scaled=other)
+        assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
+        assert torch.equal(codes(turned), codes(transpose_by_torch(wanted)))
+        assert (sums is None) == (case.sums is None)
+        if sums is not None and totals is not None:
+            eps, slack = torch.finfo(sums.dtype).eps, 1e-4 if device == "cpu" else 1e-3
+            torch.testing.assert_close(sums.float(), totals.float(), rtol=2 * eps, atol=slack)
+        first = first or [sums]
+        assert sums is None or torch.equal(sums, first[0])  # type: ignore[arg-type]
+
+
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_bytes_of_what_packs_rows_alone(case: Case, emulated: FakeDriver) -> None:
-    packing, rows_alone = TilePacking(case.heads), Packing(case.heads)
-    for seed, (samples, positions) in enumerate((*SIZES, (2, 200), (0, 4), (3, 0))):
-        for _ in range(2):  # with and without what is known of strides
-            parts = parts_of(case, case.inputs(samples, positions, seed)[0])
-            scaled, other = (case.scaled(torch.device("cpu")) for _ in range(2))
-            assert scaled is not None and other is not None
-            rows, turned, sums = packing(parts, scaled, sums=case.sums)
-            wanted, totals = rows_alone(parts, sums=case.sums, scaled=other)
-            assert torch.equal(codes(rows), codes(wanted)) and torch.equal(scaled.amax, other.amax)
-            assert torch.equal(codes(turned), codes(transpose_by_torch(wanted)))
-            assert (sums is None) == (case.sums is None)
-            if sums is not None and totals is not None:
-                torch.testing.assert_close(
-                    sums.float(), totals.float(), rtol=2 * torch.finfo(sums.dtype).eps, atol=1e-4
-                )
+    packing = TilePacking(case.heads)
+    for seed, sizes in enumerate((*SIZES, (2, 200), (0, 4), (3, 0))):
+        check_bytes(case, packing, *sizes, seed, "cpu")
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", IN_BLOCKS, ids=lambda case: case.name)
 def test_blocks(case: Case, emulated: FakeDriver) -> None:
     """What the kernel that packs stores, and `quantized` makes of it by rows and by columns."""
-    if why_not(case.heads, case.dtype, True):
-        pytest.skip("no multiple of 16")
     packing, features = TilePacking(case.heads), case.heads.features
     for seed, (samples, positions) in enumerate(((2, 66), (3, 43), (0, 4))):
         x = case.inputs(samples, positions, seed)[0]
@@ -99,7 +96,7 @@ def test_blocks(case: Case, emulated: FakeDriver) -> None:
             (quantizers.unpacked(rows, features), whole),
             (quantizers.unpacked(turned, len(whole), turned=True), whole.mT),
         ):
-            data, inverse = quantized(given, E4M3, OwnScales(QParams(power_2_scale=True), (1, 128)))
+            data, inverse = quantized(given, E4M3, BLOCKS)
             found = made[0].flatten(0, -2)
             assert torch.equal(codes(found)[:, : given.shape[1]], codes(data))
             assert not codes(found)[:, given.shape[1] :].any() and torch.equal(made[1], inverse.mT)

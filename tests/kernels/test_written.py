@@ -12,11 +12,11 @@ from te_fuser.codegen.cuda_source_kernel import TextKernel
 from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
 from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
-from te_fuser.kernels.reductions import ColumnSumsKernel, FoldAmaxes
+from te_fuser.kernels.reductions import FoldAmaxes
 from tests.codegen import ptx
 from tests.float8 import E4M3, E5M2, POWERS
 from tests.kernels import one_query_cases, packed_cases, turned_cases
-from tests.kernels import test_decode_attention_caches as caches
+from tests.kernels import test_decode_attention as caches
 from tests.kernels import test_packed_tiles as tiles
 from tests.kernels import test_quantizers_by_blocks as blocks
 from tests.needs import needs_nvrtc
@@ -35,7 +35,6 @@ QUERIES = ("several heads", "groups", "many heads of a group", "a window")
 # What its texts are called -> kernels, and the symbols that each of them has.
 KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "blank_rows": ([BlankRows(dtype) for dtype in (torch.bfloat16, torch.float16)], {"blank_rows"}),
-    "column_sums": ([ColumnSumsKernel()], {"column_sums"}),
     "fold_amaxes": ([FoldAmaxes()], {"fold_amaxes"}),
     "key_value_cache": ([*caches.KERNELS.values()], {"key_value_cache"}),
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),

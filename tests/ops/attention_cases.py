@@ -1,12 +1,14 @@
-"""What attention beyond the packed one is tested on: ops with inputs, and the paper's formula row by row."""
+"""What attention beyond the packed one is tested on: ops with inputs, and the paper's formula."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
 from te_fuser.ops.base import OpCall
+from tests.presets.plain import Call, attend
 
 
 def tensor(*shape, seed=0, dtype=torch.float64):
@@ -21,25 +23,12 @@ def in_layout(heads, layout):
     ]()
 
 
-def row_by_row(q, k, v, seen, *, scale, cap=0.0, added=None, sink=None, factors=None):
-    """q [B, H, S, D], k and v of G heads; `seen(b, i)` are the keys of a query. One row at a time, in plain sums."""
-    repeats = q.shape[1] // k.shape[1]
-    out = []
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for i in range(q.shape[2]):
-                total = q.new_zeros(v.shape[-1])
-                keys = list(seen(b, i))
-                if keys:
-                    scores = (k[b, h // repeats, keys] @ q[b, h, i]) * scale
-                    scores = cap * torch.tanh(scores / cap) if cap else scores
-                    scores = scores if added is None else scores + added[b, h, i, keys]
-                    weights = scores.exp()
-                    below = weights.sum() + (0.0 if sink is None else sink[h].exp())
-                    kept = 1.0 if factors is None else factors[b, h, i, keys]
-                    total = (weights / below * kept) @ v[b, h // repeats, keys]
-                out.append(total)
-    return torch.stack(out).view(*q.shape[:3], v.shape[-1])
+def by_formula(q, k, v, seen, *, scale, cap=0.0, added=None, sink=None, factors=None):
+    """The paper's formula of q [B, H, S, D], k and v of G heads; `seen(b, i)` are the keys of a query."""
+    hidden = torch.ones(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
+    for b, i in itertools.product(range(q.shape[0]), range(q.shape[2])):
+        hidden[b, 0, i, list(seen(b, i))] = False
+    return attend(q, k, v, Call(hidden, bias=added, sink=sink, soft_cap=cap), scale, factors)
 
 
 def run(op, x, dy, inputs=None, stream=None):
@@ -48,6 +37,7 @@ def run(op, x, dy, inputs=None, stream=None):
     with torch.no_grad():
         call = OpCall(dict(given), random=stream)
         y = op.op_forward(call, x)
+        assert set(call.emitted) == set(op.emits)
         (node,) = op.gradients(tuple(given))
         known = {"input": x, "output": y, **call.emitted, **given}
         back = OpCall({name: known[name] for name in node.reads}, frozenset(node.produces), stream)

@@ -48,7 +48,7 @@ def bare(model: Mlp) -> te_fuser.Sequential:
     return made
 
 
-def test_it_reads_the_owners_parameters() -> None:
+def test_it_reads_the_owners_parameters_and_its_op_is_no_module_of_the_model() -> None:
     model = Mlp()
     assert list(model.state_dict()) == NAMES == [name for name, _ in model.named_parameters()]
     assert_as_meant(model, X)
@@ -57,6 +57,11 @@ def test_it_reads_the_owners_parameters() -> None:
     mine_has, theirs_has = ([(n.traits.role, n.label) for n in plan.graph.nodes] for plan in (mine, theirs))
     assert mine_has == theirs_has
     assert [b.name for b in mine.graph.parameters] == NAMES
+    assert repr(Mlp()[0]).startswith("Bound(LayerNorm(features=8, eps=1e-05, ")
+    assert repr(Mlp()[0]).endswith("), weight=norm_weight, bias=norm_bias)")
+    assert not [m for m in model.modules() if isinstance(m, (ops.MatMul, ops.Bias, ops.LayerNorm))]
+    model.eval()
+    assert not any(bound.op.training for bound in model if isinstance(bound, ops.Bound))
 
 
 def test_an_op_of_it_runs_alone() -> None:
@@ -65,11 +70,6 @@ def test_an_op_of_it_runs_alone() -> None:
     model[1].register_forward_hook(lambda m, args, y: 2.0 * y)
     torch.testing.assert_close(model[1](X), 2.0 * X @ model.fc_weight.t())
     assert_as_meant(model, X)
-
-
-def test_it_says_what_it_reads() -> None:
-    assert repr(Mlp()[0]).startswith("Bound(LayerNorm(features=8, eps=1e-05, ")
-    assert repr(Mlp()[0]).endswith("), weight=norm_weight, bias=norm_bias)")
 
 
 # --------------------------------------------------------------------------------------------------- copies
@@ -109,7 +109,7 @@ def test_a_copy_is_trained_by_itself(owner: str, name: str, ran: bool) -> None:
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, COPIES["pickle"]])
-def test_a_copy_without_its_owner_is_of_no_use(make: Callable[[Any], Any]) -> None:
+def test_an_op_without_its_owner_is_of_no_use(make: Callable[[Any], Any]) -> None:
     model = Mlp()
     alone = make(model[1])
     for _ in range(2):
@@ -119,6 +119,12 @@ def test_a_copy_without_its_owner_is_of_no_use(make: Callable[[Any], Any]) -> No
             alone(X)
         alone = make(alone)
     assert model[1].owner is model
+    op = Mlp()[1]
+    with pytest.raises(ReferenceError, match="reads fc_weight of a module that is gone"):
+        op(X)
+    binding = WeakBinding(nn.Linear(2, 2), "weight")
+    with pytest.raises(ReferenceError, match="whose 'weight' is to be read is gone"):
+        binding.get()
 
 
 def test_a_shallow_copy_and_a_slice_read_what_the_original_reads() -> None:
@@ -153,15 +159,6 @@ def test_the_owner_is_freed_when_it_is_dropped(make: Callable[[], Any], run: boo
     assert [w() for w in watched if w() is not None] == []
 
 
-def test_a_dropped_owner_is_missed() -> None:
-    op = Mlp()[1]
-    with pytest.raises(ReferenceError, match="reads fc_weight of a module that is gone"):
-        op(X)
-    binding = WeakBinding(nn.Linear(2, 2), "weight")
-    with pytest.raises(ReferenceError, match="whose 'weight' is to be read is gone"):
-        binding.get()
-
-
 def test_the_owner_may_change() -> None:
     model = Mlp()
     model(X)
@@ -194,13 +191,6 @@ def test_an_attribute_of_the_op_may_change() -> None:
         model(X)
 
 
-def test_its_op_is_no_module_of_the_model() -> None:
-    model = Mlp()
-    assert not [m for m in model.modules() if isinstance(m, (ops.MatMul, ops.Bias, ops.LayerNorm))]
-    model.eval()
-    assert not any(bound.op.training for bound in model if isinstance(bound, ops.Bound))
-
-
 def test_buffers() -> None:
     op = ops.Bias(8)
     op.register_buffer("mean", torch.zeros(8))
@@ -208,22 +198,15 @@ def test_buffers() -> None:
         ops.Bound(op, nn.Module(), bias="b")
 
 
-def test_a_module_beside_it_may_own_the_parameters() -> None:
+@pytest.mark.parametrize("path", ["weight", "part.weight"])
+def test_a_module_beside_it_or_in_it_may_own_the_parameters(path: str) -> None:
     owner = nn.Linear(8, 8, dtype=torch.float64)
-    model = te_fuser.Sequential(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="weight"), kernels="reference")
-    torch.testing.assert_close(model(X), X @ owner.weight.t())
+    owner.part = nn.Linear(8, 8, dtype=torch.float64)
+    model = te_fuser.Sequential(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight=path), kernels="reference")
+    torch.testing.assert_close(model(X), X @ owner.get_parameter(path).t())
     assert list(model.parameters()) == []
-
-
-def test_a_module_in_it_may_own_the_parameters() -> None:
-    owner = nn.Module()
     owner.part = nn.Linear(8, 8, dtype=torch.float64)
-    model = te_fuser.Sequential(
-        ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="part.weight"), kernels="reference"
-    )
-    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
-    owner.part = nn.Linear(8, 8, dtype=torch.float64)
-    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
+    torch.testing.assert_close(model(X), X @ owner.get_parameter(path).t())
 
 
 # --------------------------------------------------------------------------------------------------- a Linear

@@ -1,4 +1,4 @@
-"""Quantize: in lists, fused with what is before it, on each target, with gradients that pass it by."""
+"""Quantize and QuantizeGradient: in lists, fused with what is before or behind, with gradients that pass by."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import te_fuser
+import te_fuser as te
 from te_fuser import ops, verify
 from te_fuser.formula.float8 import rounded
 from tests.float8 import E4M3, E5M2, FORMATS, Dequantized, codes, nearest_codes, telling_numbers
@@ -45,15 +46,6 @@ def test_bytes_of_the_op_alone(dtype: torch.dtype, given: torch.dtype, kernels: 
         assert y.dtype == dtype and y.shape == x.shape
         assert torch.equal(codes(y), nearest_codes(x.float() * scale, dtype))
         assert torch.equal(codes(op.reference(x, by=scale)), codes(y))
-
-
-@formats
-def test_without_a_list(dtype: torch.dtype) -> None:
-    x = normal(5, WIDTH).float().requires_grad_()
-    y = ops.Quantize(dtype)(x, scale=SCALE)
-    assert torch.equal(codes(y), codes(rounded(x.detach() * SCALE, dtype)))
-    y.backward(torch.ones_like(y))
-    assert torch.equal(x.grad, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -99,6 +91,7 @@ def test_accuracy_against_float64(dtype: torch.dtype, relative: float, absolute:
     torch.testing.assert_close(found.double() / scale, exact, rtol=relative, atol=absolute)
 
 
+@pytest.mark.usefixtures("few_rows")
 @needs_compiler
 def test_verified() -> None:
     """Also where every step is looked at on its own, and in float64, which is quantized too."""
@@ -108,21 +101,25 @@ def test_verified() -> None:
     ours(x, scale=SCALE).sum().backward()
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@formats
+def test_few_rows_and_without_a_list(dtype: torch.dtype, rows: int) -> None:
+    x = normal(rows, WIDTH).float().requires_grad_()
+    y = model(dtype)(x, scale=SCALE)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (rows, WIDTH)
+    x.grad, y = None, ops.Quantize(dtype)(x, scale=SCALE)
+    assert torch.equal(codes(y), codes(rounded(x.detach() * SCALE, dtype)))
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 @formats
 def test_infinities_and_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([[math.inf, -math.inf, math.nan, 1e30]])
     y = ops.Quantize(dtype)(x, scale=torch.tensor(1.0)).float()
     largest = torch.finfo(dtype).max
     assert y[0, [0, 1, 3]].tolist() == [largest, -largest, largest] and y[0, 2].isnan()
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-@formats
-def test_few_rows(dtype: torch.dtype, rows: int) -> None:
-    x = torch.ones(rows, WIDTH, requires_grad=True)
-    y = model(dtype)(x, scale=SCALE)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == (rows, WIDTH)
 
 
 @formats
@@ -151,9 +148,35 @@ REFUSED = {
      r"op 2 \(Quantize.*'scale' has shape \[2\], needs \[\]"),
     "wide": (lambda: model(E4M3)(torch.ones(2, WIDTH), scale=SCALE.double()), TypeError,
      r"op 2 \(Quantize.*'scale' is float64, the main input float32"),
+    "of a gradient": (lambda: ops.QuantizeGradient(torch.bfloat16), TypeError, "float8_e4m3fn or"),
+    "no scale of a gradient": (lambda: te_fuser.Sequential(ops.QuantizeGradient(E5M2))(torch.ones(2, WIDTH)),
+     ValueError, "scale"),
     "a row op behind it": (lambda: te_fuser.Sequential(ops.Quantize(E5M2), ops.GELU())(torch.ones(2, WIDTH),
      scale=SCALE), TypeError, r"op 1 \(GELU.*takes float32, bfloat16, float16, float64, got float8_e5m2"),
 }  # fmt: skip
 
 
 test_refused_in_words = refusals(REFUSED)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_values_as_they_are_and_gradients_rounded(dtype: torch.dtype, given: torch.dtype, kernels: str) -> None:
+    model = te.Sequential(ops.QuantizeGradient(dtype), ops.Bias(WIDTH), kernels=kernels).to(given)
+    x, dy = (normal(9, WIDTH).to(given) for _ in range(2))
+    for run in (model, model.reference):
+        x.requires_grad_()
+        y = run(x, scale=SCALE)
+        torch.testing.assert_close(y, x + model[1].bias)
+        dx, dbias = torch.autograd.grad(y, [x, model[1].bias], dy)
+        assert torch.equal(dx, rounded(dy.float() * SCALE, dtype).to(given))
+        torch.testing.assert_close(dbias, dy.float().sum(0).to(given))
+
+
+@needs_compiler
+def test_gradient_verified_and_costs_nothing_in_forward() -> None:
+    model = te.Sequential(ops.Bias(WIDTH), ops.QuantizeGradient(E5M2), ops.GELU(), ops.LayerNorm(WIDTH))
+    assert verify(model, normal(9, WIDTH).float(), scale=SCALE).passed
+    plan = te.Sequential(ops.GELU(), ops.QuantizeGradient(E5M2)).plan(normal(9, WIDTH).float(), scale=SCALE)
+    assert [step.name for step in plan.forward if step.cost.launches] == ["gelu_fwd"]

@@ -16,6 +16,10 @@ from torch import nn
 
 import te_fuser
 from te_fuser import Residual, Sequential, ops
+from tests.refused import refused
+from tests.twins import assert_as_meant, sequential, tensor
+
+NAN, INF = float("nan"), float("inf")
 
 IDS = torch.ones(2, 8, dtype=torch.int64)
 EMBED = "got int64: put a torch.nn.Embedding before it where these are ids of tokens"
@@ -126,6 +130,48 @@ def test_what_is_none_of_them() -> None:
     later = nn.Module()
     later.forward = torch.sin
     torch.testing.assert_close(Sequential(later)(x), x.sin())
+    made, x = Sequential(*layers(), ops.ReLU()), torch.randn(2, 8)
+    made._modules["1"] = None
+    torch.testing.assert_close(made[:](x), made(x))
+
+
+# Arguments that nothing can be made of -> the call, the error, what its message says.
+ARGUMENTS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "eps_below_0": (lambda: ops.LayerNorm(8, eps=-1), ValueError, [r"^LayerNorm: eps is a small number", "got -1"]),
+    "eps_nan": (lambda: ops.RMSNorm(8, eps=NAN), ValueError, [r"^RMSNorm: eps", "got nan"]),
+    "eps_none": (lambda: ops.RMSNorm(8, eps=None), TypeError, ["^RMSNorm takes a number as eps, got None"]),
+    "eps_text": (lambda: ops.L2Norm("a"), TypeError, ["^L2Norm takes a number as eps, got 'a'"]),
+    "eps_of_heads": (lambda: ops.HeadNorm(4, heads=2, eps=INF), ValueError, [r"^HeadNorm: eps", "got inf"]),
+    "eps_adaptive": (lambda: ops.AdaptiveLayerNorm(8, -1.0, per="row"), ValueError, [r"^AdaptiveLayerNorm: eps"]),
+    "scale_by_text": (lambda: ops.Scale(value="a"), TypeError, ["^Scale takes a number as value, got 'a'"]),
+    "flatten_text": (lambda: ops.Flatten("a"), TypeError, ["^Flatten takes a whole number as start_dim, got 'a'"]),
+    "unflatten_text": (lambda: ops.Unflatten("a", (2, 2)), TypeError, ["^Unflatten takes a whole number as dim"]),
+    "half_a_size": (lambda: ops.Unflatten(1, (1.5, 2)), TypeError,
+     ["^Unflatten takes a whole number as each size, got 1"]),
+    "no_size": (lambda: ops.Reshape(None), TypeError, ["^Reshape takes a whole number as each size, got None"]),
+    "softmax_elsewhere": (lambda: ops.Softmax(dim=1), ValueError,
+     [r"^Softmax goes over the features of each row, dim=-1, got dim=1: put torch\.nn\.Softmax\(1\) into the list"]),
+    "verify_text": (lambda: te_fuser.verify(ops.GELU(), "x"), TypeError,
+     [r"^verify\(model, x\) takes a torch.Tensor, got str$"]),
+    "verify_dtype_names": (lambda: te_fuser.verify(ops.GELU(), dtypes=["float32"]), TypeError,
+     [r"^dtypes are a list of PyTorch's, verify\(model, dtypes=\[torch\.float32\]\), got \['float32'\]"]),
+    "verify_one_dtype": (lambda: te_fuser.verify(ops.GELU(), dtypes=torch.float32), TypeError, ["^dtypes are a list"]),
+    "reference_text": (lambda: te_fuser.Sequential(ops.GELU()).reference("a"), TypeError,
+     ["^te_fuser takes a torch.Tensor, got str"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str) -> None:
+    call, error, words = ARGUMENTS[name]
+    refused(error, words, call)
+
+
+def test_arguments_that_are_numbers() -> None:
+    """Those of numpy, whole ones, and what torch.nn takes."""
+    assert ops.Reshape(np.int64(2), -1).shape == (2, -1) and ops.LayerNorm(8, eps=0).eps == 0.0
+    assert ops.Scale(value=np.float32(0.5)).value == 0.5
+    assert_as_meant(sequential(ops.Softmax(dim=-1), ops.LogSoftmax(-1)), tensor(5, 8))
 
 
 @pytest.mark.parametrize("kind", [ops.Linear, ops.ReLU, ops.LayerNorm, Sequential, te_fuser.TransformerLayer])
@@ -142,9 +188,3 @@ def test_copies_are_made_without_arguments() -> None:
             x = torch.randn(2, 8)
             torch.testing.assert_close(made(x), module(x))
     assert nn.utils.skip_init(ops.Linear, 8, 4).weight.shape == (4, 8)  # type: ignore[arg-type]
-
-
-def test_a_slice_of_a_list_that_lost_a_module() -> None:
-    made, x = Sequential(*layers(), ops.ReLU()), torch.randn(2, 8)
-    made._modules["1"] = None
-    torch.testing.assert_close(made[:](x), made(x))

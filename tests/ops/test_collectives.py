@@ -15,7 +15,6 @@ from te_fuser.fuser.plan.tuned import list_key
 from te_fuser.fusions import fusion
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.collectives import Carried, Collective
-from te_fuser.verify.examples import example_of
 from tests.twins import assert_as_meant, sequential, tensor
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -48,12 +47,6 @@ def test_bytes_that_are_sent_in_8_bits(name: str, dtypes: tuple[torch.dtype, tor
     part = 4 * 6 * 8 // (1 if name == "AllGather" else 2)
     assert op.sent_bytes(x, back=False) == part * dtypes[0].itemsize
     assert op.sent_bytes(x, back=True) == part * dtypes[1].itemsize
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_one_that_verify_makes(name: str) -> None:
-    op = example_of(getattr(ops, name), 8, torch.Generator())
-    assert type(op) is getattr(ops, name) and op.group.size == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("group", [None, "tp", 2])
@@ -127,15 +120,12 @@ def test_wrong_inputs() -> None:
             getattr(Collective(ops.Group()), argument)
 
 
-def test_verify_takes_patterns_with_them() -> None:
+def test_verify_takes_patterns_with_them_and_asks_ranks_that_are_there() -> None:
     @fusion(forward=[ops.AllGather, ops.ReLU], name="gathered_relu")
     def gathered_relu(match: Any, x: torch.Tensor) -> torch.Tensor:
         return x.relu()
 
     assert verify(gathered_relu, dtypes=[torch.float32]).passed
-
-
-def test_verify_asks_ranks_that_are_there() -> None:
     with pytest.raises(RuntimeError, match="knows no group 'tp' of 2 ranks in this process"):
         verify(sequential(ops.GELU(), ops.AllReduce(ops.Group("tp", 2))), tensor(4, 8))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,38 +26,47 @@ def tensors(*names: str, shift: float = 0.0) -> dict[str, torch.Tensor]:
     return {"x": normal(*SHAPE, scale=2.0) + shift, **parameters}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0.0, 100.0], ids=["centered", "far_from_zero"])
-@pytest.mark.parametrize("offset", [0.0, 1.0], ids=["plain", "zero_centered"])
-def test_layer_norm(dtype: torch.dtype, shift: float, offset: float) -> None:
-    op = ops.LayerNorm(N, eps=1e-3, zero_centered_gamma=bool(offset))
-    assert_as_good_as_torch(
-        op,
-        lambda x, weight, bias: F.layer_norm(x, (N,), weight + offset, bias, 1e-3),
-        tensors("weight", "bias", shift=shift),
-        dtype,
-    )
+def layer_norm(x: torch.Tensor, *parameters: torch.Tensor, **how: Any) -> torch.Tensor:
+    return F.layer_norm(x, (N,), *parameters, **how)
+
+
+NORMS: dict[str, tuple[ops.RowOp, Callable[..., torch.Tensor], dict[str, torch.Tensor]]] = {
+    **{
+        f"layer_norm, {offset}, {shift} from zero": (
+            ops.LayerNorm(N, eps=1e-3, zero_centered_gamma=bool(offset)),
+            lambda x, weight, bias, by=offset: layer_norm(x, weight + by, bias, eps=1e-3),
+            tensors("weight", "bias", shift=shift),
+        )
+        for offset, shift in itertools.product((0.0, 1.0), (0.0, 100.0))
+    },
+    **{
+        f"rms_norm, {offset}": (
+            ops.RMSNorm(N, zero_centered_gamma=bool(offset)),
+            lambda x, weight, by=offset: F.rms_norm(x, (N,), weight + by, 1e-5),
+            tensors("weight"),
+        )
+        for offset in (0.0, 1.0)
+    },
+    "layer_norm, no bias": (ops.LayerNorm(N, bias=False), lambda x, weight: layer_norm(x, weight), tensors("weight")),
+    "layer_norm, plain": (ops.LayerNorm(N, elementwise_affine=False), layer_norm, tensors()),
+    "rms_norm, plain": (ops.RMSNorm(N, elementwise_affine=False), lambda x: F.rms_norm(x, (N,), eps=1e-5), tensors()),
+    "l2_norm": (ops.L2Norm(), lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), tensors()),
+    "adaptive": (
+        ops.AdaptiveLayerNorm(N, scale="gamma", shift="beta", per="row"),
+        lambda x, scale, shift: layer_norm(x) * (1 + scale) + shift,
+        {"x": normal(*SHAPE), "scale": normal(*SHAPE, seed=1), "shift": normal(*SHAPE, seed=2)},
+    ),
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layer_norm_without_bias(dtype: torch.dtype) -> None:
-    op = ops.LayerNorm(N, bias=False)
-    assert_as_good_as_torch(op, lambda x, weight: F.layer_norm(x, (N,), weight), tensors("weight"), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offset", [0.0, 1.0], ids=["plain", "zero_centered"])
-def test_rms_norm(dtype: torch.dtype, offset: float) -> None:
-    op = ops.RMSNorm(N, zero_centered_gamma=bool(offset))
-    assert_as_good_as_torch(op, lambda x, weight: F.rms_norm(x, (N,), weight + offset, 1e-5), tensors("weight"), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_l2_norm(dtype: torch.dtype) -> None:
-    def torch_form(x: torch.Tensor) -> torch.Tensor:
-        return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-    assert_as_good_as_torch(ops.L2Norm(), torch_form, tensors(), dtype)
+@pytest.mark.parametrize("name", NORMS)
+def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
+    op, torch_form, given = NORMS[name]
+    assert_as_good_as_torch(op, torch_form, given, dtype)
+    read = {argument: n.name for argument, n in op.named_inputs().items()}
+    assert read == ({"scale": "gamma", "shift": "beta"} if name == "adaptive" else {})
+    assert {*op.state_dict()} == given.keys() - {"x", *read}
 
 
 def test_a_row_of_zeros_is_finite() -> None:
@@ -68,13 +80,6 @@ def test_a_row_of_zeros_is_finite() -> None:
         assert all(t.isfinite().all() for t in values_and_gradients(run, given).values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_adaptive_layer_norm_per_row(dtype: torch.dtype) -> None:
-    op = ops.AdaptiveLayerNorm(N, per="row")
-    given = {"x": normal(*SHAPE), "scale": normal(*SHAPE, seed=1), "shift": normal(*SHAPE, seed=2)}
-    assert_as_good_as_torch(op, lambda x, scale, shift: F.layer_norm(x, (N,)) * (1 + scale) + shift, given, dtype)
-
-
 @pytest.mark.parametrize("batch_dim", [0, 1, -2, -3])
 def test_adaptive_layer_norm_per_sample(batch_dim: int) -> None:
     op = ops.AdaptiveLayerNorm(N, batch_dim=batch_dim)
@@ -86,22 +91,6 @@ def test_adaptive_layer_norm_per_sample(batch_dim: int) -> None:
         return F.layer_norm(x, (N,)) * (1 + scale.reshape(*between, N)) + shift.reshape(*between, N)
 
     assert_as_good_as_torch(op, torch_form, given, torch.float64)
-
-
-def test_adaptive_layer_norm_reads_the_names_it_was_given() -> None:
-    op = ops.AdaptiveLayerNorm(N, scale="gamma", shift="beta", batch_dim=0)
-    assert {argument: given.name for argument, given in op.named_inputs().items()} == {
-        "scale": "gamma",
-        "shift": "beta",
-    }
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_without_parameters(dtype: torch.dtype) -> None:
-    layer, rms = ops.LayerNorm(N, elementwise_affine=False), ops.RMSNorm(N, elementwise_affine=False)
-    assert not [*layer.parameters(), *rms.parameters()] and layer.state_dict() == rms.state_dict() == {}
-    assert_as_good_as_torch(layer, lambda x: F.layer_norm(x, (N,)), tensors(), dtype)
-    assert_as_good_as_torch(rms, lambda x: F.rms_norm(x, (N,), eps=1e-5), tensors(), dtype)
 
 
 # ------------------------------------------------------------------------------- several trailing dimensions
@@ -177,12 +166,10 @@ def test_layer_norm_over_few_features_is_as_exact_as_its_meaning(features: int, 
     with recorded():
         assert te_fuser.verify(op.to(dtype), torch.randn(515, features, dtype=dtype)).passed
         assert features == 1 or dtype == torch.float32 or te_fuser.verify(op, dtypes=[dtype]).passed
-
-
-def test_adaptive_layer_norm_of_one_feature() -> None:
-    x, scale, shift = (torch.randn(7, 1) for _ in range(3))
-    assert te_fuser.verify(ops.AdaptiveLayerNorm(1, per="row"), x, scale=scale, shift=shift).passed
-    assert torch.equal(ops.AdaptiveLayerNorm(1, per="row")(x, scale=scale, shift=shift), shift)
+    x, scale, shift = (torch.randn(7, features, dtype=dtype) for _ in range(3))
+    adaptive = ops.AdaptiveLayerNorm(features, per="row")
+    assert te_fuser.verify(adaptive, x, scale=scale, shift=shift).passed
+    assert features > 1 or torch.equal(adaptive(x, scale=scale, shift=shift), shift)
 
 
 @pytest.mark.parametrize("second", [ops.LayerNorm(N), ops.RMSNorm(N), ops.LayerNorm(N, elementwise_affine=False)])

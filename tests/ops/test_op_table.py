@@ -32,23 +32,16 @@ def test_rows_by_class() -> None:
     table.add(None, Heir, Other)
     assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, None, None]
     assert OpTable("another", 0.0).of(Base) == 0.0
+    alone = OpTable("test_rows_of_one_class_alone", 1.0, inherited=False)
+    alone.add(2.0, Base, ops.MatMul)
+    assert [alone.of(kind) for kind in (Base, Heir, Other)] == [2.0, 1.0, 1.0]
+    op = ops.MatMul(3, 5)
+    parametrize.register_parametrization(op, "weight", torch.nn.Identity())
+    table.add(2.0, ops.MatMul)
+    assert type(op) is not ops.MatMul and table.of(type(op)) == alone.of(ops.MatMul) == 2.0
 
 
 @pytest.mark.parametrize("other", [torch.nn.Linear, Base(), lambda: None])
 def test_rows_of_other_classes_are_refused(other: Any) -> None:
     with pytest.raises(TypeError, match="a row of refused is of a class of ops, got"):
         OpTable("refused", 1.0).row(2.0)(other)
-
-
-def test_rows_of_one_class_alone() -> None:
-    table = OpTable("test_rows_of_one_class_alone", 1.0, inherited=False)
-    table.add(2.0, Base)
-    assert [table.of(kind) for kind in (Base, Heir, Other)] == [2.0, 1.0, 1.0]
-
-
-def test_a_parametrized_op_has_its_row() -> None:
-    table = OpTable("test_a_parametrized_op", 1.0)
-    table.add(2.0, ops.MatMul)
-    op = ops.MatMul(3, 5)
-    parametrize.register_parametrization(op, "weight", torch.nn.Identity())
-    assert type(op) is not ops.MatMul and table.of(type(op)) == 2.0

@@ -79,12 +79,14 @@ def test_what_hides_its_question_ties_the_plan_to_the_size(name):
     assert [n for n in SIZES if fits(n)] == [5]
 
 
-def test_a_question_is_noted_once():
+def test_a_question_is_noted_once_and_one_that_would_divide_by_nothing_does_not_fit():
     questions = Questions()
     for _ in range(12):
         a, b = (Size(v, v, f"s{k}", questions) for k, v in enumerate((4, 8)))
         assert a * 2 == b and a * 2 == b
     assert questions.answers == {"(s0 * 2) == s1": True}
+    _, fits = looked(lambda a, b: a // b == 2, 4, 2)
+    assert fits(5, 2) and not fits(5, 0)
 
 
 def test_a_function_of_sizes_is_one_question():
@@ -112,8 +114,3 @@ def test_sizes_are_rounded_up_with_what_is_computed_of_them():
     assert [exact(s) for s in (a, a * b, a * 24 // 8, 7)] == [5, 15, 15, 7]
     assert [rounded_up(s) for s in (a, a * b, a * 24 // 8, 7)] == [8, 32, 24, 7]
     assert exact(a // (a - 8)) == -2 and rounded_up(a // (a - 8)) == 0  # 8 // 0
-
-
-def test_a_look_that_would_divide_by_nothing_does_not_fit():
-    _, fits = looked(lambda a, b: a // b == 2, 4, 2)
-    assert fits(5, 2) and not fits(5, 0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from te_fuser.distributed.dtensor import own_part
 from tests.parallel.ranks import WORLD
 from tests.twins import tensor
 
@@ -68,7 +69,7 @@ def assert_as_whole(
     within: Mapping[str, float] = EXACT,
     **call: Any,
 ) -> None:
-    """Output and all gradients are this rank's part of those of the whole model.
+    """Output and all gradients are this rank's part of those of the whole model, of DTensors what lies here.
 
     Args:
         sizes: see `fill`; those of the "output", too.
@@ -84,5 +85,17 @@ def assert_as_whole(
     assert gradients.keys() == want.keys()
     for name, gradient in gradients.items():
         assert gradient is not None, name
-        expected = own(want[name], gradient, sizes_of(name, sizes))
-        torch.testing.assert_close(gradient, expected, **within, msg=lambda m, name=name: f"{name}: {m}")
+        local = own_part(gradient)
+        expected = own(want[name], local, sizes_of(name, sizes))
+        torch.testing.assert_close(local, expected, **within, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class ByReference(nn.Module):
+    """A model that runs op by op."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.reference(x)  # type: ignore[no-any-return]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import te_fuser
 from te_fuser import ops
@@ -52,11 +55,6 @@ class Layers(nn.Module):
         return iter(self.layers)
 
 
-def looped() -> Layers:
-    """Lists, each run by itself."""
-    return Layers(residual_layers())
-
-
 def transformer_layers(call: Callable[..., torch.Tensor] | None = None, **keywords: Any) -> Layers:
     """Queries, keys and values have weights of their own, which products read joined."""
     given = {"num_gqa_groups": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
@@ -65,28 +63,24 @@ def transformer_layers(call: Callable[..., torch.Tensor] | None = None, **keywor
     return randomize(Layers(layers, call))
 
 
-def checkpointed() -> Layers:
-    """What layers keep, made again in backward."""
-    return transformer_layers(te_fuser.checkpoint)
-
-
-def checkpointed_by_torch() -> Layers:
-    return transformer_layers(_by_torch)
-
-
-def _by_torch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
+BY_TORCH = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 MODELS: dict[str, Model] = {
     "list": plain_list,
     "residual": residual_layers,
-    "looped": looped,
+    "looped": lambda: Layers(residual_layers()),  # each run by itself
     "LayerNormMLP": mlps,
     "TransformerLayer": transformer_layers,
-    "checkpoint": checkpointed,
-    "checkpoint of torch": checkpointed_by_torch,
+    "checkpoint": lambda: transformer_layers(te_fuser.checkpoint),
+    "checkpoint of torch": lambda: transformer_layers(BY_TORCH),
 }
+
+
+def spread(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """`fully_shard`: each layer of a list by itself, and what is left."""
+    mesh = mesh or init_device_mesh("cpu", (WORLD,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)  # type: ignore[no-any-return]
 
 
 def whole_batch(step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -110,6 +104,15 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """By the names that the model has without a wrapper; what is cut, as a whole."""
     found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+
+
+def assert_step_as_one_process(model: nn.Module, twin: nn.Module, step: int = 0) -> None:
+    """The twin goes through a whole batch, the model through this rank's part: gradients are the same."""
+    x = whole_batch(step)
+    for m, part in ((model, own(x)), (twin, x)):
+        m.zero_grad()
+        backward(m, part)
+    assert_as_one_process(model, twin)
 
 
 def assert_as_one_process(model: nn.Module, twin: nn.Module, tolerance: float = 1e-11) -> None:

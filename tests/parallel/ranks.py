@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 2
 DEADLINE = 120.0  # seconds: for one body, and for the processes to start
@@ -34,6 +35,11 @@ ENDED = "ended"  # what is said of a process that did not answer and is no more
 LOG = 8000  # the characters at the end of a log that a failure shows
 
 Body = Callable[..., None]
+
+
+def mesh_of() -> DeviceMesh:
+    """All ranks in a row, as a test's body has them."""
+    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 def forking() -> ForkServerContext:

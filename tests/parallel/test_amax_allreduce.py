@@ -19,6 +19,7 @@ from te_fuser import ops
 from te_fuser.quantization import not_finite, states
 from te_fuser.quantization.products import products
 from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.parallel.models import spread
 from tests.parallel.random_cuts import agree_anew
 from tests.parallel.ranks import WORLD, on_ranks
 
@@ -183,9 +184,7 @@ def test_data_parallel() -> None:
         with te.autocast(recipe=RECIPE):
             y, z = parallel(torch.randn(8, 16)), parallel((rank + 1) * torch.randn(8, 16))
         (y + z).sum().backward()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for module in (*made[2], made[2]):
-        fully_shard(module, mesh=mesh)
+    spread(made[2])
     for _ in range(2):
         step(made[2], (rank + 1) * torch.randn(8, 16))
     for model in made:

@@ -13,8 +13,8 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.parallel import parallelize
-from tests.parallel.ranks import on_ranks
-from tests.parallel.test_parallelize import F, mesh_of, mlp
+from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.test_parallelize import F, mlp
 from tests.twins import assert_same_gradients, tensor
 
 

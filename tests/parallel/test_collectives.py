@@ -16,21 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import Spec
 from te_fuser.ops.collectives import Collective
 from te_fuser.verify import steps
 from tests.parallel.models import own
-from tests.parallel.ranks import WORLD, on_ranks
-from tests.twins import assert_same_gradients, sequential, tensor
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
+from tests.twins import sequential, tensor
 
 SHAPE = (4, 6, 8)
 Tensors = Sequence[torch.Tensor]
 
 
 def tp() -> ops.Group:
-    return ops.AllReduce(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]).group
+    return ops.AllReduce(mesh_of()["tp"]).group
 
 
 def cat(xs: Tensors, dim: int) -> list[torch.Tensor]:
@@ -100,68 +99,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
             if kind is not ops.AllReduceGradient:
                 made = kind(group, *arguments)(xs[rank])
                 assert torch.equal(made, meaning(xs)[rank]) and made.dtype == dtype
-
-
-def mlp(bias: bool = True) -> list[torch.nn.Module]:
-    return list(
-        sequential(ops.LayerNorm(8), ops.MatMul(8, 12), ops.Bias(12), ops.GELU(), ops.MatMul(12, 8), ops.Bias(8))
-    )
-
-
-def share(whole: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Of the whole layers this rank's: the first product cut by its outputs, the second by its inputs."""
-    norm, first, bias, activation, second, last = copy.deepcopy(list(whole))
-    made = [norm, ops.MatMul(8, 6), ops.Bias(6), activation, ops.MatMul(6, 8), last]
-    with torch.no_grad():
-        for mine, other, dim in ((made[1], first, 0), (made[2], bias, 0), (made[4], second, 1)):
-            for p, q in zip(mine.parameters(), other.parameters(), strict=True):
-                p.data = q.chunk(WORLD, dim)[dist.get_rank()].contiguous()
-    return made
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@on_ranks
-def test_layers_whose_weights_are_cut(sequence_parallel: bool) -> None:
-    """Written by hand, against the whole layers in one process: output, dx and all gradients."""
-    whole, group = mlp(), tp()
-    norm, first, bias, activation, second, last = share(whole)
-    if sequence_parallel:
-        before, behind = ops.AllGather(group, 0), ops.ReduceScatter(group, 0)
-    else:
-        before, behind = ops.AllReduceGradient(group), ops.AllReduce(group)
-    model = as_it_is(norm, before, first, bias, activation, second, behind, last)
-    twin = as_it_is(*whole)
-    rank = dist.get_rank()
-
-    def rows(t: torch.Tensor) -> torch.Tensor:
-        return t.chunk(WORLD)[rank] if sequence_parallel else t
-
-    for step in range(2):
-        x, dy = tensor(*SHAPE, seed=step), tensor(*SHAPE, seed=step + 5, grad=False)
-        mine = rows(x.detach()).clone().requires_grad_()
-        y, want = model(mine), twin(x)
-        torch.testing.assert_close(y, rows(want), rtol=1e-12, atol=1e-12)
-        y.backward(rows(dy))
-        want.backward(dy)
-        torch.testing.assert_close(mine.grad, rows(x.grad), rtol=1e-11, atol=1e-11)
-    got = {name: p.grad.clone() for name, p in model.named_parameters()}
-    if sequence_parallel:  # who saw its own rows alone has its share of the sum
-        for name in ("0.weight", "0.bias", "7.bias"):
-            dist.all_reduce(got[name])
-    others = {f"{k}.{name}": p.grad for k, op in enumerate(whole) for name, p in op.named_parameters()}
-    want_of = {
-        "0.weight": others["0.weight"],
-        "0.bias": others["0.bias"],
-        "2.weight": others["1.weight"].chunk(WORLD)[rank],
-        "3.bias": others["2.bias"].chunk(WORLD)[rank],
-        "5.weight": others["4.weight"].chunk(WORLD, 1)[rank],
-        "7.bias": others["5.bias"],
-    }
-    assert_same_gradients(got, want_of)
-
-
-def as_it_is(*parts: torch.nn.Module) -> te_fuser.Sequential:
-    return te_fuser.Sequential(*parts, kernels="reference").double()
 
 
 @on_ranks

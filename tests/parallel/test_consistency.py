@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import ops
@@ -25,7 +24,7 @@ from te_fuser.distributed import consistency
 from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.group import Group
 from te_fuser.fuser.pipeline import Fuser
-from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, on_ranks
+from tests.parallel.ranks import WORLD, Ranks, RanksFailedError, mesh_of, on_ranks
 from tests.twins import sequential, tensor
 
 FEATURES = 8
@@ -35,12 +34,17 @@ def model(*more: torch.nn.Module) -> te_fuser.Sequential:
     return sequential(ops.LayerNorm(FEATURES), ops.AllGather(dist.group.WORLD), ops.Linear(FEATURES, 4), *more)
 
 
-def raised(call: Callable[[], object], kind: type[Exception] = RankMismatchError) -> str:
-    """What a call raises; then the ranks go on together."""
+def raised_alone(call: Callable[[], object], kind: type[Exception] = RankMismatchError) -> str:
     with pytest.raises(kind) as caught:
         call()
-    dist.barrier()
     return str(caught.value)
+
+
+def raised(call: Callable[[], object], kind: type[Exception] = RankMismatchError) -> str:
+    """What a call raises; then the ranks go on together."""
+    text = raised_alone(call, kind)
+    dist.barrier()
+    return text
 
 
 @on_ranks
@@ -122,12 +126,6 @@ def test_all_ranks_may_measure() -> None:
     m, x = model(), tensor(4, FEATURES)
     assert "AllGather" in str(m.explain(x, measure=True, details=True))
     assert m(x).shape == (4 * WORLD, 4)
-
-
-def raised_alone(call: Callable[[], object]) -> str:
-    with pytest.raises(RankMismatchError) as caught:
-        call()
-    return str(caught.value)
 
 
 TIMEOUT = 1.5  # seconds of a group whose ranks wait in vain
@@ -367,7 +365,7 @@ def test_a_graph_knows_its_ranks() -> None:
 def test_a_graph_knows_the_memory_of_what_ranks_cut() -> None:
     """Each rank's part of a DTensor."""
     m = te_fuser.Sequential(ops.LayerNorm(8), ops.Linear(8, 12), ops.GELU(), ops.Linear(12, 8))
-    te_fuser.parallelize(m, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"], sequence_parallel=True)
+    te_fuser.parallelize(m, mesh_of()["tp"], sequence_parallel=True)
     captured = _Captured(m)
     captured.check()
     with torch.no_grad():

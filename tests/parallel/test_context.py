@@ -65,6 +65,7 @@ def preset(kind: str, *sizes: int, **keywords: Any) -> Any:
     return randomize(getattr(te_fuser, kind)(*sizes, **given))
 
 
+CROSS = {"attention_type": "cross", "attn_mask_type": "no_mask"}
 LAYER = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "drop_path_rate": 0.2}
 MODELS: dict[str, tuple[Make, int]] = {  # with the dimension of the sequence
     "list": (listed, 0),
@@ -185,7 +186,8 @@ def test_attention_alone(mask: str) -> None:
 def test_keys_of_another_sequence() -> None:
     """Cut by the same ranks, of another length; a decoder has both attentions."""
     for kind, sizes, said in (
-        ("MultiheadAttention", (F, 2), {"attention_type": "cross", "attn_mask_type": "no_mask"}),
+        ("MultiheadAttention", (F, 2), CROSS),
+        ("MultiheadAttention", (F, 2), {**CROSS, "fuse_qkv_params": True, "qkv_weight_interleaved": False}),
         ("TransformerLayer", (F, INNER, 2), {"layer_type": "decoder", **LAYER}),
     ):
         twin = preset(kind, *sizes, **said)

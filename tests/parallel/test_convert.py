@@ -11,13 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser.distributed.dtensor import is_dtensor
 from tests.convert.models import assert_alike, model_of, results, tokens
 from tests.convert.training import logged, trainer
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 
 accelerate: Any = pytest.importorskip("accelerate")
 IDS = tokens(3, 7)
@@ -30,7 +29,7 @@ def test_tensor_parallelism_of_transformers(family: str, tmp_path: Path) -> None
     whole: Any = model_of(family, torch.float32)
     whole.save_pretrained(tmp_path, is_main_process=dist.get_rank() == 0)
     dist.barrier()
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
+    mesh = mesh_of()["tp"]
     rank, ranks = str(dist.get_rank()), str(WORLD)
     with mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}):
         model: Any = type(whole).from_pretrained(tmp_path, tp_plan="auto", device_mesh=mesh, dtype=torch.float32).eval()

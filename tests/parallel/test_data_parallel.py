@@ -22,6 +22,7 @@ from tests.parallel.models import (
     FEATURES,
     MODELS,
     assert_as_one_process,
+    assert_step_as_one_process,
     backward,
     gradients,
     own,
@@ -52,11 +53,7 @@ def test_gradients(kind: str, options: str) -> None:
     model, twin = MODELS[kind](), MODELS[kind]()
     parallel = DistributedDataParallel(model, **OPTIONS[options])
     for step in range(3):
-        x = whole_batch(step)
-        for m, part in ((parallel, own(x)), (twin, x)):
-            m.zero_grad()
-            backward(m, part)
-        assert_as_one_process(parallel, twin)
+        assert_step_as_one_process(parallel, twin, step)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -95,11 +92,7 @@ def test_parameters_that_nothing_reaches() -> None:
     model, twin = Branches(), Branches()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     for step in range(2):
-        x = whole_batch(step)
-        for m, part in ((parallel, own(x)), (twin, x)):
-            m.zero_grad()
-            backward(m, part)
-        assert_as_one_process(parallel, twin)
+        assert_step_as_one_process(parallel, twin, step)
     assert gradients(parallel)["unused.1.weight"] is None
 
 
@@ -150,14 +143,10 @@ def test_hooks_fire_between_segments() -> None:
         model, twin = residual_layers(), residual_layers()
         parallel = noted(model, events)
         for step in range(2):  # DDP orders its buckets by the first
-            x = whole_batch(step)
             events.clear()
-            for m, part in ((parallel, own(x)), (twin, x)):
-                m.zero_grad()
-                backward(m, part)
+            assert_step_as_one_process(parallel, twin, step)
         segments = len(model.plan(own(whole_batch())).segments)
     assert_summed_in_between(events[: len(events) - segments], segments)  # without the twin's
-    assert_as_one_process(parallel, twin)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import te_fuser
 from te_fuser import ops
 from te_fuser.parallel import backward_dw, parallelize
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.parallel.test_overlap import INNER, F, lean_llama
-from tests.parallel.test_parallelize import EXACT, assert_as_whole, layer, mesh_of
+from tests.parallel.test_parallelize import EXACT, assert_as_whole, layer
 from tests.twins import assert_same_gradients, sequential, tensor
 
 

@@ -9,19 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser import pipeline
 from tests.parallel.models import MODELS, assert_as_one_process, backward, whole_batch
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.twins import sequential, tensor
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.parallel.test_amax_allreduce import is_the_same_on_all
 
 F, FFN, TOKENS = 32, 64, 8
@@ -30,7 +29,7 @@ def mlp() -> te.Sequential:
 
 def cut(sequence_parallel: bool = True) -> te.Sequential:
     model = mlp()
-    te.parallelize(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"], sequence_parallel)
+    te.parallelize(model, mesh_of()["tp"], sequence_parallel)
     return model
 
 
@@ -142,7 +141,7 @@ def numbers_of(kind: str, by: str, preset: str, sequence_parallel: bool) -> dict
     if kind == "exact":
         model, x, dy = model.double(), x.double(), dy.double()
     if kind == "cut":
-        te.parallelize(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"], sequence_parallel)
+        te.parallelize(model, mesh_of()["tp"], sequence_parallel)
         x, dy = ((mine(t).clone() if sequence_parallel else t) for t in (x, dy))
     with te.autocast(enabled=kind != "exact", recipe=OF_NOW[by]):
         y = model(x.requires_grad_())

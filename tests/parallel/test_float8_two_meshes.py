@@ -14,8 +14,9 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import microbatch, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from tests.parallel.models import spread
 from tests.parallel.ranks import on_ranks
-from tests.parallel.test_two_meshes import mesh_of, spread, whole
+from tests.parallel.test_two_meshes import mesh_of, whole
 
 RANKS = 4
 TOKENS, BATCH, STEPS = 8, 4, 3
@@ -59,7 +60,7 @@ def test_training(by: str, first: bool | None) -> None:
     """It errs as the whole model in the same region; by delayed scaling, whose scales ranks agree on, just as that."""
     (recipe, features), mesh = RECIPES[by], mesh_of()
     twin = mlp(features)
-    model = spread(te.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh)
+    model = spread(te.parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"])
     exact = copy.deepcopy(twin).double()
     train(model, recipe, features, first, mesh)
     train(twin, recipe, features, first)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from te_fuser.fuser import pipeline
 from tests.parallel.models import (
@@ -27,6 +25,7 @@ from tests.parallel.models import (
     gradients,
     own,
     residual_layers,
+    spread,
     transformer_layers,
     whole_batch,
 )
@@ -34,14 +33,6 @@ from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients
 
 LEARNING_RATE = 0.05
-
-
-def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """Each layer of a list by itself, and what is left."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in model:  # type: ignore[attr-defined]
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)  # type: ignore[no-any-return]
 
 
 def adam(model: nn.Module) -> torch.optim.AdamW:
@@ -72,7 +63,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_training(kind: str, reshard: bool) -> None:
     """Gradients and parameters after steps of AdamW, of a model and of a copy that was made before it was cut."""
     twin = MODELS[kind]()
-    model = sharded(copy.deepcopy(twin), reshard_after_forward=reshard)
+    model = spread(copy.deepcopy(twin), reshard_after_forward=reshard)
     optimizers = adam(model), adam(twin)
     for step in range(2):
         ours, theirs = (
@@ -104,7 +95,7 @@ def test_layers_that_run_twice_of_which_some_parameters_rest() -> None:
     twin = Twice(transformer_layers())
     for name, p in twin.named_parameters():
         p.requires_grad_("query" not in name and "fc1" not in name)
-    model = sharded(copy.deepcopy(twin))
+    model = spread(copy.deepcopy(twin))
     for step in range(2):
         backward(model, own(whole_batch(step)))
         backward(twin, whole_batch(step))
@@ -114,7 +105,7 @@ def test_layers_that_run_twice_of_which_some_parameters_rest() -> None:
 @on_ranks
 def test_plans_of_what_is_cut() -> None:
     """Calls that are alike are planned once; a look at a layer takes its parameters whole."""
-    model, x = sharded(transformer_layers()), own(whole_batch())
+    model, x = spread(transformer_layers()), own(whole_batch())
     optimizer = adam(model)
     train(model, optimizer, range(1))
     with mock.patch.object(pipeline, "make_plan", side_effect=AssertionError("planned again")):
@@ -130,7 +121,7 @@ def test_plans_of_what_is_cut() -> None:
 @on_ranks
 def test_whole_weights_are_not_held_between_forward_and_backward() -> None:
     """Neither as they are, nor joined."""
-    model, held = sharded(transformer_layers(), reshard_after_forward=True), list[torch.Tensor]()
+    model, held = spread(transformer_layers(), reshard_after_forward=True), list[torch.Tensor]()
 
     def note(t: torch.Tensor) -> torch.Tensor:
         held.append(t)
@@ -147,7 +138,7 @@ def test_whole_weights_are_not_held_between_forward_and_backward() -> None:
 @on_ranks
 def test_gradients_are_summed_by_the_last_micro_batch(reshard: bool) -> None:
     twin = residual_layers()
-    model = sharded(copy.deepcopy(twin), reshard_after_forward=reshard)
+    model = spread(copy.deepcopy(twin), reshard_after_forward=reshard)
     assert isinstance(model, FSDPModule)
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
@@ -163,7 +154,7 @@ def test_mixed_precision(kind: str, reshard: bool) -> None:
     """Each rank computes in bfloat16 what a model in bfloat16 does; gradients are averaged in float32."""
     twin = MODELS[kind]().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(copy.deepcopy(twin), reshard_after_forward=reshard, mp_policy=policy)
+    model = spread(copy.deepcopy(twin), reshard_after_forward=reshard, mp_policy=policy)
     x, low = whole_batch(dtype=torch.float32), twin.bfloat16()
     backward(model, own(x))
     parts = []
@@ -179,13 +170,13 @@ def test_mixed_precision(kind: str, reshard: bool) -> None:
 @on_ranks
 def test_checkpoints(kind: str, tmp_path: Path) -> None:
     """Saved and loaded bit for bit, and what goes on from there goes on as if nothing had been."""
-    model = sharded(MODELS[kind]())
+    model = spread(MODELS[kind]())
     optimizer = adam(model)
     train(model, optimizer, range(2))
     saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(saved, checkpoint_id=tmp_path)
     want = train(model, optimizer, range(2, 4))
-    other = sharded(MODELS[kind]())
+    other = spread(MODELS[kind]())
     for p in other.parameters():
         nn.init.zeros_(p)
     fresh = adam(other)

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
@@ -18,6 +17,7 @@ from te_fuser.fuser.steps import function_tasks
 from te_fuser.parallel import ShardingRule, leave_sums_to_engine
 from te_fuser.sharding.rules import RowRule
 from tests.parallel.cutting import EXACT, assert_as_whole, own, part, run
+from tests.parallel.models import BY_TORCH
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.parallel.test_presets import CASES, B, F, S, ends, inputs, pair
 from tests.twins import sequential, tensor
@@ -125,14 +125,10 @@ class Twice(torch.nn.Module):
         return self.layer(self.layer(x))  # type: ignore[no-any-return]
 
 
-def _by_torch(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 AROUND: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "micro-batches": Micro,
     "checkpoint": lambda layer: Micro(layer, te_fuser.checkpoint),
-    "checkpoint of torch": lambda layer: Micro(layer, _by_torch),
+    "checkpoint of torch": lambda layer: Micro(layer, BY_TORCH),
     "twice": Twice,
     "a list": lambda layer: te_fuser.Sequential(layer, kernels="reference"),
 }

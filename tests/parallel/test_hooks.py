@@ -13,8 +13,8 @@ from torch import nn
 import te_fuser
 from te_fuser import ops
 from te_fuser.parallel import Column, Row, parallelize
-from tests.parallel.ranks import on_ranks
-from tests.parallel.test_parallelize import B, F, S, assert_as_whole, mesh_of
+from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.test_parallelize import B, F, S, assert_as_whole
 from tests.twins import sequential, tensor
 
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 2}

@@ -27,7 +27,7 @@ from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import tuning as algorithms
 from te_fuser.kernels.cublaslt.products import form_of_8, product_of
 from tests import fake_cublaslt, fake_cuda
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import randomize, tensor
 
 F = 8
@@ -177,7 +177,7 @@ def test_what_verify_finds_on_one_rank_fails_on_all() -> None:
 
 @on_ranks
 def test_verify_of_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    mesh = mesh_of()
     gated = te_fuser.Residual(ops.RMSNorm(F), ops.Linear(F, 4 * F), ops.SwiGLU(), ops.Linear(2 * F, F))
     m = te_fuser.parallelize(te_fuser.Sequential(gated, ops.Dropout(0.1)), mesh, sequence_parallel=True)
     assert te_fuser.verify(m, x_of()).passed

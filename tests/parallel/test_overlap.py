@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import ops
@@ -22,7 +21,7 @@ from te_fuser.fuser.plan.overlap import awaited, started
 from te_fuser.fuser.steps.op_tasks import OpRunner
 from te_fuser.fuser.steps.step import Step
 from te_fuser.parallel import parallelize
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.parallel.test_parallelize import assert_as_whole
 from tests.twins import sequential, tensor
 
@@ -40,7 +39,7 @@ def layers(memory: str = "balanced") -> te_fuser.Sequential:
 
 
 def shared(twin: te_fuser.Sequential, sequence_parallel: bool = True) -> te_fuser.Sequential:
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    mesh = mesh_of()
     return parallelize(copy.deepcopy(twin), mesh["tp"], sequence_parallel)
 
 

@@ -31,15 +31,11 @@ from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import how_laid
 from te_fuser.fuser import pipeline
 from te_fuser.parallel import Column, Heads, Row, parallelize
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import assert_same_gradients, randomize, sequential, tensor
 
 F, INNER, S, B, HEADS = 8, 12, 6, 2, 2
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 def mlp() -> te_fuser.Sequential:
@@ -241,6 +237,15 @@ def test_all_ranks_get_the_values_of_the_first() -> None:
         assert torch.equal(whole(p, q), q)
 
 
+def initialize(*models: nn.Module) -> None:
+    """All parameters anew, of each model from the same seed."""
+    for m in models:
+        torch.manual_seed(3)
+        for part in m.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+
 @pytest.mark.parametrize("kind", ["mlp", "gated", "llama", "turns"])
 @on_ranks
 def test_initialization(kind: str) -> None:
@@ -248,12 +253,7 @@ def test_initialization(kind: str) -> None:
     twin = MODELS[kind]()
     with torch.device("meta"):
         model = parallelize(MODELS[kind](), mesh_of())
-    model.to_empty(device="cpu")
-    for m in (model, twin):
-        torch.manual_seed(3)
-        for part in m.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+    initialize(model.to_empty(device="cpu"), twin)
     laid = laid_in(model)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(whole(p, q, laid.get(name)), q)
@@ -279,18 +279,27 @@ def test_whole_tensors_are_loaded(kind: str) -> None:
 FULL = StateDictOptions(full_state_dict=True)
 
 
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "no copy": lambda m: m,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "first"), [("gated", True), ("gated", False), ("apart", True), ("turns", False), ("packed", True)]
+    ("kind", "first", "copied"),
+    [("gated", True, "deepcopy"), ("gated", False, "pickle"), ("gated", False, "no copy")]
+    + [("apart", True, "no copy"), ("turns", False, "no copy"), ("packed", True, "no copy")],
 )
 @on_ranks
-def test_whole_states_by_torch(kind: str, first: bool) -> None:
-    """`torch.distributed.checkpoint.state_dict` gives and takes those of the model in one process, strictly."""
-    rank, twin, given = (
-        dist.get_rank(),
-        MODELS[kind](),
-        StateDictOptions(full_state_dict=True, broadcast_from_rank0=first),
-    )
-    model, other = (parallelize(copy.deepcopy(twin), mesh_of()) for _ in range(2))
+def test_whole_states_by_torch(kind: str, first: bool, copied: str) -> None:
+    """`torch.distributed.checkpoint.state_dict` gives and takes those of the model in one process, strictly.
+
+    So it does of copies of models that are cut.
+    """
+    rank, twin = dist.get_rank(), MODELS[kind]()
+    given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=first)
+    model, other = (COPIES[copied](parallelize(copy.deepcopy(twin), mesh_of())) for _ in range(2))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (twin, model, other)]
     for m, optimizer in zip((twin, model), optimizers, strict=False):
         torch.manual_seed(0)
@@ -309,26 +318,6 @@ def test_whole_states_by_torch(kind: str, first: bool) -> None:
     torch.testing.assert_close(dict(get_model_state_dict(other, options=FULL)), want, rtol=0, atol=0)
     found = get_optimizer_state_dict(other, optimizers[2], options=FULL)["state"]
     torch.testing.assert_close(found, state["state"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-@on_ranks
-def test_states_of_copies_are_whole(copied: str) -> None:
-    """An optimizer of a copy of a model that is cut gives and takes states in the order of the whole."""
-    twin = gated()
-    model = parallelize(copy.deepcopy(twin), mesh_of())
-    model = copy.deepcopy(model) if copied == "deepcopy" else pickle.loads(pickle.dumps(model))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (twin, model)]
-    for m, optimizer in zip((twin, model), optimizers, strict=True):
-        torch.manual_seed(0)
-        backward(m, tensor(S, B, F))
-        optimizer.step()
-    want = get_optimizer_state_dict(twin, optimizers[0])
-    found = get_optimizer_state_dict(model, optimizers[1], options=FULL)["state"]
-    torch.testing.assert_close(found, want["state"], rtol=1e-8, atol=1e-8)
-    set_optimizer_state_dict(model, optimizers[1], copy.deepcopy(want), options=FULL)
-    found = get_optimizer_state_dict(model, optimizers[1], options=FULL)["state"]
-    torch.testing.assert_close(found, want["state"], rtol=0, atol=0)
 
 
 @on_ranks

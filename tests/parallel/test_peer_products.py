@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import te_fuser
 from te_fuser import fusions, ops
@@ -17,7 +16,7 @@ from te_fuser.fuser.graph.refs import RECOMPUTED
 from te_fuser.fuser.plan.plan import Plan
 from tests.needs import needs_compiler
 from tests.parallel.cutting import own, part
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.peers import emulated
 from tests.twins import randomize, tensor
 
@@ -47,7 +46,7 @@ def products(model: torch.nn.Module) -> Iterator[ops.Linear]:
 def shared(whole: te_fuser.Sequential) -> te_fuser.Sequential:
     """The same as two ranks share it."""
     model = copy.deepcopy(whole)
-    group = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
+    group = mesh_of()["tp"]
     for m in products(model):
         m.group, m.sequence_parallel = group, True
         m.parallel_mode = "column" if m.in_features < m.out_features else "row"

@@ -237,32 +237,27 @@ def test_an_exchange_that_nobody_waits_for() -> None:
         assert peers._native is not None and peers._native.under_way == 0
 
 
+@pytest.mark.parametrize("waits", ["each at once", "both twice"])
+@pytest.mark.parametrize("captures", [False, True])
 @on_ranks
-def test_works_may_be_waited_for_again() -> None:
-    """As those of torch.distributed; what was scattered is added up once."""
-    with standing_in():
-        peers, rank, ranks = world()
-        for number in range(4):
-            xs = [given(number, r, ranks * 3, 5) for r in range(ranks)]
-            out, made = torch.cat(xs).zero_(), xs[rank].new_empty(3, 5)
-            works = [ByCopies(peers).gather(xs[rank], out), ByCopies(peers).scatter(xs[rank], made)]
-            for work in 2 * works:
-                work.wait()
-            assert torch.equal(out, torch.cat(xs))
-            torch.testing.assert_close(made, torch.stack(xs).sum(0).chunk(ranks)[rank])
+def test_works_may_be_waited_for_again(waits: str, captures: bool) -> None:
+    """As those of torch.distributed: what was scattered is added up once.
 
-
-@on_ranks
-def test_in_graphs_what_flags_order_is_ordered_by_events_too() -> None:
-    """While streams are captured: nothing waits for an event that nobody has recorded."""
+    While streams are captured, nothing waits for an event that nobody has recorded.
+    """
     with standing_in() as driver:
         peers, rank, ranks = world()
         for number in range(8):
-            driver.capturing = number % 2
+            driver.capturing = captures and number % 2
             xs = [given(number, r, ranks * 3, 5) for r in range(ranks)]
             out, made = torch.cat(xs).zero_(), xs[rank].new_empty(3, 5)
-            ByCopies(peers).gather(xs[rank], out).wait()
-            ByCopies(peers).scatter(xs[rank], made).wait()
+            works = []
+            for start, result in ((ByCopies(peers).gather, out), (ByCopies(peers).scatter, made)):
+                works.append(start(xs[rank], result))
+                if waits == "each at once":
+                    works.pop().wait()
+            for work in 2 * works:
+                work.wait()
             assert torch.equal(out, torch.cat(xs))
             torch.testing.assert_close(made, torch.stack(xs).sum(0).chunk(ranks)[rank])
         driver.capturing = 0

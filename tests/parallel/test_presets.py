@@ -12,12 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
 from te_fuser.fuser import pipeline
 from tests.parallel.cutting import assert_as_whole, fill, part
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.ranks import WORLD, mesh_of, on_ranks
 from tests.twins import randomize, tensor
 
 F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
@@ -156,28 +155,15 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("way", ["whole", "sbhd", "bshd"])
+@pytest.mark.parametrize(("layout", "rows"), [("sbhd", None), ("sbhd", 0), ("bshd", None), ("bshd", 1)])
 @pytest.mark.parametrize("name", DROPPING)
 @on_ranks
-def test_dropout(name: str, way: str) -> None:
-    """Ranks drop what one process drops: of their rows, and of their heads."""
-    case, first = DROPPING[name], way == "bshd"
-    layout = {FORMATS.get(name, "qkv_format"): "bshd"} if first else {}
-    cut, whole = pair(case, way != "whole", **layout)
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, {"whole": None, "sbhd": 0, "bshd": 1}[way]))
-
-
-FORMATS = {"MultiheadAttention GQA": "qkv_format", "TransformerLayer": "attn_input_format"}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
-@on_ranks
-def test_batch_first(name: str, sequence_parallel: bool) -> None:
-    """The sequence is the second dimension."""
-    case = CASES[name]
-    cut, whole = pair(case, sequence_parallel, **{FORMATS[name]: "bshd"})
-    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 1 if sequence_parallel else None))
+def test_dropout(name: str, layout: str, rows: int | None) -> None:
+    """Ranks drop what one process drops: of their rows, and of their heads, in each layout."""
+    case = DROPPING[name]
+    keyword = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
+    cut, whole = pair(case, rows is not None, **{keyword: layout})
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, rows))
 
 
 @on_ranks
@@ -190,10 +176,6 @@ def test_attention_alone() -> None:
     names = ("x", "key_layer", "value_layer")
     given = {name: tensor(S, B, n * 4, grad=False, seed=n) for name, n in zip(names, (HEADS, 2, 2), strict=True)}
     assert_as_whole(cut, whole, given, {}, (-1, -1))
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 
 
 @on_ranks

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fuser
 from te_fuser import ops
-from tests.parallel.cutting import EXACT, own, part, run
-from tests.parallel.ranks import WORLD, on_ranks
+from tests.parallel.cutting import ByReference, assert_as_whole, part
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.sharding.test_rules import ByRow, InBlocks, Plain
 from tests.twins import randomize, tensor
 
 F, SHAPE = 8, (4, 6, 8)
-
-
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]
 
 
 def layer(first: ops.FusableOperation, between: ops.FusableOperation | None = None) -> te_fuser.Sequential:
@@ -32,23 +27,15 @@ def layer(first: ops.FusableOperation, between: ops.FusableOperation | None = No
 
 def assert_as_one_process(whole: te_fuser.Sequential, cut: te_fuser.Sequential, rows: int | None) -> None:
     """Output and all gradients, called, as the reference, and of a copy."""
-    x, dy = tensor(*SHAPE, grad=False), tensor(*SHAPE, grad=False, seed=9)
-    mine, own_dy = (x, dy) if rows is None else (part(x, rows), part(dy, rows))
-    y, want = run(whole, {"x": x}, lambda _: dy)
-    for model in (cut, copy.deepcopy(cut)):
-        got, gradients = run(model, {"x": mine}, lambda _: own_dy)
-        torch.testing.assert_close(got, y if rows is None else part(y, rows), **EXACT)
-        for name, gradient in gradients.items():
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            torch.testing.assert_close(local, own(want[name], local), **EXACT, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(cut.reference(mine), got, **EXACT)
+    for model, twin in ((cut, whole), (copy.deepcopy(cut), whole), (ByReference(cut), ByReference(whole))):
+        assert_as_whole(model, twin, {"x": tensor(*SHAPE, grad=False)}, {}, (rows, rows))
 
 
 @on_ranks
 def test_a_rule_by_rows() -> None:
     """The gradient of its weight is added up, by default."""
     whole = layer(ByRow(F))
-    cut = te_fuser.parallelize(copy.deepcopy(whole), mesh(), sequence_parallel=True)
+    cut = te_fuser.parallelize(copy.deepcopy(whole), mesh_of(), sequence_parallel=True)
     assert_as_one_process(whole, cut, 0)
 
 
@@ -56,8 +43,8 @@ def test_a_rule_by_rows() -> None:
 def test_an_op_without_a_rule() -> None:
     """It runs where values are whole, and is refused elsewhere before anything is sent."""
     whole = layer(Plain(F))
-    assert_as_one_process(whole, te_fuser.parallelize(copy.deepcopy(whole), mesh()), None)
-    cut = te_fuser.parallelize(copy.deepcopy(whole), mesh(), sequence_parallel=True)
+    assert_as_one_process(whole, te_fuser.parallelize(copy.deepcopy(whole), mesh_of()), None)
+    cut = te_fuser.parallelize(copy.deepcopy(whole), mesh_of(), sequence_parallel=True)
     with pytest.raises(ValueError, match=r"op 0 \(Plain '0'\): Plain does not say .*@te_fuser.parallel.sharding_rule"):
         cut(part(tensor(*SHAPE), 0))
 
@@ -69,7 +56,7 @@ def test_a_rule_by_features(rows: int | None) -> None:
     whole = layer(ByRow(F), InBlocks(2 * F))
     cut: Any = te_fuser.parallelize(
         copy.deepcopy(whole),
-        mesh(),
+        mesh_of(),
         sequence_parallel=rows is not None,
         plan={"1": te_fuser.parallel.Column(), "4": te_fuser.parallel.Row()},
     )

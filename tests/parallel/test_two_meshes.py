@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import te_fuser
@@ -32,9 +30,10 @@ from te_fuser.distributed.consistency import RankMismatchError, gather_values
 from te_fuser.distributed.group import Group
 from te_fuser.parallel import cut_sequence, parallelize
 from te_fuser.recipe import DelayedScaling
+from tests.parallel.models import spread
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_context import INNER, LAYER, listed, preset, run
-from tests.parallel.test_parallelize import B, F, S, gated, laid_in, llama, mlp, turns
+from tests.parallel.test_parallelize import B, F, S, gated, initialize, laid_in, llama, mlp, turns
 from tests.twins import assert_same_gradients, sequential, tensor
 
 RANKS = 4
@@ -44,12 +43,6 @@ PLACED: dict[str, Any] = {"default": None, "features": lambda p: Shard(1) if p.d
 
 def mesh_of() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def spread(model: nn.Module, mesh: DeviceMesh, placed: Callable[..., Any] | None = None) -> nn.Module:
-    for layer in model:  # type: ignore[attr-defined]
-        fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=placed)
-    return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placed)  # type: ignore[no-any-return]
 
 
 @on_ranks
@@ -141,7 +134,7 @@ CASES = [*((kind, "default") for kind in ("mlp", "llama", "turns")), ("gated", "
 def test_training(kind: str, placed: str) -> None:
     """As one process with the whole batch."""
     mesh, twin = mesh_of(), MODELS[kind]()
-    model = spread(parallelize(copy.deepcopy(twin), mesh["tp"]), mesh, PLACED[placed])
+    model = spread(parallelize(copy.deepcopy(twin), mesh["tp"]), mesh["dp"], shard_placement_fn=PLACED[placed])
     optimizers = adam(model), adam(twin)
     for step in range(2):
         train(model, optimizers[0], range(step, step + 1), mesh)
@@ -219,7 +212,7 @@ def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     """Of weights in parts: saved where they are cut twice, loaded whole, saved and loaded back, once cut and twice."""
     mesh, made, placed_by = mesh_of(), MODELS[kind], PLACED[placed]
     like = made()
-    model = spread(parallelize(made(), mesh["tp"]), mesh, placed_by)
+    model = spread(parallelize(made(), mesh["tp"]), mesh["dp"], shard_placement_fn=placed_by)
     optimizer = adam(model)
     train(model, optimizer, range(2), mesh)
     state = saved(model, optimizer)
@@ -238,7 +231,7 @@ def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
     torch.testing.assert_close(parameters(cut, like), want, rtol=0, atol=0)
     dcp.save(saved(cut, of_cut), checkpoint_id=tmp_path / "cut")
 
-    back = spread(parallelize(made(), mesh["tp"]), mesh, placed_by)
+    back = spread(parallelize(made(), mesh["tp"]), mesh["dp"], shard_placement_fn=placed_by)
     of_back = loaded(back, tmp_path / "cut")
     for key in ("exp_avg", "exp_avg_sq"):
         states = [
@@ -254,7 +247,7 @@ def test_checkpoints(kind: str, placed: str, tmp_path: Path) -> None:
 @on_ranks
 def test_whole_states_are_gathered_and_loaded() -> None:
     mesh, like = mesh_of(), gated()
-    model = spread(parallelize(gated(), mesh["tp"]), mesh)
+    model = spread(parallelize(gated(), mesh["tp"]), mesh["dp"])
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close(state, like.state_dict(), rtol=0, atol=0)
     model.load_state_dict({name: 2 * t for name, t in state.items()})
@@ -266,7 +259,7 @@ def test_whole_states_are_gathered_and_loaded() -> None:
 def test_whole_states_of_the_first_rank() -> None:
     """Optimizers' too: training goes on as that of the model that they are of."""
     mesh, options = mesh_of(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    model, other = (spread(parallelize(gated(), mesh["tp"]), mesh) for _ in range(2))
+    model, other = (spread(parallelize(gated(), mesh["tp"]), mesh["dp"]) for _ in range(2))
     optimizer, of_other = adam(model), adam(other)
     train(model, optimizer, range(2), mesh)
     states = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
@@ -288,13 +281,8 @@ def test_whole_states_of_the_first_rank() -> None:
 def test_initialization_from_meta() -> None:
     mesh, twin = mesh_of(), gated()
     with torch.device("meta"):
-        model = spread(parallelize(gated(), mesh["tp"]), mesh)
-    model.to_empty(device="cpu")
-    for m in (model, twin):
-        torch.manual_seed(3)
-        for part in m.modules():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+        model = spread(parallelize(gated(), mesh["tp"]), mesh["dp"])
+    initialize(model.to_empty(device="cpu"), twin)
     torch.testing.assert_close(parameters(model, twin), parameters(twin, twin), rtol=0, atol=0)
     train(model, adam(model), range(1), mesh)
 
@@ -330,10 +318,7 @@ def test_sequences_and_samples() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     twin = listed(dropout=0.0)
     model = parallelize(copy.deepcopy(twin), context=mesh["cp"])
-    everyone = mesh["dp", "cp"]._flatten()
-    for layer in model:
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
+    spread(model, mesh["dp", "cp"]._flatten())
     x = tensor(8, 2 * B, F, grad=False)
     mine = cut_sequence(x.chunk(2, 1)[mesh["dp"].get_local_rank()], mesh["cp"])
     for m, given in ((model, mine), (twin, x)):

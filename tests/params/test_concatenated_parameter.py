@@ -1,4 +1,4 @@
-"""Ops that read several parameters as one: values, each one's gradient, and when they take no copy."""
+"""Ops that read several parameters as one, or one transposed: values, gradients, and when they take no copy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan import segmenting
 from te_fuser.params import concatenated_parameter
+from te_fuser.params.concatenated_parameter import TransposedBinding
 from tests.ops.check import normal
 
 WIDTH, ROWS = 8, {"query": 8, "key": 3, "value": 5}
@@ -56,7 +57,26 @@ class Projection(ops.Together, te_fuser.Sequential):
         )
 
 
-def assert_as_meant(model: Projection, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
+class Turned(te_fuser.Sequential):
+    """y = gelu(norm(x) W + b) with W [in, out]."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            ops.LayerNorm(WIDTH),
+            ops.Bound(ops.MatMul(WIDTH, OUT, device="meta"), self, weight=ops.Transposed("weight")),
+            ops.Bound(ops.Bias(OUT, device="meta"), self, bias="bias"),
+            ops.GELU(),
+            **options,
+        )
+        self.weight = torch.nn.Parameter(normal(WIDTH, OUT).float())
+        self.bias = torch.nn.Parameter(normal(OUT).float())
+
+    def meaning(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.layer_norm(x, (WIDTH,), self[0].weight, self[0].bias)
+        return torch.nn.functional.gelu(x @ self.weight + self.bias, approximate="tanh")
+
+
+def assert_as_meant(model: Any, x: torch.Tensor, run: Callable[..., Any] | None = None) -> None:
     y, want = (run or model)(x), model.meaning(x)
     torch.testing.assert_close(y, want)
     dy = torch.randn_like(want)
@@ -66,17 +86,25 @@ def assert_as_meant(model: Projection, x: torch.Tensor, run: Callable[..., Any] 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("together", [True, False])
+MODELS: dict[str, Callable[..., Any]] = {
+    "together": Projection,
+    "apart": lambda **options: Projection(together=False, **options),
+    "transposed": Turned,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"kernels": "reference"}, {"verify": True}])
 @pytest.mark.parametrize("shape", [(3, 5), (1,), (0,)])
-def test_values_and_gradients(together: bool, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    model, x = Projection(together, **options), normal(*shape, WIDTH).float().requires_grad_()
-    assert model.is_together is together
+def test_values_and_gradients(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    model, x = MODELS[name](**options), normal(*shape, WIDTH).float().requires_grad_()
     for _ in range(2):
         assert_as_meant(model, x)
     assert_as_meant(model, x, model.reference)
     assert_as_meant(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
     assert_as_meant(model.double(), x.detach().double().requires_grad_())
+    next(p for name, p in model.named_parameters() if name.endswith("weight")).requires_grad_(False)
+    assert_as_meant(model, x.detach().double())
     with torch.no_grad():
         torch.testing.assert_close(model(x.double()), model.meaning(x.double()))
 
@@ -84,6 +112,7 @@ def test_values_and_gradients(together: bool, options: dict[str, Any], shape: tu
 @pytest.mark.parametrize("together", [True, False])
 def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, copies = Projection(together), normal(3, WIDTH).float(), []
+    assert model.is_together is together
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda *args, **kwargs: copies.append(1) or cat(*args, **kwargs))
     model(x).sum().backward()
@@ -91,22 +120,6 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     note = "query_weight, key_weight, value_weight lie apart, so each call copies them"
     assert (note in str(model.explain(x, details=True))) is not together
     assert len(model.plan(x).graph.nodes) == 4
-
-
-def test_each_gets_its_gradient() -> None:
-    model, x = Projection(), normal(3, WIDTH).float()
-    model.key_weight.requires_grad_(False)
-    model(x).sum().backward()
-    model(x).sum().backward()
-    want = torch.autograd.grad(2 * model.meaning(x).sum(), [model.query_weight, model.value_bias])
-    assert model.key_weight.grad is None
-    torch.testing.assert_close((model.query_weight.grad, model.value_bias.grad), want)
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    assert model.is_together
-    torch.testing.assert_close(model(x), model.meaning(x))
-    for p in model.parameters():
-        p.requires_grad_(False)
-    assert not model(x).requires_grad
 
 
 def saved(model: Projection) -> Projection:
@@ -152,17 +165,6 @@ def test_in_half_precision_and_under_autocast() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     half = model.bfloat16()
     torch.testing.assert_close(half(x.bfloat16()), half.meaning(x.bfloat16()), rtol=0.05, atol=0.05)
-
-
-def test_planned_on_another_device_verified_and_tuned() -> None:
-    model, x = Projection(together=False), normal(5, WIDTH).float().requires_grad_()
-    assert model.plan(x, device="h200").notes == model.plan(x, device="h200").notes
-    assert te_fuser.verify(model, x.detach()).passed
-    model.explain(x, measure=True, details=True)
-    model.key_weight.register_hook(lambda g: g * 2)
-    want = torch.autograd.grad(model.meaning(x).sum(), model.key_weight)[0]
-    model(x).sum().backward()
-    torch.testing.assert_close(model.key_weight.grad, want)
 
 
 def test_what_cannot_be_joined() -> None:
@@ -313,3 +315,23 @@ def test_backward_keeps_no_copy_of_what_lies_apart(segments: int, monkeypatch: p
     for keep in (True, False):
         for got, other in zip(torch.autograd.grad(y, leaves, dy, retain_graph=keep), want, strict=True):
             torch.testing.assert_close(got, other)
+
+
+def test_a_transposed_parameter_is_read_in_place_and_looked_at() -> None:
+    model, x = Turned(), normal(5, WIDTH).float()
+    binding = TransposedBinding(model, "weight")
+    assert binding.taken().data_ptr() == model.weight.data_ptr()
+    assert [p.key for p in model.plan(x).graph.parameters].count(binding.key) == 1
+    model.plan(x, device="h200")
+    assert te_fuser.verify(model, x).passed
+    assert "weight=weight.T" in repr(model[1])
+
+
+def test_what_is_no_matrix_is_not_transposed() -> None:
+    model = Turned()
+    model.weight = torch.nn.Parameter(torch.zeros(WIDTH))
+    with pytest.raises(ValueError, match=r"weight.T of Turned is read of a matrix, got \[8\]"):
+        model(torch.zeros(3, WIDTH))
+    del model.weight
+    with pytest.raises(AttributeError, match="reads 'weight' of Turned, which has no parameter"):
+        model(torch.zeros(3, WIDTH))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
@@ -175,41 +173,6 @@ def test_a_part_that_another_op_wrote_over() -> None:
     want = torch.autograd.grad(behind.reference(m.reference(x)[..., :IN]).sum(), m.weights)
     for weight, one in zip(m.weights, want, strict=True):
         torch.testing.assert_close(weight.main_grad, one)
-
-
-def test_computed_again_in_backward() -> None:
-    m, x = Projection(), normal(3, IN).float().requires_grad_()
-    _, *dw = wanted(m, x)
-    in_one_buffer(m.weights, 0.0)
-    checkpoint(m, x, use_reentrant=False).sum().backward()
-    for weight, want in zip(m.weights, dw, strict=True):
-        torch.testing.assert_close(weight.main_grad, want)
-
-
-@pytest.mark.parametrize("run", ["tune", "explain"])
-def test_runs_that_measure_leave_it_alone(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    m, x = Projection(), normal(3, IN).float().requires_grad_()
-    in_one_buffer(m.weights, 1.0)
-    m.tune(x, rounds=1, seconds=0.001) if run == "tune" else m.explain(x, measure=True, details=True)
-    for weight in m.weights:
-        assert (weight.main_grad == 1).all() and weight.grad is None
-
-
-def test_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert te_fuser.verify(Projection(), normal(3, IN).float()).passed
-    right = matmul.weight_gradient_of
-    monkeypatch.setattr(matmul, "weight_gradient_of", lambda dy, x: 1.01 * right(dy, x))
-    with pytest.raises(te_fuser.VerificationError, match="gradient of (query|key|value)_weight"):
-        te_fuser.verify(Projection(), normal(3, IN).float())
-
-
-def test_parts_without_main_grad() -> None:
-    m, x = Projection(), normal(3, IN).float()
-    in_one_buffer(m.weights, 0.0)
-    del m.value_weight.main_grad
-    with pytest.raises(RuntimeError, match=r"the weight \[5, 6\] on cpu has no main_grad; set weight.main_grad"):
-        m(x).sum().backward()
 
 
 def test_products_of_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:

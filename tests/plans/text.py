@@ -36,12 +36,15 @@ def text_of(case: Case) -> str:
 def _lines(case: Case) -> Iterator[str]:
     sources: dict[str, str] = {}
     for device in DEVICES:
+        seen: set[str] = set()
         for memory in MEMORY:
             plans = plans_of(case, device, memory)
             yield f"==== {device.name}, {memory}"
             whole = [str(Explanation(plans)), *(line for plan in plans for line in plan_lines(plan))]
             yield from whole if memory == "balanced" else (_digest("\n".join(whole)), *map(_brief, plans))
-            sources |= {f"{device.name}: {name}": text for name, text in Explanation(plans, True).sources().items()}
+            if not seen.issuperset(keys := [key for plan in plans for key in plan.generated]):
+                sources |= {f"{device.name}: {name}": text for name, text in Explanation(plans, True).sources().items()}
+                seen.update(keys)
     yield "==== sources"
     for name, text in sources.items():
         yield f"{_digest(text)} {name}"

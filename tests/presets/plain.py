@@ -91,8 +91,11 @@ def causal_from_last_shown(queries: torch.Tensor, keys: torch.Tensor, window: An
     return torch.cat(found)
 
 
-def attend(q: Any, k: Any, v: Any, call: Call, scale: float | None = None) -> torch.Tensor:
-    """[B, H, S, E] of q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]; zeros for a row that sees nothing."""
+def attend(q: Any, k: Any, v: Any, call: Call, scale: float | None = None, kept: Any = None) -> torch.Tensor:
+    """[B, H, S, E] of q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]; zeros for a row that sees nothing.
+
+    Probabilities are multiplied by `kept`, if there is one: what dropout makes of them.
+    """
     repeats = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -107,7 +110,8 @@ def attend(q: Any, k: Any, v: Any, call: Call, scale: float | None = None) -> to
     if call.sink is not None:
         total = total + call.sink.view(1, -1, 1, 1).exp()
     seen = (weights > 0).any(-1, keepdim=True)
-    return weights / torch.where(seen, total, torch.ones_like(total)) @ v
+    probabilities = weights / torch.where(seen, total, torch.ones_like(total))
+    return (probabilities if kept is None else probabilities * kept) @ v
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor, neighbours: bool) -> torch.Tensor:

@@ -79,14 +79,11 @@ def test_sizes_that_are_planned_ahead(name: str, planned: list[str]) -> None:
     assert planned == []
 
 
-def test_one_of_the_two_says_nothing(planned: list[str]) -> None:
+def test_one_of_the_two_or_a_group_that_comes_later_plans_nothing(planned: list[str]) -> None:
     for make in (mlp, attention, ahead):
         make(seq_length=None), make(micro_batch_size=None)
     mlp(device="meta"), attention(device="meta")
     assert planned == []
-
-
-def test_a_group_that_comes_later(planned: list[str]) -> None:
     for make in (mlp, attention, ahead):
         assert make(tp_size=2, set_parallel_mode=True).tp_size == 2
     assert planned == []

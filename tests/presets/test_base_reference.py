@@ -143,20 +143,17 @@ def test_twice_differentiated() -> None:
     assert ddx.abs().sum() > 0
 
 
-def test_named_outputs() -> None:
-    made, x = mlp(), tensor(S, B, F)
-    made.insert(2, ops.Output("product"))
-    for ours, want in zip(made.reference(x, outputs=("product",)), made(x, outputs=("product",)), strict=True):
-        torch.testing.assert_close(ours, want)
-
-
-def test_a_subclass_with_a_forward_of_its_own() -> None:
+def test_named_outputs_and_a_subclass_with_a_forward_of_its_own() -> None:
     class Doubled(te_fuser.LayerNormMLP):
         def forward(self, inp: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return 2 * super().forward(inp)
 
     made, x = randomize(Doubled(F, 20, **OWN)), tensor(S, B, F)
     torch.testing.assert_close(2 * made.reference(x), made(x))
+    made, x = mlp(), tensor(S, B, F)
+    made.insert(2, ops.Output("product"))
+    for ours, want in zip(made.reference(x, outputs=("product",)), made(x, outputs=("product",)), strict=True):
+        torch.testing.assert_close(ours, want)
 
 
 class Exported(torch.nn.Module):
@@ -171,43 +168,33 @@ class Exported(torch.nn.Module):
 
 
 SEQUENCES = torch.tensor([0, 4, 15, S * B])
-COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "lengths": ({}, {"cu_seqlens_q": LENGTHS, "self_attn_mask_type": "padding"}),
-    "offsets": ({"attn_input_format": "thd"}, {"cu_seqlens_q": SEQUENCES, "max_seqlen_q": 11}),
+PADDED, TWO = torch.tensor([0, 3, 10, 15]), torch.tensor([0, 2, 0, 0])
+# A tensor, another one, and what else the call says.
+TAKEN: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+    "lengths": (LENGTHS, LENGTHS - TWO, {"self_attn_mask_type": "padding"}),
+    "offsets": (SEQUENCES, SEQUENCES - TWO, {"max_seqlen_q": 11}),
     "padded, angles": (
-        {"attn_input_format": "thd"},
-        {
-            "cu_seqlens_q": torch.tensor([0, 3, 10, 15]),
-            "cu_seqlens_q_padded": SEQUENCES,
-            "rotary_pos_emb": torch.ones(11, 1, 1, 6),
-        },
+        PADDED,
+        PADDED - TWO,
+        {"cu_seqlens_q_padded": SEQUENCES, "rotary_pos_emb": torch.ones(11, 1, 1, 6)},
     ),
+    "mask": (PAD, PAD.roll(1, -1), {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)}),
 }
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_export_of_lengths_takes_them_as_values(name: str) -> None:
+@pytest.mark.parametrize("name", TAKEN)
+def test_export_of_lengths_or_a_mask_takes_them_as_values(name: str) -> None:
     """Nobody looks at them while it is traced."""
-    how, call = COUNTED[name]
-    call, lengths = {n: t for n, t in call.items() if n != "cu_seqlens_q"}, call["cu_seqlens_q"]
-    made = layer(params_dtype=torch.float32, **how)
-    x, other = torch.randn(*((S * B, F) if how else (S, B, F))), lengths.clone()
-    other[1] -= 2
-    program = torch.export.export(Exported(made, "cu_seqlens_q", **call), (x, lengths)).module()
-    for given in (lengths, other):
-        want = made(x, **call, cu_seqlens_q=given)
-        torch.testing.assert_close(program(x, given), want, rtol=1e-4, atol=1e-5)
-
-
-def test_export_of_a_mask_takes_it_as_a_value() -> None:
-    made, x, how = (
-        layer(),
-        tensor(S, B, F, grad=False),
-        {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)},
+    (one, other, call), sequences = TAKEN[name], name in ("offsets", "padded, angles")
+    made = layer(params_dtype=torch.float32, **({"attn_input_format": "thd"} if sequences else {}))
+    x, taken = (
+        torch.randn(*((S * B, F) if sequences else (S, B, F))),
+        "attention_mask" if one is PAD else "cu_seqlens_q",
     )
-    program = torch.export.export(Exported(made, "attention_mask", **how), (x, PAD)).module()
-    for mask in (PAD, PAD.roll(1, -1)):
-        torch.testing.assert_close(program(x, mask), made(x, mask, **how))
+    program = torch.export.export(Exported(made, taken, **call), (x, one)).module()
+    for given in (one, other):
+        want = made(x, **call, **{taken: given})
+        torch.testing.assert_close(program(x, given), want, rtol=1e-4, atol=1e-5)
 
 
 @needs_follower

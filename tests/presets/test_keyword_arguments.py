@@ -1,8 +1,10 @@
-"""What presets share: arguments of every one, those of other releases, devices and dtypes."""
+"""Presets' arguments: of every one, by name and by position, those of other releases, devices and dtypes."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ each = pytest.mark.parametrize("name", PRESETS)
 
 
 @each
-def test_params_dtype_and_device(name: str) -> None:
+def test_params_dtype_device_and_options_of_lists(name: str) -> None:
     make = PRESETS[name]
     held = list(make(device="cpu", params_dtype=torch.bfloat16).parameters())
     assert {p.dtype for p in held} == {torch.bfloat16} and {p.device.type for p in held} == {"cpu"}
@@ -35,6 +37,8 @@ def test_params_dtype_and_device(name: str) -> None:
     for bad in (torch.int32, "float32", 5):
         with pytest.raises(TypeError, match="params_dtype is a floating-point dtype"):
             make(params_dtype=bad)
+    preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
+    assert preset.memory == "lean" and preset.kernels == "reference"
 
 
 def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +122,11 @@ def test_user_buffers_of_a_layer_that_says_no_overlap() -> None:
         te_fuser.TransformerLayer(4, 8, 2, **{**LAYER, "ub_tp_comm_overlap": True}, **CUT, device="cpu")
 
 
-def test_the_warning_stands_at_the_callers_line() -> None:
+def test_warnings_stand_at_the_callers_line_and_have_a_reason() -> None:
     with pytest.warns(DeprecationWarning) as seen:
         te_fuser.Linear(4, 6, ub_name="qkv")
         te_fuser.LayerNorm(4, name="norm")
     assert {w.filename for w in seen} == {__file__}
-
-
-@each
-def test_options_of_lists(name: str) -> None:
-    preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
-    assert preset.memory == "lean" and preset.kernels == "reference"
-
-
-def test_no_warning_without_a_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for make in PRESETS.values():
@@ -182,15 +177,6 @@ def test_words_in_any_case(make: Any, some: dict[str, Any], others: dict[str, An
     assert "inter_attention" in dict(
         te_fuser.TransformerLayer(8, 6, 2, layer_type="DECODER", device="cpu").named_children()
     )
-
-
-def layer(**call: Any) -> Any:
-    return te_fuser.TransformerLayer(8, 6, 2, device="cpu")(torch.randn(3, 2, 8), **call)
-
-
-def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
-    with pytest.warns(UserWarning, match="reads no lengths, and the cu_seqlens that calls give change nothing"):
-        layer(cu_seqlens_q=torch.tensor([0, 2, 5]))
 
 
 @each
@@ -263,11 +249,15 @@ def test_groups_of_ranks(name: str, tmp_path: Path) -> None:
         made = PRESETS[name](tp_group=group, device="cpu")
         want = made(*given)
         assert made.tp_group is group and want.isfinite().all()
+        outer = te_fuser.Sequential(made) if len(given) == 1 else made
+        assert torch.equal(outer(*given), want)
+        assert torch.equal(torch.nn.parallel.DistributedDataParallel(made)(*given), want)
+        assert copy.deepcopy(made).tp_group is group and torch.equal(pickle.loads(pickle.dumps(made))(*given), want)
         parts = [m for m in made.modules() if hasattr(m, "set_tensor_parallel_group")]
         made.set_tensor_parallel_group(None)
         assert all(m.tp_group is None for m in parts) and torch.equal(made(*given), want)
         made.set_tensor_parallel_group(group)
-        assert all(m.tp_group is group for m in parts) and torch.equal(made(*given), want)
+        assert all(m.tp_group is group for m in parts) and torch.equal(outer(*given), want)
         with pytest.raises(TypeError, match="tp_group is a group of torch.distributed's, got 5"):
             made.set_tensor_parallel_group(5)
         later = PRESETS[name](tp_size=2, device="cpu")
@@ -280,3 +270,58 @@ def test_groups_of_ranks(name: str, tmp_path: Path) -> None:
             PRESETS[name](tp_group=group, tp_size=2, device="cpu")
     finally:
         dist.destroy_process_group()
+
+
+# Values of the first arguments that go by position, none the default.
+GIVEN: dict[str, list[Any]] = {
+    "Linear": [8, 6, False],
+    "LayerNormLinear": [8, 6, 1e-3, False],
+    "LayerNormMLP": [8, 6, 1e-3, False],
+    "LayerNorm": [8, 1e-3],
+    "RMSNorm": [8, 1e-3],
+    "DotProductAttention": [4, 2, 2, 0.5, "bshd", "no_mask"],
+    "MultiheadAttention": [8, 4, 4, 0.5, 1e-3, torch.nn.init.ones_, torch.nn.init.zeros_, 3, "no_mask"],
+    "TransformerLayer": [8, 6, 4, 2, 1e-3, 0.3, 0.4, torch.nn.init.ones_, torch.nn.init.zeros_, 3, 4, "no_mask"],
+}
+
+
+def by_position(function: Any) -> list[str]:
+    found = inspect.signature(function).parameters
+    return [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+@each
+def test_what_goes_by_position_is_what_its_name_says_and_more_is_told_so(name: str) -> None:
+    kind, positions = getattr(te_fuser, name), by_position(getattr(te_fuser, name))
+    made, want = kind(*GIVEN[name], device="cpu"), kind(**dict(zip(positions, GIVEN[name], strict=True)), device="cpu")
+    if "init_method" not in positions:
+        want.load_state_dict(made.state_dict())
+    assert str(made) == str(want)
+    ours, theirs = made.state_dict(), want.state_dict()
+    assert list(ours) == list(theirs) and all(torch.equal(t, theirs[key]) for key, t in ours.items())
+    numbers = [getattr(m, "layer_number", None) for m in made.modules()]
+    assert numbers == [getattr(m, "layer_number", None) for m in want.modules()]
+    last = by_position(getattr(te_fuser, name))[-1]
+    with pytest.raises(
+        TypeError, match=rf"^{name}\(\) takes .*{last} by position, got \(1, 0\) behind them: give it by"
+    ):
+        getattr(te_fuser, name)(*GIVEN[name], (1, 0))
+
+    class Own(getattr(te_fuser, name)):  # type: ignore[misc]
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*GIVEN[name], device="cpu")
+
+    assert Own(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14).training
+
+
+# Of those whose forward is not in public.txt.
+CALLS: dict[str, list[str]] = {
+    **dict.fromkeys(("Linear", "LayerNormLinear"), ["inp", "weight", "bias", "is_first_microbatch"]),
+    **dict.fromkeys(("LayerNorm", "RMSNorm"), ["inp"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_positions_of_calls(name: str) -> None:
+    found = by_position(getattr(te_fuser, name).forward)
+    assert found[1 : 1 + len(CALLS[name])] == CALLS[name]

@@ -12,7 +12,6 @@ from te_fuser.presets.rotary_position_embedding import apply_rotary_pos_emb
 from tests.presets.layers import LENGTHS, PAD, PRESETS, B, F, S, layer, sample
 
 NAN, INF = float("nan"), float("inf")
-KEYS = torch.tensor([0, 7, 9, 12])
 
 
 def linear(out_features: int = 12, **keywords: Any) -> Any:

@@ -1,9 +1,10 @@
-"""te_fuser.TransformerLayer: every order of parts and every mask against explicit PyTorch, and each argument."""
+"""te_fuser.TransformerLayer: every order of parts, mask, window, packing and bias against explicit PyTorch."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import FFN, HEADS, PAD, B, F, K, S, assert_as_meant, layer
+from tests.presets.layers import BY_LENGTH, FFN, HEADS, LENGTHS, PAD, B, F, K, S, around, assert_as_meant, layer
 from tests.presets.plain import Call, causal
+from tests.presets.plain import layer as plain
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,6 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "cut": {"set_parallel_mode": True, "sequence_parallel": True},
     "clamped": {"activation": "clamped_swiglu", "activation_params": {"limit": 0.5, "alpha": 1.1}},
 }
+
+
+PARTS = ("query", "key", "value")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,46 +110,31 @@ def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------- other arguments
 
 
-def test_names_and_shapes() -> None:
-    def shapes(**keywords: Any) -> dict[str, tuple[int, ...]]:
-        made = te_fuser.TransformerLayer(F, FFN, HEADS, device="meta", **keywords)
-        return {name: tuple(t.shape) for name, t in made.state_dict().items()}
+def shapes(weight: tuple[int, ...], *paths: str) -> dict[str, tuple[int, ...]]:
+    """Of projections or norms under these paths: weights, and biases of their first size."""
+    return {f"{path}{what}": size for path in paths for what, size in (("weight", weight), ("bias", weight[:1]))}
 
-    mlp = {
-        "layernorm_mlp.layer_norm_weight": (F,),
-        "layernorm_mlp.layer_norm_bias": (F,),
-        "layernorm_mlp.fc1_weight": (FFN, F),
-        "layernorm_mlp.fc1_bias": (FFN,),
-        "layernorm_mlp.fc2_weight": (F, FFN),
-        "layernorm_mlp.fc2_bias": (F,),
+
+def test_names_and_shapes() -> None:
+    def made(**keywords: Any) -> dict[str, tuple[int, ...]]:
+        layer = te_fuser.TransformerLayer(F, FFN, HEADS, device="meta", **keywords)
+        return {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+
+    qkv = "self_attention.layernorm_qkv."
+    norm, apart = shapes((F,), f"{qkv}layer_norm_"), shapes((F, F), *(f"{qkv}{part}_" for part in PARTS))
+    common = {
+        **shapes((F, F), "self_attention.proj."),
+        **shapes((F,), "layernorm_mlp.layer_norm_"),
+        **shapes((FFN, F), "layernorm_mlp.fc1_"),
+        **shapes((F, FFN), "layernorm_mlp.fc2_"),
     }
-    proj = {"self_attention.proj.weight": (F, F), "self_attention.proj.bias": (F,)}
-    norm = {f"self_attention.layernorm_qkv.layer_norm_{n}": (F,) for n in ("weight", "bias")}
-    apart = {
-        f"self_attention.layernorm_qkv.{part}_{what}": shape
-        for part in ("query", "key", "value")
-        for what, shape in (("weight", (F, F)), ("bias", (F,)))
-    }
-    assert shapes() == {**norm, **apart, **proj, **mlp}
-    fused = {"self_attention.layernorm_qkv.weight": (3 * F, F), "self_attention.layernorm_qkv.bias": (3 * F,)}
-    assert shapes(fuse_qkv_params=True) == {**norm, **fused, **proj, **mlp}
-    without = {name.replace("layernorm_qkv", "qkv"): shape for name, shape in apart.items()}
-    last = {"layernorm.weight": (F,), "layernorm.bias": (F,)}
-    assert shapes(output_layernorm=True) == {**without, **proj, **mlp, **last}
-    decoder = shapes(layer_type="decoder")
-    crossing = {name.removeprefix("inter_attention."): s for name, s in decoder.items() if name.startswith("inter")}
-    assert crossing == {
-        "layernorm_query.layer_norm_weight": (F,),
-        "layernorm_query.layer_norm_bias": (F,),
-        "layernorm_query.query_weight": (F, F),
-        "layernorm_query.query_bias": (F,),
-        "key_value.key_weight": (F, F),
-        "key_value.value_weight": (F, F),
-        "key_value.key_bias": (F,),
-        "key_value.value_bias": (F,),
-        "proj.weight": (F, F),
-        "proj.bias": (F,),
-    }
+    assert made() == {**common, **norm, **apart}
+    assert made(fuse_qkv_params=True) == {**common, **norm, **shapes((3 * F, F), qkv)}
+    without = shapes((F, F), *(f"self_attention.qkv.{part}_" for part in PARTS))
+    assert made(output_layernorm=True) == {**common, **without, **shapes((F,), "layernorm.")}
+    query, key_value = "inter_attention.layernorm_query.", "inter_attention.key_value."
+    crossing = shapes((F, F), f"{query}query_", f"{key_value}key_", f"{key_value}value_", "inter_attention.proj.")
+    assert made(layer_type="decoder") == {**common, **norm, **apart, **crossing, **shapes((F,), f"{query}layer_norm_")}
 
 
 def test_checkpoints_copies_and_pickles() -> None:
@@ -158,6 +148,7 @@ def test_checkpoints_copies_and_pickles() -> None:
     want = grads(made)
     for got in (
         grads(lambda x: checkpoint(made, x, use_reentrant=False)),
+        grads(lambda x: te_fuser.checkpoint(made, x)),
         grads(lambda x: made(x, checkpoint_core_attention=True)),
     ):
         for ours, theirs in zip(got, want, strict=True):
@@ -221,3 +212,120 @@ def test_to_torch_and_back(keywords: dict[str, Any]) -> None:
 def test_what_to_torch_does_not_know(keywords: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"to_torch\(\) knows"):
         layer(**keywords).to_torch()
+
+
+@pytest.mark.parametrize(("keywords", "by_call"), [({}, True), ({"fuse_qkv_params": True, "num_gqa_groups": 2}, False)])
+@pytest.mark.parametrize("kind", te_fuser.presets.attention_call.MASK_TYPES)
+def test_masks(kind: str, keywords: dict[str, Any], by_call: bool) -> None:
+    said = {"self_attn_mask_type": kind}
+    made, given = layer(**keywords, **({} if by_call else said)), (said if by_call else {})
+    hidden = causal(S) if "causal" in kind else torch.zeros(1, 1, S, S, dtype=torch.bool)
+    if kind == "arbitrary":
+        for shape in ((B, HEADS, S, S), (1, 1, S, S)):
+            mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.6
+            assert_as_meant(made, Call(mask), attention_mask=mask, **given)
+    elif "padding" in kind:
+        assert_as_meant(made, Call(hidden | around(PAD)), attention_mask=PAD, **given)
+        assert_as_meant(made, Call(hidden | around(BY_LENGTH)), cu_seqlens_q=LENGTHS, **given)
+        with pytest.raises(ValueError, match="reads what is padding: give attention_mask"):
+            made(tensor(S, B, F), **given)
+    else:
+        assert_as_meant(made, Call(hidden), **given)
+
+
+@pytest.mark.parametrize("window", [(2, 0), (1, 2), (-1, 1), (0, -1)])
+def test_windows(window: tuple[int, int]) -> None:
+    sides = tuple(None if side == -1 else side for side in window)
+    hidden = causal(S, window=sides)
+    assert_as_meant(layer(self_attn_mask_type="no_mask", window_size=window), Call(hidden))
+    made = layer()
+    assert_as_meant(made, Call(hidden | causal(S)), window_size=window)
+    assert_as_meant(made, Call(hidden), window_size=window, self_attn_mask_type="no_mask")
+    assert_as_meant(layer(window_size=(1, 1)), Call(causal(S)), window_size=(-1, -1), bottom_right_diagonal=True)
+
+
+def test_masks_of_cross_attention() -> None:
+    made, memory = layer(layer_type="decoder"), tensor(K, B, F, seed=5)
+    keys = torch.rand(B, 1, 1, K, generator=torch.Generator().manual_seed(1)) > 0.7
+    both = {"encoder_output": memory}
+    nothing = torch.zeros_like(PAD)
+    for pads, mask in (((PAD, keys), around(PAD, keys)), ((None, keys), around(nothing, keys))):
+        assert_as_meant(made, Call(causal(S), memory=memory, crossing=mask), enc_dec_attn_mask=pads, **both)
+    mask = torch.rand(B, HEADS, S, K, generator=torch.Generator().manual_seed(2)) > 0.7
+    assert_as_meant(made, Call(causal(S), memory=memory, crossing=mask), enc_dec_attn_mask=mask, **both)
+    for corner, kind in (("top_left", "causal"), ("bottom_right", "causal_bottom_right")):
+        call = Call(causal(S), memory=memory, crossing=causal(S, K, corner))
+        assert_as_meant(made, call, enc_dec_attn_mask_type=kind, **both)
+        call.crossing = causal(S, K, corner, (2, 0))
+        assert_as_meant(made, call, enc_dec_attn_mask_type=kind, enc_dec_window_size=(2, 0), **both)
+        assert_as_meant(
+            layer(layer_type="decoder", enc_dec_attn_mask_type=kind, enc_dec_window_size=(2, 0)), call, **both
+        )
+    call.crossing = causal(S, K, "bottom_right")
+    given = {"enc_dec_attn_mask_type": "causal", "enc_dec_bottom_right_diagonal": True}
+    assert_as_meant(made, call, **given, **both)
+    assert_as_meant(layer(layer_type="decoder", **given), call, **both)
+    counts = torch.tensor([0, 2, 5, 6])
+    by_length = torch.arange(K) >= counts.diff()[:, None, None, None]
+    call = Call(causal(S) | around(BY_LENGTH), memory=memory, crossing=around(BY_LENGTH, by_length))
+    given = {"self_attn_mask_type": "padding_causal", "enc_dec_attn_mask_type": "padding"}
+    assert_as_meant(made, call, cu_seqlens_q=LENGTHS, cu_seqlens_kv=counts, **given, **both)
+    with pytest.raises(TypeError, match=r"a pair of masks, of queries \(or None\) and of keys, got one tensor"):
+        made(tensor(S, B, F), enc_dec_attn_mask=keys, enc_dec_attn_mask_type="padding", **both)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fuse_qkv_params": True, "num_gqa_groups": 2}])
+def test_sequences_one_behind_the_other(keywords: dict[str, Any]) -> None:
+    """Each as if it was alone; also where padding lies between them."""
+    ends, lengths = torch.tensor([0, 3, 3, 10]), (3, 0, 7)
+    made, x = layer(attn_input_format="thd", **keywords), tensor(11, F)
+    for kind in ("causal", "padding_causal", "no_mask", "padding"):
+        y = made(x, cu_seqlens_q=ends, self_attn_mask_type=kind)
+        for n, length in enumerate(lengths):
+            alone = x[None, ends[n] : ends[n + 1]]
+            hidden = causal(length) if "causal" in kind else None
+            torch.testing.assert_close(y[ends[n] : ends[n + 1]], plain(made, alone, Call(hidden))[0])
+    bounded = made(x, cu_seqlens_q=ends, max_seqlen_q=7)
+    torch.testing.assert_close(bounded[:10], made(x, cu_seqlens_q=ends)[:10])
+    angles = tensor(7, 1, 1, 6, grad=False)
+    y = made(x, cu_seqlens_q=ends, rotary_pos_emb=angles)
+    assert not any("rotary" in step.name for step in made.plan(x, cu_seqlens_q=ends).steps)
+    call = Call(causal(7), angles=angles.transpose(0, 2))
+    torch.testing.assert_close(y[3:10], plain(made, x[None, 3:10], call)[0])
+    begins = torch.tensor([0, 4, 4, 11])
+    y = made(x, cu_seqlens_q=ends, cu_seqlens_q_padded=begins)
+    for begin, length in ((0, 3), (4, 7)):
+        alone = x[None, begin : begin + length]
+        torch.testing.assert_close(y[begin : begin + length], plain(made, alone, Call(causal(length)))[0])
+
+
+BIAS, SLOPES = tensor(1, HEADS, S, S, seed=4), tensor(B, HEADS, grad=False)
+DISTANCE = (torch.arange(S)[None] - torch.arange(S)[:, None]).abs()
+BIASES: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    "post_scale_bias": ({"core_attention_bias": BIAS}, BIAS),
+    "pre_scale_bias": ({"core_attention_bias": BIAS.detach()}, BIAS.detach() / 6**0.5),
+    "alibi": ({"alibi_slopes": SLOPES}, -SLOPES[:, :, None, None] * DISTANCE),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_layer_given_a_bias_adds_it_to_scores(kind: str) -> None:
+    given, bias = BIASES[kind]
+    assert_as_meant(layer(), Call(causal(S), bias=bias), core_attention_bias_type=kind, **given)
+
+
+def test_rows_that_see_nothing_give_zeros_to_the_projection() -> None:
+    made, everything = layer().self_attention, torch.ones(B, 1, 1, S, dtype=torch.bool)
+    x = tensor(S, B, F)
+    y = made(x, everything, attn_mask_type="padding")
+    torch.testing.assert_close(y, made.proj.bias.expand_as(y))
+    assert not torch.autograd.grad(y.sum(), x)[0].any()
+
+
+def test_a_mask_that_is_not_read_is_said_once() -> None:
+    """By each attention."""
+    with pytest.warns(UserWarning, match="attn_mask_type='causal' reads no mask") as said:
+        for made in (layer(), layer()):
+            for _ in range(3):
+                made(tensor(S, B, F), PAD)
+    assert [Path(warning.filename) for warning in said] == [Path(__file__)] * 2

@@ -9,7 +9,7 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.params.binding import Binding
-from te_fuser.quantization import state
+from te_fuser.quantization import state, states
 from te_fuser.quantization.scale_update import update
 from te_fuser.quantization.state import ROLES, State
 from te_fuser.recipe import DelayedScaling
@@ -51,3 +51,9 @@ def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, **how: An
         y = model(x)
     if y.requires_grad:
         y.square().sum().backward()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two models have the same states."""
+    a, b = states(one), states(other)
+    return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))

@@ -1,23 +1,23 @@
-"""Regions around lists and presets: what they compute and how scales follow, against an emulation by itself."""
+"""Regions around lists and presets: what they compute and how scales follow, by an emulation; what works with them."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
-from collections.abc import Callable
+import threading
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import lowering
-from te_fuser.recipe import DelayedScaling, Format
-from tests.float8 import models
+from te_fuser.quantization import lowering, states
+from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.quantization.emulation import Emulated
+from tests.quantization.regions import FFN, MODELS, RECIPE, F, amaxes, call, data, gradients, mlp, on, trained
 
-F, FFN, HEADS = 32, 64, 2
-RECIPE = DelayedScaling(amax_history_len=3)
 RECIPES = {
     "hybrid": RECIPE,
     "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_history_len=2, margin=1),
@@ -26,19 +26,6 @@ RECIPES = {
         f"kept_{y:d}{dx:d}{dw:d}": DelayedScaling(amax_history_len=3, override_linear_precision=(y, dx, dw))
         for y, dx, dw in [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
     },
-}
-MODELS: dict[str, Callable[[], Any]] = {
-    **models(F, FFN),
-    "odd": lambda: te.Sequential(ops.Linear(F, 24), ops.GELU(), ops.Linear(24, F), ops.GELU(), ops.Linear(F, F)),
-    "te.Linear": lambda: te.Linear(F, FFN),
-    "te.LayerNormLinear": lambda: te.LayerNormLinear(F, FFN),
-    "te.LayerNormMLP": lambda: te.LayerNormMLP(F, FFN),
-    "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),
-    "te.MultiheadAttention": lambda: te.MultiheadAttention(F, HEADS, attention_dropout=0.0, attn_mask_type="causal"),
-    "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
-    "te.TransformerLayer fused": lambda: te.TransformerLayer(
-        F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, num_gqa_groups=1
-    ),
 }
 
 
@@ -52,16 +39,6 @@ def close(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     often, far = (2e-3, 0.03) if wanted.dtype == torch.float32 else (0.1, 0.3)
     assert apart.square().mean().sqrt() <= often * size.square().mean().sqrt() + 1e-6, name
     assert apart.abs().max() <= far * size.abs().max() + 1e-6, name
-
-
-def data(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(*(shape or (5, 3, F)), generator=rng) * scale
-
-
-def gradients(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {**found, "x": x.grad} if x.grad is not None else found
 
 
 def followed(model: Any, recipe: DelayedScaling, steps: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -104,12 +81,6 @@ def test_recipes(name: str) -> None:
     followed(MODELS["mlp"](), RECIPES[name])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float16), ("te.TransformerLayer", torch.bfloat16)])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    followed(MODELS[name]().to(dtype), RECIPE, 2, dtype)
-
-
 def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is kept; calibrating quantizes nothing, and runs anywhere."""
     asked: list[torch.device] = []
@@ -127,3 +98,219 @@ def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> 
     with te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=RECIPE):
         model(x)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float16), ("te.TransformerLayer", torch.bfloat16)])
+def test_half_precision_and_torch_autocast(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin, emulated = copy.deepcopy(model), Emulated(RECIPE)
+    for step in range(2):
+        ours, theirs = (data(step).requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", dtype), on():
+            y = model(ours)
+            again = model.reference(ours.detach())
+        with torch.autocast("cpu", dtype), emulated.region():
+            wanted = twin.reference(theirs)
+        assert y.dtype == wanted.dtype == again.dtype
+        for found in (y, again):  # as near as numbers that were rounded in half precision on their way
+            close("output", found.detach().to(dtype), wanted.detach().to(dtype))
+        (y.float().square().sum()).backward()
+        (wanted.float().square().sum()).backward()
+        found, right = gradients(model, ours), gradients(twin, theirs)
+        for parameter, gradient in right.items():
+            if "key_bias" not in parameter:
+                close(parameter, found[parameter].to(dtype), gradient.to(dtype))
+        model.zero_grad()
+        twin.zero_grad()
+    torch.manual_seed(0)
+    followed(MODELS[name]().to(dtype), RECIPE, 2, dtype)
+
+
+def test_frozen_weights_and_unused_parameters() -> None:
+    model, twin = trained(mlp()), trained(mlp())
+    _, wanted = call(twin, RECIPE, data(3))
+    inner = model[0]
+    inner[1].weight.requires_grad_(False)
+    _, found = call(model, RECIPE, data(3))
+    assert found.keys() == wanted.keys() - {"0.1.weight"}
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    model.requires_grad_(False)
+    with on():
+        assert not model(data(3)).requires_grad
+    x = data(3).requires_grad_()
+    with on():
+        model(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "te.LayerNormMLP", "te.Linear"])
+def test_empty_batches(name: str) -> None:
+    model = trained(MODELS[name]())
+    before = amaxes(model)
+    x = torch.zeros(0, 3, F, requires_grad=True)
+    with on():
+        y = model(x)
+    y.sum().backward()
+    assert y.shape[:2] == (0, 3) and x.grad is not None and x.grad.shape == x.shape
+    after = amaxes(model)
+    assert {n: h for n, h in after.items() if not n.endswith("weight")} == {
+        n: h for n, h in before.items() if not n.endswith("weight")
+    }
+
+
+def test_float64_is_refused_before_anything_runs_and_references_take_it() -> None:
+    model, x = mlp().double(), data(1).double()
+    y = model(x)
+    for region in (on(), te.autocast(recipe=Float8CurrentScaling()), te.fp8_autocast(calibrating=True)):
+        for look in (model, model.explain):
+            with (
+                region,
+                pytest.raises(TypeError, match=r"0.1.matmul: x is in float64, .*FP8.*convert model"),
+            ):
+                look(x)
+    with on():
+        torch.testing.assert_close(model.reference(x), y)
+    assert states(model) == {} and torch.equal(model(x), y)
+    mixed = mlp()
+    mixed[0][1].double()
+    with on(), torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="0.1.*weight is in float64"):
+        mixed(data(1))
+    te.precision(model, {"*": None})
+    with on():
+        assert torch.equal(model(x), y)
+
+
+def test_weights_given_at_the_call() -> None:
+    held = te.Linear(F, FFN)
+    with on():
+        wanted = held(data(1))
+    given = ops.Given()
+    model = te.Sequential(ops.Bound(ops.MatMul(F, FFN, device="meta"), given, weight="weight"), ops.Bias(FFN))
+    model[1].bias.data.copy_(held.bias)
+    weight = held.weight.detach().clone().requires_grad_()
+    with on():
+        y = model(data(1), weight=weight)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    with on():
+        pass
+    wanted.sum().backward()
+    assert torch.equal(weight.grad, held.weight.grad)
+
+
+def test_dropout_draws_the_same_masks() -> None:
+    torch.manual_seed(0)
+    model = te.Sequential(ops.Linear(F, F), ops.Dropout(0.5))
+    torch.manual_seed(1)
+    plain = model(data(1))
+    torch.manual_seed(1)
+    with on():
+        y = model(data(1))
+    assert torch.equal(plain == 0, y == 0)
+
+
+def test_an_op_by_itself() -> None:
+    torch.manual_seed(0)
+    op, x = ops.Linear(F, FFN), data(1)
+    plain = op(x)
+    with on():
+        y = op(x)
+        torch.testing.assert_close(y, te.Sequential(op).reference(x))
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    assert {"fp8_scale", "fp8_amax_history"} <= op.state_dict().keys()
+
+
+def test_scales_stay_while_another_thread_is_in_its_region() -> None:
+    model, twin, other, found = trained(mlp()), trained(mlp()), mlp(), []
+    called, trained_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with on():
+            first = model(data(1))
+            called.set()
+            trained_on.wait(60)
+            found.append((model(data(1)), first))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert called.wait(60)
+    trained(other)
+    assert amaxes(model) == amaxes(twin) and amaxes(other) == amaxes(trained(mlp()))
+    trained_on.set()
+    thread.join()
+    assert torch.equal(*found[0])
+    with on():
+        wanted = twin(data(1))
+    assert torch.equal(found[0][0], wanted)
+    assert amaxes(model) == amaxes(twin)  # now that the region has ended
+
+
+def test_a_thread_that_ended_inside_of_a_region_is_waited_for_no_more() -> None:
+    model, twin = trained(mlp()), trained(mlp())
+
+    def run() -> None:
+        on().__enter__()
+        model(data(1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with on():
+        twin(data(1))
+    assert amaxes(model) == amaxes(twin)
+
+
+def test_tasks_that_wait_inside_of_their_regions() -> None:
+    model, twin, others = trained(mlp()), trained(mlp()), mlp()
+
+    def calls() -> Any:
+        with on():
+            yield model(data(1))
+            yield model(data(1))
+
+    context, generator = contextvars.copy_context(), calls()
+    first = context.run(next, generator)
+    trained(others)
+    assert torch.equal(context.run(next, generator), first)
+    context.run(generator.close)
+    with on():
+        twin(data(1))
+    assert amaxes(model) == amaxes(twin)
+
+
+def test_compiled_around() -> None:
+    model = trained(mlp())
+    with on():
+        wanted = model(data(1))
+        y = torch.compile(torch.nn.Sequential(model), backend="eager")(data(1))
+    assert torch.equal(y, wanted)
+
+
+def test_hooks_see_gradients_in_the_dtype_of_values() -> None:
+    model, seen = trained(te.Sequential(ops.Linear(F, F), torch.nn.Identity(), ops.Linear(F, F))), []
+    with on():
+        y = model[1](model[0](data(1)))
+        y.register_hook(lambda g: seen.append(g.dtype))
+        model[2](y).sum().backward()
+    assert seen == [torch.float32]
+
+
+def test_parametrized_weights_are_computed_once_a_call() -> None:
+    calls = []
+
+    class Doubled(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return 2.0 * w
+
+    op = ops.Linear(F, F)
+    torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    model = te.Sequential(op)
+    calls.clear()
+    for step in range(3):
+        with on():
+            model(data(step)).sum().backward()
+    assert len(calls) == 3 and op.parametrizations.weight.original.grad is not None

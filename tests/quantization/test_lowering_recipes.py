@@ -25,6 +25,7 @@ from te_fuser.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from tests.quantization.regions import assert_same, call
 
 F, FFN, HEADS = 128, 256, 2
 RECIPES: dict[str, Recipe] = {
@@ -40,7 +41,6 @@ MODELS = {
     "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
 }
 every = pytest.mark.parametrize("recipe", [*RECIPES.values()], ids=[*RECIPES])
-Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def mlp() -> Any:
@@ -50,23 +50,6 @@ def mlp() -> Any:
 
 def data(seed: int = 0, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (5, 3, F)), generator=torch.Generator().manual_seed(seed))
-
-
-def call(model: Any, recipe: Recipe | None, x: torch.Tensor, run: Any = None) -> Found:
-    """What a call in a region gives, and all gradients of its squares."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = (run or model)(x)
-    y.float().square().sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return y.detach(), {**found, "x": x.grad}
-
-
-def same(one: Found, other: Found) -> None:
-    assert torch.equal(one[0], other[0]) and one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        assert torch.equal(gradient, other[1][name]), name
 
 
 @every
@@ -92,14 +75,24 @@ def test_values_and_gradients_are_those_of_the_reference(name: str, dtype: torch
 
 
 @every
-def test_nothing_is_kept(recipe: Recipe) -> None:
+def test_nothing_is_kept_and_calibrating_changes_nothing(recipe: Recipe) -> None:
     model = mlp()
     names = {*model.state_dict()}
     first = call(model, recipe, data())
-    same(first, call(model, recipe, data()))
+    assert_same(first, call(model, recipe, data()))
     assert states(model) == {} and {*model.state_dict()} == names and not [*model.buffers()]
     call(model, recipe, 1000.0 * data(1))
-    same(first, call(model, recipe, data()))
+    assert_same(first, call(model, recipe, data()))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.load_state_dict(model.state_dict())
+        assert_same(first, call(twin, recipe, data()))
+    model, x = mlp(), data()
+    wanted = model(x)
+    with te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
+        assert torch.equal(model(x), wanted)
+        said = " ".join(str(model.explain(x, details=True)).split())
+    assert "calibrating: scales of 0.1.matmul, 0.3.matmul need no earlier calls, and nothing is quantized" in said
+    assert states(model) == {}
 
 
 @every
@@ -109,19 +102,23 @@ def test_known_calls_take_the_scales_of_now(recipe: Recipe, monkeypatch: pytest.
     call(model, recipe, data())
     monkeypatch.setattr(model._prepared()[0].fuser, "_prepare", None)
     for step in range(3):
-        same(call(model, recipe, 4.0**step * data(step)), wanted[step])
+        assert_same(call(model, recipe, 4.0**step * data(step)), wanted[step])
 
 
 @every
-def test_checkpointing(recipe: Recipe) -> None:
-    model = mlp()
-    wanted = call(model, recipe, data())
-    same(call(model, recipe, data(), lambda x: te.checkpoint(model, x)), wanted)
+def test_checkpoints_and_micro_batches_have_their_own_values(recipe: Recipe) -> None:
+    layer, model = te.LayerNormMLP(F, FFN), mlp()
+    of_layer, wanted = (call(m, recipe, data()) for m in (layer, model))
+    for first in (True, False):
+        assert_same(call(layer, recipe, data(), lambda x, first=first: layer(x, is_first_microbatch=first)), of_layer)
+        with microbatch(first):
+            assert_same(call(model, recipe, data()), wanted)
+    assert_same(call(model, recipe, data(), lambda x: te.checkpoint(model, x)), wanted)
     contexts = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-    same(call(model, recipe, data(), lambda x: checkpoint(model, x, **contexts)), wanted)
+    assert_same(call(model, recipe, data(), lambda x: checkpoint(model, x, **contexts)), wanted)
 
 
-@every
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), DelayedScaling()], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_that_lost_its_region_raises(reentrant: bool, recipe: Recipe) -> None:
     model, x = mlp(), data().requires_grad_()
@@ -130,16 +127,6 @@ def test_a_recompute_that_lost_its_region_raises(reentrant: bool, recipe: Recipe
     with pytest.raises(RuntimeError, match="without the region that it ran in.*checkpoint_contexts"):
         y.sum().backward()
     call(model, recipe, data())  # and everything goes on
-
-
-@every
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies(copied: Any, recipe: Recipe) -> None:
-    model = mlp()
-    wanted = call(model, recipe, data())
-    twin = copied(model)
-    twin.load_state_dict(model.state_dict())
-    same(call(twin, recipe, data()), wanted)
 
 
 @every
@@ -255,20 +242,21 @@ def test_verified() -> None:
 
 
 @every
-def test_micro_batches_have_their_own_values(recipe: Recipe) -> None:
-    layer = te.LayerNormMLP(F, FFN)
-    wanted = call(layer, recipe, data())
-    for first in (True, False):
-        same(call(layer, recipe, data(), lambda x, first=first: layer(x, is_first_microbatch=first)), wanted)
-    model = mlp()
-    wanted = call(model, recipe, data())
-    for first in (True, False):
-        with microbatch(first):
-            same(call(model, recipe, data()), wanted)
-
-
-@every
-def test_other_recipes_for_some_products(recipe: Recipe) -> None:
+def test_recipes_follow_each_other_in_a_region_and_some_products_have_others(recipe: Recipe) -> None:
+    """Products of which nothing is kept may run by any in turn; the scales that another one keeps stay."""
+    model, twin, delayed = mlp(), mlp(), DelayedScaling(amax_history_len=2)
+    for step in range(2):
+        call(model, delayed, data(step))
+        call(twin, delayed, data(step))
+    before, wanted = states(model), call(mlp(), recipe, data(3))
+    with te.autocast(recipe=delayed):
+        assert_same(call(model, recipe, data(3)), wanted)
+        for other in RECIPES.values():
+            call(model, other, data(3))
+    assert states(model).keys() == before.keys()
+    for name, (scale, history) in states(model).items():
+        assert torch.equal(scale, before[name][0]) and torch.equal(history, before[name][1]), name
+    assert_same(call(model, delayed, data(4)), call(twin, delayed, data(4)))
     model = te.Sequential(ops.Linear(F, F), ops.Linear(F, F), ops.Linear(F, F))
     te.precision(model, {"1": DelayedScaling(amax_history_len=2), "2": None})
     for step in range(3):
@@ -278,24 +266,6 @@ def test_other_recipes_for_some_products(recipe: Recipe) -> None:
         said = " ".join(str(model.explain(data(), details=True)).split())
     assert "in 8 bits (E4M3, gradients in E5M2), emulated on cpu: multiplied in float32: 1.matmul" in said
     assert "2.matmul stays in its own precision: te.precision says so" in said
-
-
-@every
-def test_recipes_follow_each_other_in_a_region(recipe: Recipe) -> None:
-    """Products of which nothing is kept may run by any in turn; the scales that another one keeps stay."""
-    model, twin, delayed = mlp(), mlp(), DelayedScaling(amax_history_len=2)
-    for step in range(2):
-        call(model, delayed, data(step))
-        call(twin, delayed, data(step))
-    before, wanted = states(model), call(mlp(), recipe, data(3))
-    with te.autocast(recipe=delayed):
-        same(call(model, recipe, data(3)), wanted)
-        for other in RECIPES.values():
-            call(model, other, data(3))
-    assert states(model).keys() == before.keys()
-    for name, (scale, history) in states(model).items():
-        assert torch.equal(scale, before[name][0]) and torch.equal(history, before[name][1]), name
-    same(call(model, delayed, data(4)), call(twin, delayed, data(4)))
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), DelayedScaling()], ids=str)
@@ -353,17 +323,6 @@ def test_features_that_are_no_whole_blocks_stay_in_their_own_precision(recipe: R
     ] in said
     for rows in (1, 7, 129):
         call(model, recipe, data(rows, rows, 48))
-
-
-@every
-def test_calibrating_changes_nothing(recipe: Recipe) -> None:
-    model, x = mlp(), data()
-    wanted = model(x)
-    with te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=recipe):
-        assert torch.equal(model(x), wanted)
-        said = " ".join(str(model.explain(x, details=True)).split())
-    assert "calibrating: scales of 0.1.matmul, 0.3.matmul need no earlier calls, and nothing is quantized" in said
-    assert states(model) == {}
 
 
 @every

@@ -14,8 +14,8 @@ import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import checkpoint_contexts, states
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from tests.quantization.folded import RECIPE, same
 
-RECIPE = DelayedScaling(amax_history_len=4)
 WAYS: dict[str, Callable[..., Any]] = {
     "te": te.checkpoint,
     "torch": lambda f, *args: checkpoint(f, *args, use_reentrant=False, context_fn=checkpoint_contexts),
@@ -26,11 +26,6 @@ WAYS: dict[str, Callable[..., Any]] = {
 def model() -> te.Sequential:
     torch.manual_seed(0)
     return te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16))
-
-
-def same(one: Any, other: Any) -> bool:
-    a, b = states(one), states(other)
-    return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))
 
 
 def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,17 +118,6 @@ def test_inner_regions_come_back() -> None:
     want = ran(plainly)
     for run in WAYS.values():
         assert all(torch.equal(a, b) for a, b in zip(ran(run), want, strict=True))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recompute_that_lost_its_region_raises(reentrant: bool) -> None:
-    m, x = model(), torch.randn(8, 16, requires_grad=True)
-    with te.autocast(recipe=RECIPE):
-        y = checkpoint(m, x, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match="without the region that it ran in.*checkpoint_contexts"):
-        y.sum().backward()
-    with te.autocast(recipe=RECIPE):  # and everything goes on
-        m(x).sum().backward()
 
 
 def _in(recipe: Recipe, run: Callable[[], Any]) -> Any:

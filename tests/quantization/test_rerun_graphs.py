@@ -20,9 +20,8 @@ from te_fuser.quantization import microbatch, states
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import SCALED, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling
-from tests.quantization.test_lowering import FFN, F, data
+from tests.quantization.regions import FFN, F, data, on
 
-RECIPE = DelayedScaling(amax_history_len=4)
 MODELS: dict[str, Callable[[], Any]] = {
     "mlp": lambda: te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F)),
     "twice": lambda: te.Sequential(shared := ops.Linear(F, F), ops.GELU(), shared),
@@ -68,10 +67,6 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """No graph was captured before: slots are the test's own."""
     monkeypatch.setattr("te_fuser.quantization.state._blocks", [])
     return Stream(monkeypatch)
-
-
-def on(recipe: DelayedScaling = RECIPE, **how: Any) -> Any:
-    return te.fp8_autocast(**{"enabled": True, "fp8_recipe": recipe, **how})
 
 
 def leaf(seed: int) -> torch.Tensor:
@@ -156,16 +151,12 @@ def test_the_first_region_of_a_model_may_be_that_of_its_capture(stream: Stream) 
 
 
 def test_without_gradients_nothing_is_recorded(stream: Stream) -> None:
-    model, _ = pair("mlp")
-    replayed = graphed(model)
-    before = states(model)
+    """In a replay, and in a capture."""
+    model, twin = pair("mlp")
+    replayed, before = graphed(model), states(model)
     with on(), torch.no_grad():
         replayed(leaf(1))
     assert_equal(states(model), before)
-
-
-def test_a_capture_without_gradients(stream: Stream) -> None:
-    model, twin = pair("mlp")
     with torch.no_grad(), on():
         replayed = te.cuda_graph(model, data(0))
         assert_equal(replayed(data(1)), twin(data(1)))
@@ -200,7 +191,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
             with on():
                 step(call, m, data(k + 5))
     assert_equal(states(model), states(twin))
-    assert len(states(model)["1.input"][1]) == 4
+    assert len(states(model)["1.input"][1]) == 3
     with on():
         for weight in products_of(model).values():
             ensure(weight, other, torch.device("cpu"))
@@ -208,7 +199,7 @@ def test_recipes_of_products_are_those_of_the_capture(stream: Stream) -> None:
             replayed(leaf(0))
 
 
-OTHER = DelayedScaling(amax_history_len=4, margin=1)
+OTHER = DelayedScaling(amax_history_len=3, margin=1)
 ELSEWHERE: dict[str, tuple[Any, str]] = {
     "recipe": (lambda: on(OTHER), r"captured in a region by DelayedScaling.*margin=0.*called in one by .*margin=1"),
     "calibrating": (lambda: on(enabled=False, calibrating=True), "captured with calibrating=False, and is called with"),
@@ -230,7 +221,7 @@ def test_other_regions_than_that_of_the_capture(name: str, stream: Stream) -> No
         replayed(leaf(0))
 
 
-def test_what_was_captured_outside_of_regions(stream: Stream) -> None:
+def test_what_was_captured_outside_of_regions_and_models_without_products(stream: Stream) -> None:
     model, _ = pair("mlp")
     replayed = te.cuda_graph(model, leaf(0))
     with on():
@@ -239,9 +230,6 @@ def test_what_was_captured_outside_of_regions(stream: Stream) -> None:
         with te.autocast(enabled=False):
             replayed(leaf(0))
     replayed(leaf(0))
-
-
-def test_models_without_products_may_run_anywhere(stream: Stream) -> None:
     model = te.Sequential(ops.LayerNorm(F), ops.GELU())
     outside, inside = te.cuda_graph(model, data(0)), None
     with on():
@@ -272,7 +260,7 @@ def test_micro_batches(name: str, stream: Stream) -> None:
         replayed(leaf(0))
 
 
-def test_captures_by_hand_are_refused(stream: Stream) -> None:
+def test_captures_by_hand_and_what_replays_would_do_again_are_refused(stream: Stream) -> None:
     model, _ = pair("mlp")
     x = data(0)
     for _ in range(2):  # a call that is like the last one, too
@@ -280,10 +268,6 @@ def test_captures_by_hand_are_refused(stream: Stream) -> None:
             model(x)
             with pytest.raises(NotImplementedError, match=r"captured by hand: .*te_fuser.cuda_graph\(model, x\)"):
                 stream.captured(model, x)
-
-
-def test_what_replays_would_do_again_is_refused(stream: Stream) -> None:
-    model, _ = pair("mlp")
     with pytest.raises(RuntimeError, match="amaxes are folded while a CUDA graph is captured"):
         stream.captured(lambda: states(model))
     with on(), pytest.raises(RuntimeError, match="scales are read by a first graph while a CUDA graph is captured"):

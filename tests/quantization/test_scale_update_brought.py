@@ -176,9 +176,6 @@ def test_checkpoints_without_scales_or_without_metadata_load() -> None:
     bare = loaded(plain)
     step(bare, 2.0)
     assert all(float(s.amax_history[1]) == 0.0 for s in states(bare).values())
-
-
-def test_nothing_comes_along_where_all_is_folded() -> None:
     model = made()
     step(model, 2.0)
     assert not any(RECORDED in said for said in model.state_dict()._metadata.values())

@@ -7,7 +7,6 @@ import gc
 import io
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,10 @@ from te_fuser import ops
 from te_fuser.params.scales import HISTORY, SCALE
 from te_fuser.quantization import precision, states
 from te_fuser.quantization.scale_update import update
-from te_fuser.quantization.state import ROLES, ReadyCheck, blocks, newest, prefix_of
+from te_fuser.quantization.state import ROLES, ReadyCheck, blocks
 from te_fuser.recipe import DelayedScaling
 from te_fuser.recipe.region import recomputed
-from tests.quantization.folded import ensure, state_of
-
-RECIPE = DelayedScaling(amax_history_len=4)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    update()
-
-
-def product() -> ops.MatMul:
-    made = ops.MatMul(16, 32, device="cpu")
-    with te.autocast(recipe=RECIPE):
-        ensure(made, RECIPE)
-    return made
-
-
-def record(op: ops.MatMul, *amaxes: float) -> None:
-    """What a call does that sees these, by role."""
-    for role, amax in zip(ROLES, amaxes, strict=True):
-        state_of(op).numbers[f"{role}_amax"].copy_(
-            torch.maximum(state_of(op).numbers[f"{role}_amax"], torch.tensor(amax))
-        )
+from tests.quantization.folded import RECIPE, ensure, product, recorded, same, state_of
 
 
 def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) -> Any:
@@ -60,32 +36,15 @@ def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) 
     return model
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two models have the same states."""
-    a, b = states(one), states(other)
-    return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))
-
-
-def test_state_is_plain_buffers_of_the_op() -> None:
+def test_state_is_plain_buffers_of_the_op_and_calls_read_others_after_a_fold() -> None:
     op = product()
-    assert torch.equal(op.fp8_scale, torch.ones(3)) and torch.equal(op.fp8_amax_history, torch.zeros(4, 3))
+    assert torch.equal(op.fp8_scale, torch.ones(3)) and torch.equal(op.fp8_amax_history, torch.zeros(3, 3))
     assert {name for name, _ in op.named_buffers()} == {"fp8_scale", "fp8_amax_history"}
     assert [float(state_of(op).numbers[f"{role}_scale"]) for role in ROLES] == [1.0] * 3
-
-
-def test_scales_are_another_tensor_after_a_fold() -> None:
-    op = product()
     before = state_of(op).numbers["input_scale"]
-    record(op, 2.0, 0.0, 0.0)
-    update()
+    recorded(op, 2.0)
     assert float(before) == 1.0 and before._version == 0 and float(state_of(op).numbers["input_scale"]) == 224.0
     assert torch.equal(state_of(op).numbers["input_inverse"], torch.tensor(224.0).reciprocal())
-
-
-def test_models_that_ran_in_no_region_have_no_state() -> None:
-    model = te.Sequential(ops.Linear(16, 16))
-    model(torch.randn(2, 16)).sum().backward()
-    assert states(model) == {} and [*model.state_dict()] == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "file", "file of weights only"])
@@ -136,25 +95,19 @@ def test_a_model_that_is_taken_to_the_meta_device_stops_no_region() -> None:
 
 
 @pytest.mark.parametrize("make", [ops.MatMul, ops.Linear, te.Linear, te.LayerNormMLP])
-def test_the_state_begins_anew_with_the_parameters(make: Any) -> None:
+@pytest.mark.parametrize("emptied", [False, True])
+def test_the_state_begins_anew_with_the_parameters(make: Any, emptied: bool) -> None:
+    """Amaxes of before, which no region has folded, are none of it."""
     model = te.Sequential(make(16, 16, device="cpu"))
-    trained(model=model)
-    assert states(model)
-    model.to("meta").to_empty(device="cpu")
+    trained(model=model, steps=1)
+    if emptied:
+        assert states(model)
+        model.to("meta").to_empty(device="cpu")
     model[0].reset_parameters()
     for name, (scale, history) in states(model).items():
         assert float(scale) == 1.0 and not history.any(), name
     with te.autocast(recipe=RECIPE):
         assert model(torch.randn(8, 16)).isfinite().all()
-
-
-def test_what_was_recorded_is_folded_before_it_is_saved() -> None:
-    model = trained()
-    saved = model.state_dict()
-    assert float(saved["2.fp8_amax_history"][1, 2]) > 0  # of the second backward, which nothing came after
-    assert torch.equal(saved["2.fp8_scale"][2], states(model)["2.output_gradient"].scale)
-    with te.autocast(recipe=RECIPE):
-        assert torch.equal(saved["2.fp8_scale"], model[2].fp8_scale)
 
 
 def test_checkpoints_load_strictly_with_state_and_without() -> None:
@@ -246,7 +199,7 @@ def test_buffers_of_ones_own_that_are_called_so_load_as_ever() -> None:
     assert torch.equal(model[0].fp8_scale, torch.ones(3))
 
 
-def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
+def test_checkpoints_have_what_was_recorded_and_count_for_the_next_call() -> None:
     one, other = trained(steps=2), trained(steps=2)
     trained(steps=3, model=other)
     assert not same(one, other)
@@ -255,24 +208,31 @@ def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
         one(x)
         one.load_state_dict(other.state_dict())  # inside of the region, between two calls that are alike
         assert torch.equal(one(x), other(x))
+    model = trained()
+    saved = model.state_dict()
+    assert float(saved["2.fp8_amax_history"][1, 2]) > 0  # of the second backward, which nothing came after
+    assert torch.equal(saved["2.fp8_scale"][2], states(model)["2.output_gradient"].scale)
+    with te.autocast(recipe=RECIPE):
+        assert torch.equal(saved["2.fp8_scale"], model[2].fp8_scale)
 
 
-def test_presets_have_state_by_the_names_of_their_weights() -> None:
-    model = trained(model=te.LayerNormMLP(16, 32))
-    names = {"fc1_fp8_scale", "fc1_fp8_amax_history", "fc2_fp8_scale", "fc2_fp8_amax_history"}
-    assert names < model.state_dict().keys()
-    twin = te.LayerNormMLP(16, 32)
-    assert twin.load_state_dict(model.state_dict(), strict=True) == ([], []) and same(twin, model)
-    assert twin.load_state_dict(te.LayerNormMLP(16, 32).state_dict(), strict=True) == ([], [])
-
-
-def test_weights_that_are_joined_have_one_state() -> None:
-    model = trained(model=te.Linear(16, 48, parameters_split=("q_", "k_", "v_")))
+@pytest.mark.parametrize(
+    ("make", "prefixes"),
+    [
+        (lambda: te.LayerNormMLP(16, 32), ("fc1", "fc2")),
+        (lambda: te.Linear(16, 48, parameters_split=("q_", "k_", "v_")), ("q_k_v",)),  # joined, which have one state
+    ],
+)
+def test_presets_have_state_by_the_names_of_their_weights(make: Any, prefixes: tuple[str, ...], tmp_path: Path) -> None:
+    """Which safetensors takes, too."""
+    model, twin = trained(model=make()), make()
     names = [n for n in model.state_dict() if "fp8" in n]
-    assert names == ["q_k_v_fp8_scale", "q_k_v_fp8_amax_history"]
-    assert [*states(model)] == [f"q_k_v.{role}" for role in ROLES]
-    twin = te.Linear(16, 48, parameters_split=("q_", "k_", "v_"))
-    assert twin.load_state_dict(model.state_dict(), strict=True) == ([], []) and same(twin, model)
+    assert names == [f"{prefix}_fp8_{kind}" for prefix in prefixes for kind in ("scale", "amax_history")]
+    assert [*states(model)] == [f"{prefix}.{role}" for prefix in prefixes for role in ROLES]
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True) == ([], [])
+    assert same(twin, model)
+    assert twin.load_state_dict(make().state_dict(), strict=True) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -298,14 +258,14 @@ def test_another_length_keeps_the_newest(length: int) -> None:
         model(torch.randn(8, 16))
     for name, (_, history) in states(model).items():
         newer = 0 if name.endswith("gradient") else 1
-        kept = min(length - newer, 4)
+        kept = min(length - newer, 3)
         assert history.shape == (length,) and torch.equal(history[newer:][:kept], before[name][:kept])
         assert float(history[newer + kept :].sum()) == 0.0
 
 
-def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_moved_keeps_its_state() -> None:
     op = product()
-    record(op, 2.0, 1.0, 4.0)
+    state_of(op).numbers["input_amax"].fill_(2.0)
     with te.autocast(recipe=RECIPE):
         state = ensure(op, RECIPE, torch.device("meta"))  # there are no values there, but the way is the same
     assert state.block is not None and state.block.device.type == "meta" and op.fp8_scale.is_meta
@@ -318,7 +278,7 @@ def test_there_are_as_many_slots_as_products() -> None:
     gc.collect()
     made = [product() for _ in range(260)]
     for n, op in enumerate(made):
-        record(op, n + 1.0, 0.0, 0.0)
+        state_of(op).numbers["input_amax"].fill_(n + 1.0)
     update()
     assert [float(op.fp8_amax_history[0, 0]) for op in made] == [n + 1.0 for n in range(260)]
     count = sum(len(b.states()) for b in blocks())
@@ -329,51 +289,29 @@ def test_there_are_as_many_slots_as_products() -> None:
 def test_two_recipes_for_one_state_in_one_region() -> None:
     op, other = ops.MatMul(16, 16), DelayedScaling(amax_history_len=8)
     x = torch.randn(4, 16)
-    with te.autocast(recipe=RECIPE):
-        op(x)
-        with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second recipe"):
-            op(x)
-        op(x)
-    with te.autocast(recipe=other):
-        op(x)
-    assert len(op.fp8_amax_history) == 8
-
-
-def test_two_recipes_are_refused_of_calls_that_are_known_too() -> None:
-    op, other = ops.MatMul(16, 16), DelayedScaling(amax_history_len=8)
-    x = torch.randn(4, 16)
-    for recipe in (other, RECIPE):  # both have plans
-        with te.autocast(recipe=recipe):
-            op(x)
-    for _ in range(3):
-        with te.autocast(recipe=RECIPE):
-            op(x)
-            with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second recipe"):
+    for _ in range(2):  # the second time both have plans
+        for _ in range(2):
+            with te.autocast(recipe=RECIPE):
                 op(x)
-
-
-def test_what_runs_again_changes_no_recipe() -> None:
+                with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second rec"):
+                    op(x)
+                op(x)
+        with te.autocast(recipe=other):
+            op(x)
+        assert len(op.fp8_amax_history) == 8
     op, other = product(), DelayedScaling(amax_history_len=8)
     with recomputed(()):
-        assert ensure(op, other).recipe == RECIPE and len(op.fp8_amax_history) == 4
+        assert ensure(op, other).recipe == RECIPE and len(op.fp8_amax_history) == 3
 
 
-def test_names() -> None:
-    assert [prefix_of(n) for n in ("weight", "fc1_weight", "q_weight, k_weight", "a.weight, b.weight", "kernel.T")] == [
-        "",
-        "fc1_",
-        "q_k_",
-        "a_b_",
-        "kernel_",
-    ]
-    assert newest(torch.arange(6.0).view(2, 3), 1).tolist() == [[0.0, 1.0, 2.0]]
-
-
-def test_shared_weights_have_one_state() -> None:
+def test_shared_weights_have_one_state_and_models_that_ran_in_no_region_none() -> None:
     first = ops.Linear(16, 16)
-    model = te.Sequential(first, ops.GELU(), first)
+    model = te.Sequential(first, ops.GELU(), first, verify=True)
     trained(model=model)
     assert [*states(model)] == [f"0.{role}" for role in ROLES]
+    model = te.Sequential(ops.Linear(16, 16))
+    model(torch.randn(2, 16)).sum().backward()
+    assert states(model) == {} and [*model.state_dict()] == ["0.weight", "0.bias"]
 
 
 def test_precision_is_kept_by_copies() -> None:
@@ -382,14 +320,6 @@ def test_precision_is_kept_by_copies() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         trained(model=twin)
         assert [*states(twin)] == [f"0.{role}" for role in ROLES]
-
-
-def test_safetensors_take_it(tmp_path: Path) -> None:
-    model = trained(model=te.LayerNormMLP(16, 32))
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    twin = te.LayerNormMLP(16, 32)
-    assert twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True) == ([], [])
-    assert same(twin, model)
 
 
 def test_converted_models_load_strictly_and_revert() -> None:

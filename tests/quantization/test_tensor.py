@@ -50,15 +50,12 @@ def test_transposed_with_whole_sixteens_of_tokens(dtype: torch.dtype, shape: tup
 
 
 @formats
-def test_strides_and_what_is_no_number(dtype: torch.dtype) -> None:
+def test_strides_what_is_no_number_and_nothing_is_recorded(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, -math.inf], [math.inf, 0.5]]).mT
     found = quantize(x, dtype, SCALE.reshape(1))
     assert found.amax == math.inf and found.data.float().abs().max() == torch.finfo(dtype).max
     x[0, 0] = math.nan
     assert quantize(x, dtype, SCALE).amax.isnan() and quantize(x[:0], dtype, SCALE).amax == 0.0
-
-
-def test_nothing_is_recorded() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     found = quantize(x, E4M3, SCALE.clone().requires_grad_())
     assert not any(t.requires_grad for t in (found.data, found.scale_inverse, found.amax, found.dequantize()))

@@ -58,19 +58,7 @@ def dequantized(narrow: Any, wide: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_take_a_byte_for_each_number(name: str) -> None:
-    narrow, wide = made(name)
-    sizes = {n: (p.dtype, p.element_size()) for n, p in narrow.named_parameters()}
-    for n, p in wide.named_parameters():
-        assert narrow.get_parameter(n).shape == p.shape
-        assert sizes[n] == ((E4M3, 1) if p.dim() == 2 else (torch.float32, 4)), n
-        assert narrow.get_parameter(n).requires_grad == (p.dim() != 2)
-    scales = {n for n, _ in narrow.named_buffers() if n.endswith("fp8_scale")}
-    assert len(scales) == len(products_of(narrow)) and scales <= {*narrow.state_dict()}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_values(name: str) -> None:
+def test_values_of_weights_that_take_a_byte_for_each_number(name: str) -> None:
     """Those of the wide model with what 8 bits stand for, whose own quantization then changes next to nothing."""
     narrow, wide = made(name)
     x = data(6, 2, F)
@@ -82,6 +70,13 @@ def test_values(name: str) -> None:
     assert torch.equal(run(narrow, x), y)  # nothing moved
     with microbatch(True):
         assert torch.equal(run(narrow, x), y)
+    sizes = {n: (p.dtype, p.element_size()) for n, p in narrow.named_parameters()}
+    for n, p in wide.named_parameters():
+        assert narrow.get_parameter(n).shape == p.shape
+        assert sizes[n] == ((E4M3, 1) if p.dim() == 2 else (torch.float32, 4)), n
+        assert narrow.get_parameter(n).requires_grad == (p.dim() != 2)
+    scales = {n for n, _ in narrow.named_buffers() if n.endswith("fp8_scale")}
+    assert len(scales) == len(products_of(narrow)) and scales <= {*narrow.state_dict()}
 
 
 def test_each_weight_has_the_scale_of_its_largest_number() -> None:
@@ -148,6 +143,9 @@ def test_converted(convert: str) -> None:
     narrow, _ = made("TransformerLayer")
     x = data(6, 2, F)
     y = run(narrow, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = run(made("LayerNormMLP")[0], x)
+    assert z.dtype == torch.bfloat16 and (z.float() - run(made("LayerNormMLP")[0], x)).norm() <= 0.05 * z.norm()
     before = {n: codes(p.data) for n, p in narrow.named_parameters() if p.dtype == E4M3}
     narrow = narrow.to(torch.bfloat16) if convert == "to" else getattr(narrow, convert)()
     dtype = torch.float16 if convert == "half" else torch.bfloat16
@@ -155,14 +153,6 @@ def test_converted(convert: str) -> None:
     assert z.dtype == dtype and (z.float() - y).norm() <= 0.05 * y.norm()
     assert before and all(torch.equal(codes(narrow.get_parameter(n).data), c) for n, c in before.items())
     assert {p.dtype for p in narrow.parameters()} == {E4M3, dtype}
-
-
-def test_autocast() -> None:
-    narrow, _ = made("LayerNormMLP")
-    with torch.autocast("cpu", torch.bfloat16):
-        y = run(narrow, data(6, F))
-    z = run(narrow, data(6, F))
-    assert y.dtype == torch.bfloat16 and (y.float() - z).norm() <= 0.05 * z.norm()
 
 
 def test_on_the_meta_device() -> None:
@@ -329,17 +319,7 @@ def test_what_was_written_in_place_in_inference_mode_is_refused(way: str, ran: b
         torch.testing.assert_close(run(narrow, x), run(wide, x), rtol=0.1, atol=0.1)
 
 
-def test_other_precisions_are_refused() -> None:
-    narrow, _ = made("LayerNormMLP")
-    own = DelayedScaling(override_linear_precision=(True, False, False))
-    with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
-        narrow(data(3, F))
-    te.precision(narrow, {"fc1": None})
-    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
-        run(narrow, data(3, F))
-
-
-def test_checkpoints_that_do_not_fit_are_refused() -> None:
+def test_checkpoints_that_do_not_fit_and_other_precisions_are_refused() -> None:
     narrow, wide = made("joined")
     saved = narrow.state_dict()
     alone = {k: t for k, t in saved.items() if "fp8" not in k}
@@ -350,40 +330,36 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
         narrow.load_state_dict({"query_weight": wide.query_weight}, strict=False)
     with pytest.raises(ValueError, match="have one scale"):
         narrow.load_state_dict({**saved, "query_weight": wide.query_weight}, strict=False)
+    narrow, _ = made("LayerNormMLP")
+    own = DelayedScaling(override_linear_precision=(True, False, False))
+    with torch.no_grad(), te.autocast(recipe=own), pytest.raises(RuntimeError, match="override_linear_precision"):
+        narrow(data(3, F))
+    te.precision(narrow, {"fc1": None})
+    with pytest.raises(RuntimeError, match="no product of 8 bits here: te.precision says so"):
+        run(narrow, data(3, F))
 
 
-OFF_ALL_THE_SAME: list[dict[str, Any]] = [
-    *({"recipe": kind()} for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)),
-    {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
-    {"preserve_high_precision_init_val": True},
+KEPT = DelayedScaling(override_linear_precision=(True, False, False))
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"recipe": "hybrid"}, TypeError, "takes a recipe of te_fuser.recipe"),
+    *(
+        ({"recipe": kind()}, ValueError, f"take a recipe that keeps scales, DelayedScaling.. say, got {kind.__name__}")
+        for kind in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    ),
+    ({"recipe": KEPT}, ValueError, "without override_linear_precision"),
+    ({"preserve_high_precision_init_val": True}, NotImplementedError, "is for training"),
 ]
 
 
-@pytest.mark.parametrize("given", OFF_ALL_THE_SAME)
-def test_where_it_is_off_nothing_is_refused(given: dict[str, Any]) -> None:
-    with te.quantized_model_init(enabled=False, **given):
-        layer = te.Linear(F, F)
-    assert {p.dtype for p in layer.parameters()} == {torch.float32} and not [*layer.buffers()]
-
-
-def test_arguments() -> None:
-    for given, kind, words in (
-        ({"enabled": 1}, TypeError, "enabled is True or False, got 1"),
-        ({"recipe": "hybrid"}, TypeError, "takes a recipe of te_fuser.recipe"),
-        (
-            {"recipe": MXFP8BlockScaling()},
-            ValueError,
-            "take a recipe that keeps scales, DelayedScaling.. say, got MXFP8",
-        ),
-        ({"recipe": Float8CurrentScaling()}, ValueError, "take a recipe that keeps scales"),
-        (
-            {"recipe": DelayedScaling(override_linear_precision=(True, False, False))},
-            ValueError,
-            "without override_linear_precision",
-        ),
-        ({"preserve_high_precision_init_val": True}, NotImplementedError, "is for training"),
-    ):
-        with pytest.raises(kind, match=words), te.quantized_model_init(**given):  # type: ignore[arg-type]
-            pass
+@pytest.mark.parametrize(("given", "kind", "words"), ARGUMENTS)
+def test_arguments_are_refused_where_it_is_on_alone(given: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words), te.quantized_model_init(**given):
+        pass
+    if kind is not TypeError:
+        with te.quantized_model_init(enabled=False, **given):
+            layer = te.Linear(F, F)
+        assert {p.dtype for p in layer.parameters()} == {torch.float32} and not [*layer.buffers()]
+    with pytest.raises(TypeError, match="enabled is True or False, got 1"), te.quantized_model_init(1, **given):  # type: ignore[arg-type]
+        pass
     with te.quantized_model_init(recipe=RECIPE):
         assert te.Linear(F, F).weight.dtype == E4M3

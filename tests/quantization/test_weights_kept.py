@@ -8,6 +8,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,14 +21,9 @@ from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
 from te_fuser.quantization.weights import KEPT, keep
 from te_fuser.recipe import DelayedScaling
-from tests.quantization.test_lowering import FFN, F, data
+from tests.quantization.regions import FFN, F, assert_same, data, on, trained
 
-RECIPE = DelayedScaling(amax_history_len=4)
 HEADS = 4
-
-
-def on(recipe: DelayedScaling = RECIPE, **how: Any) -> Any:
-    return te.fp8_autocast(**{"enabled": True, "fp8_recipe": recipe, **how})
 
 
 def layer(**how: Any) -> te.TransformerLayer:
@@ -43,24 +39,21 @@ MODELS: dict[str, Callable[[], Any]] = {
     "MultiheadAttention": lambda: te.MultiheadAttention(F, HEADS, attention_dropout=0.0),
     "TransformerLayer": layer,
     "apart": lambda: layer(fuse_qkv_params=False),
+    "hooked": lambda: hooked(layer()),
+    "verified": lambda: te.LayerNormMLP(F, FFN, verify=True),  # each step against float64
+    "list": lambda: te.Sequential(te.LayerNorm(F), te.Linear(F, FFN), te.Linear(FFN, F)),
 }
+
+
+def hooked(model: Any) -> Any:
+    """The layer, whose MLP runs by its own __call__."""
+    model.layernorm_mlp.register_forward_hook(lambda *_: None)
+    return model
 
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
-    return warmed(MODELS[name]())
-
-
-def warmed(model: Any) -> Any:
-    """The model, whose scales are those of some calls."""
-    for k in range(2):
-        with on():
-            y = model(data(k))
-        y.square().sum().backward()
-    model.zero_grad()
-    with on(), torch.no_grad():
-        pass
-    return model
+    return trained(MODELS[name]())
 
 
 def kept_of(model: Any) -> list[dict[str, torch.Tensor]]:
@@ -68,21 +61,14 @@ def kept_of(model: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def step(model: Any, x: torch.Tensor, first: bool | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y, and the gradients of x and all parameters, of one call."""
+    """y, and the gradients of x and all parameters, of one call; a list is told by a context."""
     model.zero_grad()
     x = x.clone().requires_grad_()
-    with on():
-        y = model(x, is_first_microbatch=first)
+    listed = type(model) is te.Sequential
+    with on(), microbatch(first) if listed else nullcontext():
+        y = model(x, **({} if listed else {"is_first_microbatch": first}))
     y.square().sum().backward()
     return y.detach(), {"x": x.grad.clone(), **{n: p.grad.clone() for n, p in model.named_parameters()}}  # type: ignore[union-attr]
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    """Bit for bit."""
-    assert torch.equal(one[0], other[0])
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        assert torch.equal(gradient, other[1][name]), name
 
 
 def change(model: torch.nn.Module, by: float = 0.5) -> None:
@@ -107,7 +93,7 @@ def test_values_and_gradients_are_those_of_weights_quantized_anew(name: str) -> 
     model = made(name)
     twin = copy.deepcopy(model)
     for number, first in enumerate((True, False, False, True)):
-        assert_equal(step(model, data(number), first), step(twin, data(number), None))
+        assert_same(step(model, data(number), first), step(twin, data(number), None))
     assert all(set(k) == set(KEPT) for k in kept_of(model))
     assert all(set(k) == set() for k in kept_of(twin))
 
@@ -117,7 +103,7 @@ def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
     """False is a call with the weights of the last True; None and True take the weights of now."""
     model = made(name)
     old = copy.deepcopy(model)
-    assert_equal(step(model, data(3), True), step(old, data(3), None))
+    assert_same(step(model, data(3), True), step(old, data(3), None))
     before = kept_of(model)
     change(model)
     for _ in range(2):  # of which the second is known to be like the first
@@ -127,9 +113,12 @@ def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
     now = copy.deepcopy(model)
     assert kept_of(now) == [{}] * len(before)
-    assert_equal(step(model, data(5), None), step(now, data(5), None))
+    assert_same(step(model, data(5), None), step(now, data(5), None))
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
-    assert_equal(step(model, data(6), True), step(now, data(6), None))
+    for by in (1.0, -1.0):  # also where it is like the last call in all else
+        for m in (model, now):
+            change(m, by)
+        assert_same(step(model, data(6), True), step(now, data(6), None))
     assert not any(one[KEPT[0]] is other[KEPT[0]] for one, other in zip(kept_of(model), before, strict=True))
 
 
@@ -163,7 +152,7 @@ def test_weights_that_are_others_are_quantized_again(name: str, how: str) -> Non
     twin = copy.deepcopy(model)
     before = kept_of(model)
     for number in (2, 3):
-        assert_equal(step(model, data(number), False), step(twin, data(number), None))
+        assert_same(step(model, data(number), False), step(twin, data(number), None))
         now = kept_of(model)
         assert all((one[KEPT[0]] is other[KEPT[0]]) is (number == 3) for one, other in zip(now, before, strict=True))
         before = now
@@ -210,25 +199,7 @@ def test_only_calls_that_quantize_a_weight_record_it() -> None:
     for first, wanted in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 3)):
         step(model, data(0), first)
         assert int((states(model)["weight"][1] > 0).sum()) == wanted, first
-    assert int((states(model)["input"][1] > 0).sum()) == 4  # all that it remembers
-
-
-def test_backwards_that_come_late() -> None:
-    """Each forward's node has what it read, whatever is kept by then."""
-    model = made("LayerNormMLP")
-    twin = copy.deepcopy(model)
-    with on():
-        ys = [model(data(0), is_first_microbatch=True), model(data(1), is_first_microbatch=False)]
-    with on():
-        zs = [twin(data(0)), twin(data(1))]
-    change(model)
-    with on():
-        model(data(2), is_first_microbatch=True)
-    for y, z in zip(reversed(ys), reversed(zs), strict=True):
-        assert torch.equal(y, z)
-    for t, z in zip(reversed(ys), reversed(zs), strict=True):
-        for g, w in zip(to_input(model, t), to_input(twin, z), strict=True):
-            assert torch.equal(g, w)
+    assert int((states(model)["input"][1] > 0).sum()) == 3  # all that it remembers
 
 
 def to_input(model: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -236,9 +207,9 @@ def to_input(model: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(y.square().sum(), [model.layer_norm_weight, model.layer_norm_bias])
 
 
-@pytest.mark.parametrize("how", ["te", "torch", "inner"])
+@pytest.mark.parametrize("how", ["te", "torch", "inner", "late"])
 def test_what_runs_again_reads_what_it_read(how: str) -> None:
-    """Also where another first micro-batch has come in between."""
+    """Also where another first micro-batch has come in between; so does a late backward, which runs nothing again."""
     model = made("checkpointed" if how == "inner" else "LayerNormMLP")
     plain = made("LayerNormMLP")
     plain.load_state_dict(model.state_dict())
@@ -260,14 +231,14 @@ def test_what_runs_again_reads_what_it_read(how: str) -> None:
         model(data(2), is_first_microbatch=True)
     newest, change_back = kept_of(model), functools.partial(change, model, -1.0)
     change_back()  # weights themselves are what they are when it runs again; what is kept is of then
-    for y, z in zip(ys, zs, strict=True):
+    for y, z in reversed([*zip(ys, zs, strict=True)]):
         assert torch.equal(y, z)
         for g, w in zip(to_input(model, y), to_input(plain, z), strict=True):
             assert torch.equal(g, w)
     assert all(one[k] is other[k] for one, other in zip(kept_of(model), newest, strict=True) for k in KEPT)
 
 
-def test_no_gradients() -> None:
+def test_no_gradients_and_weights_that_tell_no_writes() -> None:
     """Inference keeps weights, too, and later training reads them."""
     for mode in (torch.no_grad, torch.inference_mode):
         model = made("LayerNormMLP")
@@ -275,7 +246,15 @@ def test_no_gradients() -> None:
         with on(), mode():
             assert torch.equal(model(data(0), is_first_microbatch=True), twin(data(0)))
             assert torch.equal(model(data(1), is_first_microbatch=False), twin(data(1)))
-        assert_equal(step(model, data(2), False), step(twin, data(2), None))
+        assert_same(step(model, data(2), False), step(twin, data(2), None))
+    # Those of inference mode: what is kept is of another memory, as soon as one may have been written.
+    torch.manual_seed(0)
+    with torch.inference_mode(), on():
+        model = te.LayerNormMLP(F, FFN)
+        model(data(0), is_first_microbatch=True)
+        for factor in (1.0, 4.0, -2.0):
+            model.fc1_weight.mul_(factor)
+            assert torch.equal(model(data(1), is_first_microbatch=False), model(data(1)))
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "fused"])
@@ -291,7 +270,7 @@ def test_main_grad(name: str) -> None:
     model = make()
     for p in model.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
-    twin = copy.deepcopy(warmed(model))
+    twin = copy.deepcopy(trained(model))
     for p in twin.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     for number, first in enumerate((True, False, False, True, False)):
@@ -314,7 +293,7 @@ def test_false_before_any_true_is_said_once() -> None:
     twin = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="begin each step with True"):
         found = step(model, data(0), False)
-    assert_equal(found, step(twin, data(0), None))
+    assert_same(found, step(twin, data(0), None))
     step(other, data(0), False)  # said before
     before = kept_of(model)
     step(model, data(0), False)
@@ -350,24 +329,13 @@ def test_reference_reads_what_is_kept() -> None:
     torch.testing.assert_close(y, z, rtol=1e-3, atol=0.02)
 
 
-def test_checked_calls() -> None:
-    """Sequential(verify=True) holds each step against float64, with what is kept."""
-    model = te.LayerNormMLP(F, FFN, verify=True)
-    for number, first in enumerate((True, False)):
-        step(model, data(number), first)
-
-
-def test_outside_of_regions_nothing_is_kept() -> None:
+def test_outside_of_regions_and_by_products_not_all_in_8_bits_nothing_is_kept() -> None:
+    """Nor of weights that come with each call."""
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
     model = te.LayerNormMLP(F, FFN)
     for first in (True, False):
         assert torch.equal(model(data(0), is_first_microbatch=first), model(data(0)))
     assert kept_of(model) == [{}, {}]
-
-
-def test_products_that_are_not_all_in_8_bits_keep_nothing() -> None:
-    """Nor do weights that come with each call."""
-    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
-    model = te.LayerNormMLP(F, FFN)
     with on(recipe):
         assert torch.equal(model(data(0), is_first_microbatch=True), model(data(0)))
     linear, w = te.Linear(F, FFN), torch.randn(FFN, F)
@@ -376,17 +344,6 @@ def test_products_that_are_not_all_in_8_bits_keep_nothing() -> None:
         assert torch.equal(linear(data(0), weight=w + 1, is_first_microbatch=False), linear(data(0), weight=w + 1))
         assert not torch.equal(y, linear(data(0), weight=w + 1))
     assert kept_of(model) == [{}, {}]
-
-
-def test_weights_that_tell_no_writes_are_quantized_in_each_micro_batch() -> None:
-    """Those of inference mode: what is kept is of another memory, as soon as one may have been written."""
-    torch.manual_seed(0)
-    with torch.inference_mode(), on():
-        model = te.LayerNormMLP(F, FFN)
-        model(data(0), is_first_microbatch=True)
-        for factor in (1.0, 4.0, -2.0):
-            model.fc1_weight.mul_(factor)
-            assert torch.equal(model(data(1), is_first_microbatch=False), model(data(1)))
 
 
 def test_is_saved_nowhere_and_freed_with_the_model() -> None:
@@ -412,39 +369,6 @@ def test_a_model_that_is_converted_is_quantized_anew() -> None:
     with on():
         y = model(data(0).bfloat16(), is_first_microbatch=False)
     assert y.dtype == torch.bfloat16 and y.isfinite().all()
-
-
-def test_a_list_says_it_by_a_context() -> None:
-    torch.manual_seed(0)
-    model = warmed(te.Sequential(te.LayerNorm(F), te.Linear(F, FFN), te.Linear(FFN, F)))
-    twin = copy.deepcopy(model)
-    for number, first in enumerate((True, False)):
-        with on(), microbatch(first):
-            y = model(data(number))
-        with on():
-            z = twin(data(number))
-        assert torch.equal(y, z)
-    assert all(set(k) == set(KEPT) for k in kept_of(model))
-
-
-def test_each_true_takes_the_weights_of_now() -> None:
-    """Also where it is like the last call in all else."""
-    model = made("Linear")
-    twin = copy.deepcopy(model)
-    for by in (0.5, -1.0, 0.25):
-        assert_equal(step(model, data(0), True), step(twin, data(0), None))
-        change(model, by)
-        change(twin, by)
-
-
-def test_modules_within_a_call_are_of_its_micro_batch() -> None:
-    """What runs by its own __call__, as what is hooked does, keeps and reads weights with the rest."""
-    model = made("TransformerLayer")
-    model.layernorm_mlp.register_forward_hook(lambda *_: None)
-    twin = copy.deepcopy(model)
-    for number, first in enumerate((True, False, False)):
-        assert_equal(step(model, data(number), first), step(twin, data(number), None))
-    assert all(set(k) == set(KEPT) for k in kept_of(model))
 
 
 @pytest.mark.parametrize("said", ["a", 1, torch.tensor(True)])

@@ -1,10 +1,13 @@
-"""Recipes: values that are checked when they are made."""
+"""Recipes, checked when they are made; regions: which one is on, where, and who is called at its entry."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
-from dataclasses import dataclass, fields
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,13 +25,19 @@ from te_fuser.recipe import (
     OwnScales,
     QParams,
     Recipe,
+    region,
 )
 
 FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
 
 
-def test_formats() -> None:
+def test_formats_and_delayed_scaling() -> None:
+    """Defaults of all recipes stand in public.txt."""
+    other = DelayedScaling(1, 1, Format.E4M3, 16, "most_recent", None, False, (False, True, False))  # by position
+    assert other.amax_compute_algo == "most_recent" and other.override_linear_precision == (False, True, False)
+    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert twin == other != DelayedScaling() and hash(twin) == hash(other)
     assert [f.name for f in Format] == ["E4M3", "E5M2", "HYBRID"]
     assert Format.HYBRID.value.max_fwd == torch.finfo(torch.float8_e4m3fn).max
     assert Format.HYBRID.value.max_bwd == torch.finfo(torch.float8_e5m2).max
@@ -36,42 +45,13 @@ def test_formats() -> None:
     assert Format.E4M3.value == (448.0, 448.0) and Format.E5M2.value == (57344.0, 57344.0)
 
 
-def test_delayed_scaling() -> None:
-    recipe = DelayedScaling()
-    assert (recipe.margin, recipe.interval, recipe.fp8_format, recipe.amax_history_len) == (0, 1, Format.HYBRID, 1024)
-    assert (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe.reduce_amax) == ("max", None, True)
-    assert recipe.override_linear_precision == (False, False, False) and not recipe.fp8_dpa and not recipe.fp8_mha
-    other = DelayedScaling(1, 1, Format.E4M3, 16, "most_recent", None, False, (False, True, False))  # by position
-    assert other.amax_compute_algo == "most_recent" and other.override_linear_precision == (False, True, False)
-    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert twin == other != recipe and hash(twin) == hash(other)
-
-
-def test_products_are_summed_fast_forward_and_split_for_gradients() -> None:
-    for kind in (DelayedScaling, Float8CurrentScaling):
-        recipe = kind()
-        assert (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad) == (FAST, SPLIT, SPLIT)
-        assert kind(fp8_gemm_fprop=SPLIT).fp8_gemm_fprop == SPLIT
-    for kind in (Float8BlockScaling, MXFP8BlockScaling):
-        recipe = kind()
-        assert (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad) == (SPLIT, SPLIT, SPLIT)
-        assert all(f.kw_only for f in fields(recipe) if f.name.startswith("fp8_gemm"))
-
-
-def test_recipes_without_history() -> None:
-    assert Float8CurrentScaling().fp8_format == Format.HYBRID
-    assert Float8CurrentScaling().fp8_quant_fwd_inp == QParams(power_2_scale=False, amax_epsilon=0.0)
-    blocks = Float8BlockScaling()
-    assert (blocks.x_block_scaling_dim, blocks.w_block_scaling_dim, blocks.grad_block_scaling_dim) == (1, 2, 1)
-    assert MMParams() == SPLIT and blocks.fp8_format == Format.E4M3 and blocks.fp8_quant_bwd_grad.power_2_scale
-    assert MXFP8BlockScaling().margin == 0 and MXFP8BlockScaling().fp8_format == Format.E4M3
-    assert all(issubclass(kind, Recipe) and kind() == kind() for kind in KINDS)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_recipes_cannot_be_changed(kind: Any) -> None:
+    assert isinstance(kind(), Recipe) and kind() == kind()
     with pytest.raises(AttributeError):
         kind().fp8_format = Format.E4M3
+    with pytest.raises(TypeError, match="own_scales"):
+        Recipe()  # type: ignore[abstract]
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -176,6 +156,190 @@ def test_scales_that_are_none_are_refused_where_a_region_is_entered(given: Any) 
         te.precision(te.Linear(64, 64), {"*": Odd()})
 
 
-def test_a_recipe_that_says_nothing_of_scales_is_none() -> None:
-    with pytest.raises(TypeError, match="own_scales"):
-        Recipe()  # type: ignore[abstract]
+RECIPE, OTHER = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=8)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[region.Region]]:
+    """The regions that were entered from outside of all."""
+    found: list[region.Region] = []
+    monkeypatch.setattr(region, "_callbacks", [found.append])
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        lambda: te.fp8_autocast(),
+        lambda: te.fp8_autocast(False, DelayedScaling()),
+        lambda: te.fp8_autocast(False, DelayedScaling(), None),
+        lambda: te.fp8_autocast(enabled=False, calibrating=False, fp8_recipe=DelayedScaling(), fp8_group=None),
+        lambda: te.autocast(enabled=False, recipe=DelayedScaling(), amax_reduction_group=None),
+        lambda: te.autocast(enabled=False, recipe=MXFP8BlockScaling()),
+    ],
+)
+def test_regions_that_are_off(off: Any) -> None:
+    layer, x = te.Linear(16, 16, device="cpu"), torch.randn(2, 16)
+    with off():
+        assert region.current() is None
+        y = layer(x)
+    assert torch.equal(y, layer(x)) and torch.equal(off()(layer)(x), y)
+
+
+@pytest.mark.parametrize(
+    ("on", "calibrating"),
+    [
+        (lambda: te.fp8_autocast(True, False, RECIPE, None), False),
+        (lambda: te.fp8_autocast(True, RECIPE), False),
+        (lambda: te.fp8_autocast(enabled=True, fp8_recipe=RECIPE), False),
+        (lambda: te.fp8_autocast(calibrating=True, fp8_recipe=RECIPE), True),
+        (lambda: te.fp8_autocast(True, True, RECIPE), False),  # who is to quantize does not calibrate alone
+        (lambda: te.autocast(True, False, RECIPE, None), False),
+        (lambda: te.autocast(recipe=RECIPE), False),
+        (lambda: te.autocast(False, True, RECIPE), True),
+    ],
+)
+def test_regions_that_are_on(on: Any, calibrating: bool) -> None:
+    with on():
+        assert region.current() == region.Region(RECIPE, None, calibrating)
+    assert region.current() is None
+
+
+def test_the_inner_region_holds(calls: list[region.Region]) -> None:
+    with te.autocast(recipe=RECIPE):
+        with te.autocast(enabled=False):
+            assert region.current() is None and region.current_key() is None
+            with te.autocast(recipe=OTHER):
+                assert region.current() == region.Region(OTHER)
+        assert region.current() == region.Region(RECIPE)
+    assert calls == [region.Region(RECIPE)]
+    with te.autocast(enabled=False), te.autocast(recipe=OTHER):
+        assert calls[1:] == [region.Region(OTHER)]
+    with te.autocast():
+        assert region.current() == region.Region(DelayedScaling())
+
+
+def test_a_region_may_be_entered_again_and_again(calls: list[region.Region]) -> None:
+    on = te.autocast(recipe=RECIPE)
+    with on, on, on:
+        assert region.entered() == (on.region,) * 3
+    numbers = set()
+    for _ in range(3):
+        with on:
+            numbers.add(region.entries())
+    assert len(numbers) == 3 and len(calls) == 4 and region.entered() == ()
+
+
+def test_regions_decorate_functions_and_can_be_pickled() -> None:
+    @te.fp8_autocast(enabled=True, fp8_recipe=RECIPE)
+    def run(depth: int) -> Any:
+        return region.entered() if depth == 0 else run(depth - 1)
+
+    assert run(2) == (region.Region(RECIPE),) * 3 and region.current() is None
+    twin = pickle.loads(pickle.dumps(te.autocast(recipe=RECIPE)))
+    assert twin.region == region.Region(RECIPE)
+
+
+def test_errors_other_threads_and_contexts_are_in_no_region() -> None:
+    found: list[Any] = []
+    with te.autocast(recipe=RECIPE):
+        thread = threading.Thread(target=lambda: found.append(region.current()))
+        thread.start()
+        thread.join()
+        found.append(contextvars.Context().run(region.current))
+        assert region.current() is not None
+    assert found == [None, None]
+    with pytest.raises(RuntimeError, match="inside"), te.autocast(recipe=RECIPE):
+        raise RuntimeError("inside")
+    assert region.current() is None
+
+
+def test_keys_are_all_that_plans_depend_on() -> None:
+    def key(**how: Any) -> Any:
+        with te.autocast(**how):
+            return region.current_key()
+
+    assert key(recipe=RECIPE) == key(recipe=DelayedScaling(amax_history_len=4)) != key(recipe=OTHER)
+    assert key(recipe=RECIPE) != key(enabled=False, calibrating=True, recipe=RECIPE)
+    before = key(recipe=RECIPE)
+    region.settings_changed()
+    assert key(recipe=RECIPE) != before and len({before, key(recipe=RECIPE)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: te.fp8_autocast(False, False, "delayed"),
+            "te_fuser.recipe as fp8_recipe.* got 'delayed'",
+        ),
+        (lambda: te.fp8_autocast("on"), "enabled is True or False, got 'on'"),
+        (lambda: te.autocast(False, recipe=DelayedScaling), "as recipe"),
+        (lambda: te.autocast(True, calibrating=1), "calibrating is True or False, got 1"),
+        (
+            lambda: te.fp8_autocast(True, fp8_group="world"),
+            "takes a group .* as fp8_group, got 'world'",
+        ),
+        (lambda: te.fp8_autocast(False, DelayedScaling(), 3), "takes a group"),
+        (lambda: te.autocast(amax_reduction_group=3), "as amax_reduction_group, got 3"),
+    ],
+)
+def test_bad_arguments(call: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("given", [3, None, torch.ones(2)])
+def test_what_is_no_function_is_not_decorated(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"a region decorates a function, got .*: write @autocast"):
+        te.autocast(recipe=RECIPE)(given)
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPE):
+            return dy
+
+
+def test_what_runs_again_has_its_regions_and_backwards_enter_none(calls: list[region.Region]) -> None:
+    with te.autocast(recipe=RECIPE):
+        stack = region.entered()
+    calls.clear()
+    with region.recomputed(stack):
+        assert region.current() == region.Region(RECIPE) and region.recomputing()
+        with te.autocast(recipe=OTHER):
+            assert region.current() == region.Region(OTHER)
+    with region.recomputed(()), te.autocast(recipe=OTHER):
+        assert region.current() == region.Region(OTHER)
+    assert calls == [] and not region.recomputing() and region.current() is None
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inside of a backward.*checkpoint_contexts"):
+        InBackward.apply(x).backward()
+    with te.autocast(recipe=RECIPE):
+        InBackward.apply(x).backward()  # it is inside of another one
+    assert len(calls) == 1
+
+
+def _generator() -> Iterator[int]:
+    yield 1
+
+
+async def _coroutine() -> None: ...
+
+
+async def _async_generator() -> Any:
+    yield 1
+
+
+class _Class: ...
+
+
+@pytest.mark.parametrize("what", [_generator, _coroutine, _async_generator, _Class])
+def test_what_would_run_outside_of_its_region_is_not_decorated(what: Any) -> None:
+    with pytest.raises(TypeError, match=r"which would run outside of it: write `with autocast\(\.\.\):` inside"):
+        te.autocast(recipe=RECIPE)(what)

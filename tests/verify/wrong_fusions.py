@@ -174,20 +174,10 @@ def says_plain_of_a_view(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------ widths and dtypes
 
 
-@forward("width", "output.*(is|says)|RuntimeError")
-def gives_half_its_width(m: Any, x: Tensor) -> Tensor:
-    return bias_silu(m, x)[..., : x.shape[-1] // 2]
-
-
 @backward("width", r"gradient of bias of .* is float32 \[.*, the plan says")
 def leaves_the_sum_to_autograd(m: Any, dy: Tensor) -> Any:
     dx = dy * (m["output"] > 0)
     return dx, {"0.bias": dx.clone()}
-
-
-@forward("dtype", "is float32 .*(plain PyTorch gives|the plan says) .*bfloat16", dtypes=[torch.bfloat16])
-def gives_float32(m: Any, x: Tensor) -> Tensor:
-    return bias_silu(m, x).float()
 
 
 @forward("dtype", "bias.output is float32 .*the plan says bfloat16", dtypes=[torch.bfloat16])
@@ -201,16 +191,6 @@ def emits_float32(m: Any, x: Tensor) -> Tensor:
 def gives_its_gradient_in_float32(m: Any, dy: Tensor) -> Any:
     dx = dy * (m["output"] > 0)
     return dx.float(), {"0.bias": summed(dx)}
-
-
-@forward("dtype", "output: .*error")
-def rounds_in_between(m: Any, x: Tensor) -> Tensor:
-    return bias_silu(m, x.bfloat16().to(x.dtype))
-
-
-@forward("dtype", "float64 .*error", dtypes=[torch.float64])
-def forgets_float64(m: Any, x: Tensor) -> Tensor:
-    return bias_silu(m, x.float().to(x.dtype))
 
 
 # ------------------------------------------------------------------------------------------------ statistics
@@ -250,35 +230,7 @@ WRONG["statistic: saved with another eps"] = _norm(1e-3, 0), "gradient of input"
 WRONG["statistic: saved for another row"] = _norm(0.0, 1), "gradient of input", {}
 
 
-# ----------------------------------------------------------------------------------------------------- sizes
-
-
-def _when(kind: str, name: str, words: str, wrong: Callable[[Tensor], bool]) -> None:
-    def body(m: Any, x: Tensor) -> Tensor:
-        y = bias_silu(m, x)
-        return y * 1.5 if wrong(x) else y
-
-    body.__name__ = name
-    forward(kind, words)(body)
-
-
-_when("size", "errs_above_600_rows", "output: error", lambda x: rows_of(x) > 600)
-_when("size", "errs_above_16000_rows", "output: error", lambda x: rows_of(x) > 16_000)
-_when("size", "errs_at_whole_blocks", "output: error", lambda x: rows_of(x) % 64 == 0)
-_when("size", "errs_at_one_row", "output: error", lambda x: rows_of(x) == 1)
-_when("size", "errs_at_odd_widths", "output: error", lambda x: x.shape[-1] % 2 == 1)
-_when("size", "errs_in_three_dimensions", "output: error", lambda x: x.dim() == 3)
-_when("size", "errs_at_strides", "output: error", lambda x: not x.is_contiguous())
-_when("size", "errs_unaligned", "output: error", lambda x: x.data_ptr() % 16 != 0)
-
 # ------------------------------------------------------------------------------------------------- what it keeps
-
-_RUNS = itertools.count()
-
-
-@forward("state", "is not repeated bit for bit")
-def is_another_each_time(m: Any, x: Tensor) -> Tensor:
-    return bias_silu(m, x) * (1 + 1e-6 * (next(_RUNS) % 2))
 
 
 @forward("state", "parameters changed in place.*error")
@@ -290,6 +242,52 @@ def keeps_its_parameter(m: Any, x: Tensor) -> Tensor:
     before = x + kept
     m.emit("0.output", before)
     return torch.nn.functional.silu(before)
+
+
+# ------------------------------------------------------------------------------------------------- in one line
+
+_RUNS = itertools.count()
+
+
+def _wrong_where(wrong: Callable[[Tensor], bool]) -> Callable[[Any, Tensor], Tensor]:
+    """A body that is right but where that holds of its input."""
+    return lambda m, x: bias_silu(m, x) * (1.5 if wrong(x) else 1.0)
+
+
+LINES: dict[str, tuple[str, Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
+    "size: errs above 600 rows": ("output: error", _wrong_where(lambda x: rows_of(x) > 600), {}),
+    "size: errs above 16000 rows": ("output: error", _wrong_where(lambda x: rows_of(x) > 16_000), {}),
+    "size: errs at whole blocks": ("output: error", _wrong_where(lambda x: rows_of(x) % 64 == 0), {}),
+    "size: errs at one row": ("output: error", _wrong_where(lambda x: rows_of(x) == 1), {}),
+    "size: errs at odd widths": ("output: error", _wrong_where(lambda x: x.shape[-1] % 2 == 1), {}),
+    "size: errs in three dimensions": ("output: error", _wrong_where(lambda x: x.dim() == 3), {}),
+    "size: errs at strides": ("output: error", _wrong_where(lambda x: not x.is_contiguous()), {}),
+    "size: errs unaligned": ("output: error", _wrong_where(lambda x: x.data_ptr() % 16 != 0), {}),
+    "width: gives half of it": (
+        "output.*(is|says)|RuntimeError",
+        lambda m, x: bias_silu(m, x)[..., : x.shape[-1] // 2],
+        {},
+    ),
+    "dtype: gives float32": (
+        "is float32 .*(plain PyTorch gives|the plan says) .*bfloat16",
+        lambda m, x: bias_silu(m, x).float(),
+        {"dtypes": [torch.bfloat16]},
+    ),
+    "dtype: rounds in between": ("output: .*error", lambda m, x: bias_silu(m, x.bfloat16().to(x.dtype)), {}),
+    "dtype: forgets float64": (
+        "float64 .*error",
+        lambda m, x: bias_silu(m, x.float().to(x.dtype)),
+        {"dtypes": [torch.float64]},
+    ),
+    "state: is another each time": (
+        "is not repeated bit for bit",
+        lambda m, x: bias_silu(m, x) * (1 + 1e-6 * (next(_RUNS) % 2)),
+        {},
+    ),
+}
+for name, (words, body, given) in LINES.items():
+    body.__name__ = name.partition(": ")[2].replace(" ", "_")
+    forward(name.partition(":")[0], words, **given)(body)
 
 
 @forward("state", "error|train and eval swapped", ops.Dropout)

@@ -34,10 +34,7 @@ def _ours(ranks: Ranks) -> nn.Module:
 def _wrapped(ranks: Ranks, model: Any, wrapper: str) -> nn.Module:
     if wrapper == DDP:
         own = [ranks.device.index] if ranks.card.is_gpu else None
-        made = DistributedDataParallel(model, own, gradient_as_bucket_view=True)
-        if isinstance(model, te_fuser.Sequential):
-            te_fuser.parallel.write_into_buckets(made)
-        return made
+        return DistributedDataParallel(model, own, gradient_as_bucket_view=True)
     if wrapper == FSDP:
         mesh = ranks.mesh()
         for layer in model:

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -203,16 +202,10 @@ class Plan:
                 found[description.key] = Generated(description, max(known.sizes, sizes) if known else sizes)
         return found
 
-    @functools.cached_property
-    def has_sums(self) -> bool:
-        """True where there are column sums whose last addition may wait for the end of a program."""
-        return any(s.sums() for s in self.steps)
-
     @property
     def written(self) -> tuple[WrittenKernel, ...]:
-        """The kernels written by hand that it launches, for its steps and for its column sums, each once."""
-        sums = [ColumnSumsKernel()] if self.has_sums else []
-        return tuple(dict.fromkeys([*sums, *(kernel for s in self.steps for kernel in s.task.written)]))
+        """The kernels written by hand that it launches, each once."""
+        return tuple(dict.fromkeys([kernel for s in self.steps for kernel in s.task.written]))
 
     @property
     def x(self) -> Spec:

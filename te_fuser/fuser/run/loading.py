@@ -20,11 +20,9 @@ from te_fuser.fuser.run.delayed import handed_in
 from te_fuser.fuser.run.program import Loaded, Program, Wrapper, build_program, run_program
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fusions.registry import libraries
-from te_fuser.kernels.reductions import ColumnSumsKernel
 from te_fuser.params.main_grad import has_main_grad
 
 if TYPE_CHECKING:
-    from te_fuser import _native
     from te_fuser.codegen.cuda_source_kernel import WrittenKernel
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Graph
@@ -192,13 +190,11 @@ def load(
     Args:
         outputs: names of the extra outputs, in the order in which they are returned.
         instead: description key -> another kernel for it.
-        wrap: what runs in each step's place; each kernel then adds up its own column sums.
+        wrap: what runs in each step's place.
     """
     wanted = [g.description for g in plan.generated.values()]
     rows = {key: g.sizes[0] for key, g in plan.generated.items()}
-    with_sums = plan.has_sums and wrap is None
     kernels = load_kernels(wanted, plan.target, plan.x.device, rows, plan.written) | dict(instead or {})
-    sums = load_column_sums(plan.target, plan.x.device) if with_sums else None
     graph = plan.graph
     given = [graph.output, *(graph.named_outputs[name] for name in outputs)]
     # Where a call gives inputs alone, and none twice: views of these, and nothing runs.
@@ -206,7 +202,7 @@ def load(
     handed_on = [inputs[ref] for ref in map(graph.ref, given) if ref in inputs]
     computed = len({*handed_on}) < len(given)
     result, *extras = given if computed else handed_on
-    loaded = Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])
+    loaded = Loaded(kernels, wrap, [n.label for n in graph.nodes])
     refs = [parameter_ref(k) for k in range(len(graph.parameters))]
     prepared = Executable(
         plan,
@@ -285,11 +281,6 @@ def load_kernels(
         kernels = cuda_loader.load(wanted, device, rows=rows, cache_dir=config.cache_dir, written=written)
         return {d.key: k.run for d, k in zip(wanted, kernels, strict=True)}
     return {d.key: InterpretedKernel(d) for d in wanted}
-
-
-def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
-    """Kernel that adds up the column sums of a program's kernels at its end; None where each does it at once."""
-    return ColumnSumsKernel().ready(device) if target == "cuda" else None
 
 
 def execute(

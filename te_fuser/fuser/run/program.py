@@ -67,13 +67,11 @@ class Loaded:
     Attributes:
         kernels: description key -> the kernel.
         wrap: what runs in each step's place.
-        sums: adds up all column sums at the end that no step reads; without it each kernel adds up its own.
         labels: what the ops of the plan are called.
     """
 
     kernels: Mapping[str, KernelFunction]
     wrap: Wrapper | None = None
-    sums: _native.ColumnSums | None = None
     labels: Sequence[str] = ()
 
 
@@ -98,17 +96,10 @@ def build_program(
     runners = [s.task.runner(s, Bench(slots, loaded.kernels, d)) for s, d in zip(steps, dying, strict=True)]
     if wrap is not None:
         runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
-    may_wait = []
-    for k, step in enumerate(() if wrap else steps):
-        sums = [slots[r] for r in step.sums()]
-        if sums and all(slot in held and last[slot] == k for slot in sums):  # results that no later step reads
-            may_wait.append(k)
     ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
     names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     runners = [_naming(s.name, o, r) if s.task.waits else r for s, o, r in zip(steps, ops, runners, strict=True)]
-    native = _native.Program(
-        [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
-    )
+    native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)])
     blank = (None,) * (len(slots) - given + 1)
     made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
     authors: list[Author | None] = []

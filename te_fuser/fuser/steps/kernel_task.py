@@ -88,9 +88,6 @@ class KernelTask(Task):
         names = {load for _, load in self.description.overwrites}
         return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
 
-    def sums(self, step: Step) -> list[Ref]:
-        return [o.ref for o in self.outputs[len(self.description.stores) :]]
-
     def sizes(self, x: Spec) -> tuple[int, int, int] | None:
         return (x.rows, *batch_layout(x.shape, self.batch_dim)) if self.computes else None
 

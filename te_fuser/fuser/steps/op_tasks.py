@@ -277,9 +277,6 @@ class FusionTask(Task):
             return "product"
         return "function" if self._takes() else "method"
 
-    def sums(self, step: Step) -> list[Ref]:
-        return [r for name, r in step.outputs if name in self.fusion.sums]
-
     def runner(self, step: Step, bench: Bench) -> Runner:
         """A native step where its body is a plain function of tensors, else a `FusionRunner`."""
         fusion, slots, takes = self.fusion, bench.slots, self._takes()
@@ -396,8 +393,7 @@ class FusionRunner:
         )
         self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
 
-    def __call__(self, slots: Slots, later: object = None) -> None:
-        """Run it; where its column sums may wait, the native loop says where they are left."""
+    def __call__(self, slots: Slots) -> None:
         tensors = {name: slots[k] for name, k in self._inputs}
         first = slots[self._first]
         streams = {}
@@ -405,7 +401,7 @@ class FusionRunner:
             # Read only when somebody draws from it: a seed on a GPU is waited for.
             where = first.shape, node.op.batch_dim(), node.draw.share
             streams[k] = functools.partial(stream_of, tensors["seed"], node.draw.stream, *where)
-        call = FusionCall(self._ops, tensors, self._needed, streams, later, self._shared)
+        call = FusionCall(self._ops, tensors, self._needed, streams, self._shared)
         result = self._function(call, first)
         if not self._forward:
             made = by_name(self._label, result)

@@ -124,10 +124,6 @@ class Task:
         """The function that the step comes to, where one that gives a tensor from some is all; None: it is more."""
         return None
 
-    def sums(self, step: Step) -> list[Ref]:
-        """The column sums that it makes whose last addition may wait, as far as it is concerned."""
-        return []
-
     def sizes(self, x: Spec) -> tuple[int, int, int] | None:
         """Rows, batch_inner and samples of the generated kernel that it launches for x; None: it launches none."""
         return None
@@ -208,10 +204,6 @@ class Step:
     def writes(self) -> list[Ref]:
         """The refs it makes."""
         return [r for _, r in self.outputs]
-
-    def sums(self) -> list[Ref]:
-        """Column sums among what it makes whose last addition may wait, as far as the step itself is concerned."""
-        return self.task.sums(self)
 
 
 def made_name(name: str) -> str:

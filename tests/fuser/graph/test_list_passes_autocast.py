@@ -84,16 +84,6 @@ def test_autocast_on_and_off(planned):
     assert len(planned) == 3
 
 
-def test_autocast_fuses_as_bfloat16_does():
-    x = tensor(6, 8, dtype=torch.float32)
-    model = our_mlp(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = [s.name for s in model.plan(x).forward]
-    low = [s.name for s in our_mlp(torch.bfloat16).plan(x.detach().bfloat16()).forward]
-    assert "matmul_bias" in low
-    assert [name.replace("_cast", "") for name in under if name != "cast_parameter"] == low
-
-
 def test_nothing_inside_is_cast_again():
     """An op that autocast knows nothing of gets the dtype that the plan says, in forward and in its own products."""
     seen = []
@@ -116,23 +106,6 @@ def test_nothing_inside_is_cast_again():
     assert seen == [torch.float32] * 2 and y.dtype == torch.float32
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x) for t in (y, want)), rtol=1e-4, atol=1e-3)
-
-
-def test_autocast_on_a_gpu_fuses_as_bfloat16_does():
-    """Biases are read in the products' dtype, as torch.nn.Linear reads them there: epilogues take them."""
-
-    def names(model, x):
-        plan = model.plan(x, device="h200")
-        steps = [s.name for s in (*plan.forward, *plan.backward)]
-        return [name.replace("_cast", "") for name in steps if name != "cast_parameter"]
-
-    with torch.device("meta"):
-        x = torch.empty(2048, 1024, requires_grad=True)
-        model = te_fuser.Sequential(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GELU(), ops.Linear(4096, 1024))
-    with autocast_on_cuda():
-        under = names(model, x)
-    assert "matmul_bias_gelu_aux" in under and "matmul_bias_backward" in under
-    assert under == names(model.bfloat16(), x.detach().bfloat16().requires_grad_())
 
 
 def test_a_linear_under_autocast_is_torchs():

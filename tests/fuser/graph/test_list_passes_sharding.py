@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph.graph import Graph
 from te_fuser.ops.sharing import Cut
+from tests.refused import refusals
 from tests.twins import sequential
 
 TP = ops.Group("ranks", 2, "tp")
@@ -183,11 +184,7 @@ class Opaque(ops.UnfusedOperation):
         return dy * 2
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    run, words = REFUSED[name]
-    with pytest.raises(ValueError, match=re.escape(words)):
-        run()
+test_refusals = refusals({name: (call, ValueError, re.escape(words)) for name, (call, words) in REFUSED.items()})
 
 
 def test_one_parameter_of_which_one_op_has_all_and_another_a_term() -> None:

@@ -10,11 +10,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.graph.refs import PARAMETER
 from te_fuser.fuser.plan import kernel_cache
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.stretch import Stretch
-from te_fuser.fuser.steps.kernel_task import KernelTask
 
 
 @pytest.fixture(autouse=True)
@@ -70,20 +68,6 @@ def test_another_formula_dtype_or_gradient_is_another_kernel(derived: list[str],
     other[0].requires_grad_("frozen" not in changed)
     plan(other, dtype=changed.get("dtype", torch.float32))
     assert derived
-
-
-def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
-    found = plan(branch(), branch(), branch())
-    for steps in (found.forward, found.backward):
-        made: set[Any] = set()
-        for step in steps:
-            if isinstance(step.task, KernelTask):
-                nodes = found.graph.nodes[step.start : step.stop]
-                parameters = {p for n in nodes for p in n.parameters.values()}
-                assert {r.index for r in step.reads() if r.kind is PARAMETER} <= parameters
-                assert set(step.task.streams) <= {n.index for n in nodes}
-                assert not made & set(step.writes())
-                made |= set(step.writes())
 
 
 def test_results_and_refusals_are_those_of_the_stretch() -> None:

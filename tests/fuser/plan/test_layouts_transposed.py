@@ -60,20 +60,6 @@ def turned(plan: Plan, direction: str) -> dict[str, list[str]]:
     return {name: labels for name, labels in found.items() if labels}
 
 
-def test_kernels_without_row_sums_store_both_layouts() -> None:
-    p = planned("mlp", memory="fast")
-    gradient, value = "gradient of float8_mat_mul.output transposed", "quantize.output transposed"
-    assert turned(p, "forward") == {"transposed8": [value], "gelu_quantize_fwd": [value]}
-    assert turned(p, "backward") == {"bias_add_bwd": [gradient], "bias_gelu_quantize_bwd": [gradient]}
-    gelu = next(s for s in p.forward if s.name == "gelu_quantize_fwd")
-    assert [s.layout for s in gelu.task.description.stores] == ["rows", "transposed"]  # type: ignore[union-attr]
-
-
-def test_nothing_is_turned_where_factors_are_taken_as_they_lie() -> None:
-    p = planned("mlp", "b200")
-    assert not [r for s in p.steps for r in (*s.reads(), *s.writes()) if r.form == TURNED]
-
-
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_compute_capability_10_alone_takes_them_so(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its minor number; 12 is as Hopper."""

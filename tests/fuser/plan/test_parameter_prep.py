@@ -12,7 +12,7 @@ from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.loading import execute, load
 from te_fuser.fusions import Details
-from te_fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_fuser.recipe import Float8CurrentScaling, Recipe
 from tests.fusions.emulated_gpu import on_an_emulated_gpu as on_an_emulated_gpu
 from tests.needs import needs_compiler
 
@@ -49,14 +49,6 @@ def test_a_pass_and_a_small_step_before_each_kernel_that_quantizes(device: str |
         assert set(numbers) <= read
 
 
-def test_the_kernels_are_those_of_kept_scales() -> None:
-    """But for what they raise; and the products are the same rows."""
-    mine, other = planned(), planned(DelayedScaling())
-    own = [n for n in names(mine.steps) if n not in ("scale_of_amax", "zeros") and not n.endswith("_amax")]
-    assert own == names(other.steps)
-    assert mine.kept_bytes() == other.kept_bytes()
-
-
 def test_a_tensor_that_a_kernel_stores_needs_no_pass() -> None:
     """The norm of the second branch hands its gradient to the bias of the first: as it is, or times a mask."""
     for behind in ([], [ops.Dropout(0.1)]):
@@ -75,19 +67,6 @@ def test_a_tensor_that_a_kernel_stores_needs_no_pass() -> None:
         assert maximum.made_in == "bfloat16" and "layer_norm" in raising.name
 
 
-def test_zeros_by_one_step() -> None:
-    p = planned()
-    assert names(p.before) == ["quantize_weights", "zeros"]
-    assert len(p.before[1].writes()) == 4
-    assert names(planned(DelayedScaling()).before) == ["quantize_weights"]
-
-
-def test_without_gradients() -> None:
-    p = planned(grad=False)
-    assert not p.backward and names(p.forward).count("scale_of_amax") == 2
-    assert len(p.before[1].writes()) == 2
-
-
 def test_what_quantizes_on_its_way_says_why_not() -> None:
     @te_fuser.fusions.fusion(forward=[ops.GELU, ops.Quantize], details=Details(registered=False))
     def gelu_quantize(m: Any, x: Any) -> Any:
@@ -98,11 +77,6 @@ def test_what_quantizes_on_its_way_says_why_not() -> None:
     (refused,) = [r for r in p.refusals if r.name == "gelu_quantize"]
     assert "the scale of" in refused.reason and "which has to be there first" in refused.reason
     assert names(p.forward).count("scale_of_amax") == 2
-
-
-def test_main_grad() -> None:
-    p = planned(accumulate_into_main_grad=True)
-    assert "float8_matmul_main_grad" in names(p.backward)
 
 
 def numbers_of_a_call(rows: int) -> list[torch.Tensor]:

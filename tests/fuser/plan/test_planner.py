@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.graph.refs import RECOMPUTED, STATISTIC, VALUE
+from te_fuser.fuser.plan import planner
 from te_fuser.fuser.steps.op_tasks import FusionTask
 from te_fuser.fusions import Cost, Details
+from tests.plans.models import BF16, gpt
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(6, 8)
@@ -88,26 +90,6 @@ def test_the_cover_is_the_cheapest_whatever_the_order(seed):
         for entry in order:
             fusions.unregister(entry)
     assert covers == [parts] * 3
-
-
-def test_a_dearer_fusion_loses_and_the_plan_says_by_how_much():
-    fusions.register(chain_fusion("dear", [ops.SiLU, ops.ReLU], 1.0))
-    fusions.register(chain_fusion("cheap", [ops.GELU, ops.SiLU], 0.0))
-    with torch.no_grad():
-        plan = sequential(*(kind() for kind in CHAIN)).plan(X)
-    assert "cheap" in [s.name for s in plan.forward]
-    (reason,) = (r.reason for r in plan.refusals if r.name == "dear")
-    assert "us more than" in reason and float(reason.split()[1]) == pytest.approx(1e6, rel=0.01)
-
-
-def test_both_directions_are_covered_for_themselves():
-    """A forward fusion makes forward split where backward does not."""
-    fusions.register(chain_fusion("two", [ops.ReLU, ops.SReLU], 0.0))
-    model = sequential(ops.GELU(), ops.ReLU(), ops.SReLU(), ops.SiLU(), ops.Linear(8, 8))
-    plan = model.plan(X)
-    forward, backward = ({(s.start, s.stop) for s in steps} for steps in (plan.forward, plan.backward))
-    assert (1, 3) in forward and (1, 3) not in backward
-    assert_as_meant(model, X)
 
 
 def joint(name, saves, price):
@@ -237,30 +219,6 @@ def kept(model, owner="activation", x=X, **inputs):
     return {k.name for k in model.plan(x, **inputs).kept if k.owner == owner}
 
 
-def test_only_what_somebody_reads_is_kept():
-    model = mlp(memory="fast")
-    assert kept(model, "parameter") == {"weight"}
-    assert kept(model, "input") == {"input"}
-    everything = kept(model)
-    for p in model.parameters():
-        p.requires_grad_(False)
-    assert kept(model) < everything and not kept(model, x=X.detach())
-    model[4].bias.requires_grad_(True)
-    assert kept(model, x=X.detach()) == {"bias.output"}  # what the last GELU reads, and nothing before it
-
-
-def test_biases_and_sums_keep_nothing():
-    model = sequential(ops.Bias(8), ops.Add("c"), ops.Fork("a"), ops.Bias(8), ops.Add("a"), ops.Scale(value=2.0))
-    assert model.plan(X, c=X).kept == ()
-    assert_as_meant(model, X, c=tensor(6, 8, seed=2))
-
-
-def test_a_dropout_mask_is_not_kept():
-    model = sequential(ops.Dropout(0.5), ops.Bias(8))
-    assert [(k.name, k.owner) for k in model.plan(X).kept] == [("seed", "statistic")]
-    assert_as_meant(model, X)
-
-
 def test_a_view_is_kept_in_the_memory_of_what_it_views():
     """Attention's backward reads its output, the product behind Reshape reads the same elements as a view."""
     attention = ops.DotProductAttention(2, 4, mask="causal", layout="sequence_first")
@@ -281,69 +239,16 @@ def test_a_view_of_the_calls_own_input_is_the_calls():
     assert_as_meant(model, X)
 
 
-LISTS = {
-    "mlp": lambda **o: mlp(**o),
-    "norm_between_products": lambda **o: sequential(
-        ops.Linear(8, 8),
-        ops.Bias(8),
-        ops.RMSNorm(8),
-        ops.Fork("a"),
-        ops.Linear(8, 8),
-        ops.Add("a"),
-        ops.LayerNorm(8),
-        **o,
-    ),
-    "one_value_for_two_products": lambda **o: sequential(
-        ops.Linear(8, 8),
-        ops.GELU(),
-        ops.Fork("a"),
-        ops.Linear(8, 8, bias=False),
-        te_fuser.Residual(ops.Scale(8), ops.Linear(8, 8)),
-        ops.Add("a"),
-        ops.Linear(8, 8),
-        **o,
-    ),
-    "residuals": lambda **o: sequential(
-        te_fuser.Residual(
-            ops.LayerNorm(8), ops.Linear(8, 8), te_fuser.Residual(ops.GELU(), ops.Dropout(0.5)), ops.Linear(8, 8)
-        ),
-        te_fuser.Residual(ops.RMSNorm(8), ops.Linear(8, 16), ops.GEGLU(), ops.Linear(8, 8)),
-        **o,
-    ),
-    "outputs": lambda **o: sequential(
-        ops.GELU(), ops.Output("a"), ops.Linear(8, 8), ops.SiLU(), ops.Output("b"), ops.Linear(8, 8), ops.L2Norm(), **o
-    ),
-}
+def one_value_for_two_products(**options):
+    branch = te_fuser.Residual(ops.Scale(8), ops.Linear(8, 8))
+    listed = ops.Fork("a"), ops.Linear(8, 8, bias=False), branch, ops.Add("a"), ops.Linear(8, 8)
+    return sequential(ops.Linear(8, 8), ops.GELU(), *listed, **options)
 
 
-@pytest.mark.parametrize("memory", ["fast", "lean", 0, 600])
-@pytest.mark.parametrize("name", LISTS)
-def test_every_choice_of_memory_is_right(name, memory):
-    model = LISTS[name](memory=memory)
-    outputs = ("a", "b") if name == "outputs" else ()
-    assert_as_meant(model, X, outputs)
-    assert_as_meant(model, X.detach(), outputs)
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_less_memory_is_kept_where_less_is_asked_for(name):
-    held = [LISTS[name](memory=memory).plan(X).kept_bytes() for memory in ("fast", "balanced", "lean", 0)]
-    assert held == sorted(held, reverse=True)
-    if name != "outputs":
-        assert held[-1] < held[0]
-
-
-def test_what_is_computed_again_is_not_kept():
-    plan = mlp(memory=0).plan(X)
-    again = {c.value for c in plan.choices if c.recomputed}
-    assert "layer_norm.output" in again
-    assert not again & {k.name for k in plan.kept}
-    assert any(ref.kind is RECOMPUTED for s in plan.backward for ref in s.writes())
-    fast = mlp(memory="fast").plan(X)
-    assert not any(c.recomputed for c in fast.choices)
-    assert again <= {k.name for k in fast.kept}
-    texts = [str(c) for c in (*plan.choices, *fast.choices)]
-    assert any("computed again in backward" in t for t in texts) and any(": kept, " in t for t in texts)
+@pytest.mark.parametrize("make", [mlp, one_value_for_two_products])
+def test_less_memory_is_kept_where_less_is_asked_for(make):
+    held = [make(memory=memory).plan(X).kept_bytes() for memory in ("fast", "balanced", "lean", 0)]
+    assert held == sorted(held, reverse=True) and held[-1] < held[0]
 
 
 def test_budgets():
@@ -385,59 +290,77 @@ def test_a_backward_fusion_decides_what_is_kept():
 
 
 def test_contributions_to_one_gradient_are_added_once():
-    shared = ops.Scale(8)
-    model = sequential(shared, ops.Linear(8, 8), shared, ops.Linear(8, 8), ops.Add("c"), ops.Linear(8, 8), ops.Add("c"))
+    """Of a named input that is read twice, a scale that stands twice, and a product that stands three times."""
+    scale, product = ops.Scale(8), ops.Linear(8, 8)
+    model = sequential(scale, product, scale, product, ops.Add("c"), product, ops.Add("c"))
     c = tensor(6, 8, seed=3)
     sums = [s for s in model.plan(X, c=c).backward if s.name == "add_gradients"]
-    assert sorted(len(s.inputs) for s in sums) == [2, 2]
+    assert sorted(len(s.inputs) for s in sums) == [2, 2, 3, 3]
     assert_as_meant(model, X, c=c)
 
 
-def test_gradients_of_one_parameter_three_times():
-    shared = ops.Linear(8, 8)
-    model = sequential(shared, ops.GELU(), shared, ops.SiLU(), shared)
-    sums = [s for s in model.plan(X).backward if s.name == "add_gradients"]
-    assert sorted(len(s.inputs) for s in sums) == [3, 3]
-    assert_as_meant(model, X)
+# ------------------------------------------------------------------------------------------ a GPT layer
+
+MIB = 2**20
 
 
-# ------------------------------------------------------------------------------------------ plans as data
-
-
-def test_steps_cover_the_list_once_in_order():
-    for make in LISTS.values():
-        plan = make().plan(X)
-        spans = [(s.start, s.stop) for s in plan.forward if s.name != "cast_parameter"]
-        assert spans == sorted(spans) and all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-        backward = [s.stop for s in plan.backward if s.chain]
-        assert backward == sorted(backward, reverse=True)
-        available = {k.ref for k in plan.kept}
-        for step in plan.backward:
-            missing = [
-                r for r in step.reads() if (r.kind in (RECOMPUTED, VALUE, STATISTIC) or r.term) and r not in available
-            ]
-            assert not missing, (step.name, missing)
-            available |= set(step.writes())
-
-
-def test_the_time_of_a_plan_is_the_sum_of_its_steps_and_of_its_node():
-    plan = mlp().plan(X)
-    (segment,), host = plan.segments, plan.device.host
-    node = sum(host.node) + host.gradient * sum(r is not None for r in segment.returned)
-    assert plan.seconds() == pytest.approx(sum(s.seconds for s in (*plan.forward, *plan.backward)) + node)
-    assert plan.seconds() == pytest.approx(plan.device_seconds() + plan.host_seconds())
-    assert all(s.seconds > 0 for s in plan.forward if s.cost.launches)
-
-
-def test_planning_for_a_device_that_is_absent_needs_no_memory():
+def gpt_plan(memory):
     with torch.device("meta"):
-        model = te_fuser.Sequential(ops.LayerNorm(4096), ops.Linear(4096, 16384), ops.GELU(), ops.Linear(16384, 4096))
-        x = torch.empty(8192, 4096)
-    plan = model.plan(x, device="h200")
-    assert plan.device.name == "h200" and plan.target == "cuda"
-    flops = 2 * 8192 * 4096 * 16384
-    products = [s for s in plan.forward if s.cost.flops]
-    assert len(products) == 2 and all(s.cost.flops == flops for s in products)
-    assert all(flops / 1e15 < s.seconds < flops / 1e14 for s in products)
-    with pytest.raises(ValueError, match="unknown device 'abacus'; known: cpu, h200"):
-        model.plan(x, device="abacus")
+        model = te_fuser.Sequential(*gpt(1, 4096, 32, BF16), memory=memory)
+        return model.plan(torch.empty(2048, 4, 4096, dtype=BF16, requires_grad=True), device="h200")
+
+
+def test_a_budget_is_filled():
+    room_for_one_norm = gpt_plan("lean").kept_bytes() + 64 * MIB
+    plan = gpt_plan(room_for_one_norm)
+    assert plan.kept_bytes() == room_for_one_norm
+    assert [c.recomputed for c in plan.choices if c.value == "layer_norm.output"].count(False) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_emitted_tensors_are_counted(dtype):
+    explicit = ops.DotProductAttention(2, 4, dropout=0.1, mask="none", layout="sequence_first")
+    x = tensor(5, 3, 24, dtype=dtype)
+    plan = te_fuser.Sequential(explicit, kernels="reference", memory="fast").plan(x)
+    size = 3 * 2 * 5 * (8 if dtype == torch.float64 else 4)
+    assert {k.name.rpartition(": ")[2]: k.bytes for k in plan.kept}["logsumexp"] == size
+    # Backward reads it beside dy, x and the seed, and goes over its scratch twice.
+    scratch = 2 * explicit.scratch_bytes(plan.x)
+    assert plan.backward[0].cost.read == size + x.nbytes // 3 + x.nbytes + 16 + scratch
+
+
+# -------------------------------------------------------------------------------- large intermediate results
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    planner._warn_of_large.cache_clear()
+    monkeypatch.setattr(planner, "_LARGE", 1000)
+
+
+def messages(model, x, **inputs):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(x, **inputs)
+    return [str(w.message) for w in found]
+
+
+def test_said_once_with_the_reason(anew):
+    capped = ops.AttentionScores(soft_cap=1.0)
+    model = sequential(ops.DotProductAttention(2, 4, layout="batch_first", scores=capped, mask="none"))
+    assert messages(model, tensor(1, 7, 24)) == []  # 8 * 2 * 49 bytes
+    (said,) = messages(model, tensor(2, 7, 24))
+    assert "op 0 (DotProductAttention '0') by explicit intermediate results of more than 1 GiB" in said
+    assert "attention_cpu_flash: it is not called for a soft cap" in said
+    assert messages(model, tensor(2, 9, 24)) == []
+
+
+def test_keys_count_and_a_kernel_is_silent(anew):
+    op = ops.DotProductAttention(2, 4, layout="batch_first", packing="apart", mask="none")
+    x, inputs = tensor(2, 3, 8), {n: tensor(2, 11, 8) for n in ("key", "value")}
+    assert messages(sequential(op), x, **inputs) == []
+    with fusions.only():
+        (said,) = messages(sequential(op), x, **inputs)
+    assert said.endswith("(no fusion that could take it is on)")
+    with fusions.only(), torch.no_grad():
+        assert messages(sequential(op), x, **{n: t[:, :2] for n, t in inputs.items()}) == []

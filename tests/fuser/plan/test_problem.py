@@ -105,16 +105,6 @@ def test_its_own_code_runs_in_both_directions(kernel: Fusion) -> None:
         assert_as_meant(model, X)
 
 
-def test_it_is_taken_by_cost_like_others() -> None:
-    te_fuser.fusion(
-        joint=[GatedProjection], name="dear", saves=["hidden"], reads=["input"], cost=lambda m: Cost(seconds=1.0)
-    )(Kernel)
-    plan = sequential(GatedProjection()).plan(X)
-    assert "dear" not in [s.name for s in (*plan.forward, *plan.backward)]
-    (reason,) = (r.reason for r in plan.refusals if r.name == "dear")
-    assert "us more than" in reason
-
-
 def test_verify_checks_it(kernel: Fusion) -> None:
     assert te_fuser.verify("gated", dtypes=[torch.float32]).rows
     wrong = te_fuser.fusion(
@@ -211,19 +201,3 @@ def test_a_condition_that_sees_no_parameter_is_asked_once_for_all_places_that_ar
     assert len(asked) == times
     refused = [r.start for r in found.refusals if r.name == "product" and "condition" in r.reason]
     assert refused == ([4] if look == "at a parameter" else [])
-
-
-def test_a_condition_is_asked_again_where_sizes_or_attributes_differ() -> None:
-    asked = []
-
-    @fusions.fusion(
-        forward=[ops.MatMul, ops.Bias], when=lambda m: asked.append((m.x.features, m[0].out_features)) or True,
-        details=Details(registered=False),
-    )  # fmt: skip
-    def product(m, x):
-        return F.linear(x, m[0].weight, m[1].bias)
-
-    model = te_fuser.Sequential(ops.Linear(8, 16), ops.Linear(16, 8), ops.Linear(8, 16), ops.Linear(16, 16))
-    with fusions.only(product):
-        model.to(X.dtype).plan(X, device="cpu")
-    assert asked == [(8, 16), (16, 8), (16, 16)]

@@ -77,8 +77,11 @@ CASES = {
 MEMORY = ("fast", "balanced", "lean", 3 * 2**20)
 
 
-def _lines(case: Case, memory: Any) -> list[str]:
-    plans = [plan for device in DEVICES[:2] for plan in plans_of(case, device, memory)]
+def _plans(case: Case, memory: Any) -> list[Plan]:
+    return [plan for device in DEVICES[:2] for plan in plans_of(case, device, memory)]
+
+
+def _lines(plans: list[Plan]) -> list[str]:
     return [line for plan in plans for line in plan_lines(plan)]
 
 
@@ -90,18 +93,13 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "memory"), [(name, MEMORY[k % 4]) for k, name in enumerate(CASES)])
 def test_the_plan_is_that_of_the_whole_list(name: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = _lines(CASES[name], memory)
+    """And its steps run the ops of their place."""
+    shared = _plans(CASES[name], memory)
+    for step in (step for plan in shared for step in plan.steps if isinstance(step.task, (OpTask, FusionTask))):
+        nodes = step.task.nodes if isinstance(step.task, FusionTask) else (step.task.node,)
+        assert [n.index for n in nodes] == [*range(step.start, step.stop)]
     _apart(monkeypatch)
-    assert shared == _lines(CASES[name], memory)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_steps_run_the_ops_of_their_place(name: str) -> None:
-    for plan in plans_of(CASES[name], DEVICES[0], "balanced"):
-        for step in plan.steps:
-            if isinstance(step.task, (OpTask, FusionTask)):
-                nodes = step.task.nodes if isinstance(step.task, FusionTask) else (step.task.node,)
-                assert [n.index for n in nodes] == [*range(step.start, step.stop)]
+    assert _lines(shared) == _lines(_plans(CASES[name], memory))
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
@@ -182,6 +180,8 @@ def _calls(layers: int, device: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("device", ["cpu", "h200"])
-def test_twelve_layers_call_at_most_twice_as_many_functions_as_one(device: str) -> None:
-    assert _calls(12, device) <= 2.0 * _calls(1, device)
+@pytest.mark.parametrize(("device", "most"), [("cpu", 80_000), ("h200", 115_000)])
+def test_twelve_layers_call_at_most_twice_as_many_functions_as_one(device: str, most: int) -> None:
+    """And one layer little more than 71,000 and 102,000: planning is that fast on every machine."""
+    one = _calls(1, device)
+    assert one < most and _calls(12, device) <= 2.0 * one

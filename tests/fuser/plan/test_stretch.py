@@ -26,16 +26,6 @@ def test_both_ends_of_a_fork_enter_one_range(branch: tuple[ops.FusableOperation,
         assert_as_meant(model, tensor(3, 4))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_forks_in_stretches_cut_anywhere(seed: int) -> None:
-    residual = te_fuser.Residual
-    model = sequential(
-        ops.LayerNorm(6), residual(residual(), ops.GELU(), residual(ops.Bias(6))), ops.Output("y"), residual(ops.SiLU())
-    )
-    with random_cover(seed):
-        assert_as_meant(model, tensor(5, 6), outputs=("y",))
-
-
 class Softmin(ops.RowOp):
     """exp(min(x) - x) over its sum."""
 
@@ -117,38 +107,6 @@ def test_so_it_is_in_generated_kernels(name: str) -> None:
     te_fuser.verify(model, x, m=m)
 
 
-class Shifted(ops.RowOp):
-    """x sigmoid(g) + g, for g of any extent."""
-
-    def __init__(self, axes: Axes) -> None:
-        super().__init__()
-        self.inputs = {"g": ops.NamedInput("g", axes)}
-
-    def batch_dim(self) -> int:
-        return 1
-
-    def compute(self, x: Any, g: Any) -> Any:
-        return x * sigmoid(g) + g
-
-
-SHAPES = {
-    Axes.FULL: (3, 2, 5, 8),
-    Axes.ROWS: (3, 2, 5, 1),
-    Axes.SAMPLE_FEATURES: (2, 8),
-    Axes.BATCH: (2,),
-    Axes.FEATURE: (8,),
-    Axes.NONE: (),
-}
-
-
-@pytest.mark.parametrize("cut", [False, True], ids=["fused", "one by one"])
-@pytest.mark.parametrize("axes", SHAPES, ids=lambda axes: axes.name or str(axes))
-def test_an_input_of_any_extent_gets_its_gradient(axes: Axes, cut: bool) -> None:
-    model = sequential(ops.Bias(8), Shifted(axes), ops.GELU())
-    with te_fuser.fusions.only(*(() if cut else te_fuser.fusions.names())):
-        assert_as_meant(model, tensor(3, 2, 5, 8), g=tensor(*SHAPES[axes], seed=3))
-
-
 def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gated op halves the tile: every reduction before it is rewritten once, not once for each part of one above."""
     rewritten: list[Any] = []
@@ -163,15 +121,6 @@ def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(3, 32, requires_grad=True)
     te_fuser.Sequential(*norms, ops.GLU()).plan(x)
     assert 10 <= len(rewritten) < 60
-
-
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
-def test_relus_slope_is_known_from_its_output(memory: str) -> None:
-    model, x = sequential(ops.Linear(6, 8), ops.ReLU(), ops.Linear(8, 3), memory=memory), tensor(5, 6)
-    plan = model.plan(x)
-    assert {k.name for k in plan.kept if k.owner == "activation"} == {"relu.output"}
-    assert not [str(c) for c in plan.choices if c.recomputed]
-    assert_as_meant(model, x)
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

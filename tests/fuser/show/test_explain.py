@@ -11,7 +11,6 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.show.step_rows import step_rows
-from te_fuser.fusions import Cost, Details, fusion
 
 
 def mlp(**options: Any) -> te_fuser.Sequential:
@@ -106,130 +105,12 @@ def test_a_direction_without_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No backward" in str(te_fuser.Sequential().explain(sample()))
 
 
-def test_every_step_has_a_row_in_running_order() -> None:
-    explanation = mlp().explain(sample(), details=True)
-    plan = explanation.plans[0]
-    text = str(explanation)
-    for direction, steps in (("Forward", plan.forward), ("Backward", plan.backward)):
-        below = section(text, direction)
-        places = [below.index(s.name) for s in steps]
-        assert places == sorted(places) or len({s.name for s in steps}) < len(steps)
-        rows = step_rows(plan, direction.lower())
-        assert [(r.name, r.ops) for r in rows] == [(s.name, (s.start, s.stop - 1)) for s in steps]
-        assert [r.seconds for r in rows] == [s.seconds for s in steps]
-
-
-def test_ops_are_named_as_they_stand_in_the_model() -> None:
-    text = str(mlp().explain(sample(), details=True))
-    for name in ("LayerNorm 0.0", "MatMul 0.1", "GELU 0.2", "Dropout 0.4", "Add 0"):
-        assert name in text
-    named = te_fuser.Sequential(OrderedDict(norm=ops.LayerNorm(4)), kernels="reference")
-    assert "LayerNorm norm" in str(named.explain(torch.randn(2, 4), details=True))
-
-
-def test_a_limit_and_its_share() -> None:
-    with torch.device("meta"):
-        model = te_fuser.Sequential(ops.Linear(4096, 4096, bias=False), ops.LayerNorm(4096)).bfloat16()
-        x = torch.empty(8192, 4096, dtype=torch.bfloat16)
-    product, norm = step_rows(model.plan(x, device="h200"), "forward")
-    assert (product.limit, norm.limit) == ("products", "memory")
-    assert product.share is not None and 0.95 < product.share < 1
-    assert norm.share is not None and 0.8 < norm.share < 1
-    small = step_rows(mlp().plan(sample(), device="h200"), "forward")
-    assert {r.limit for r in small} == {"launch"}
-
-
-def test_what_a_fusion_states_is_said_to_be_stated() -> None:
-    @fusion(forward=[ops.ReLU, ops.ReLU], cost=lambda m: Cost(seconds=1e-9), details=Details(registered=False))
-    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.relu()
-
-    model = te_fuser.Sequential(ops.ReLU(), ops.ReLU(), kernels="reference")
-    with te_fuser.fusions.only(twice):
-        (row,) = step_rows(model.plan(torch.randn(2, 3)), "forward")
-    assert (row.what, row.name, row.limit, row.share) == ("fusion", "twice", "stated", None)
-
-
-def test_kept_tensors_and_their_total() -> None:
-    explanation = mlp(memory="fast").explain(sample(), details=True)
-    plan = explanation.plans[0]
-    kept = section(str(explanation), "Kept for backward")
-    for entry in plan.kept:
-        if entry.owner == "activation":
-            assert entry.name in kept
-    total = next(line for line in kept.splitlines() if "activations together" in line)
-    assert f"{plan.kept_bytes() / 1024:.2f} KiB" in total
-    assert "the caller's memory" in kept and "the model's memory" in kept and "the seed of random draws" in kept
-
-
-def test_choices_say_what_the_other_would_cost() -> None:
-    with torch.device("meta"):
-        model = mlp(kernels="auto")
-    x = torch.empty(512, 16, device="meta", requires_grad=True)
-    model.memory = "lean"
-    assert "gelu.output: computed again in backward, +" in str(model.explain(x, device="h200", details=True))
-    assert "computes again gelu.output" in str(model.explain(x, device="h200", details=True))
-    model.memory = "fast"
-    assert "gelu.output: kept, 64.00 KiB; computing it again would cost" in str(
-        model.explain(x, device="h200", details=True)
-    )
-
-
-def test_refusals_come_with_their_reason() -> None:
-    @fusion(forward=[ops.GELU], when=lambda m: "only on Sundays", details=Details(registered=False))
-    def sunday(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @fusion(forward=[ops.GELU], cost=lambda m: Cost(seconds=1.0), details=Details(registered=False))
-    def dear(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    model = te_fuser.Sequential(ops.GELU(), kernels="reference")
-    with te_fuser.fusions.only(sunday, dear, te_fuser.fusions.STRETCH):
-        text = section(str(model.explain(torch.randn(2, 4), details=True)), "Considered and not taken")
-    assert "sunday (forward; op 0): only on Sundays" in text
-    assert "dear (forward; op 0): predicted" in text and "us more than gelu_fwd" in text
-
-
-def test_many_refusals_are_cut_short() -> None:
-    made = []
-    for k in range(20):
-
-        @fusion(
-            forward=[ops.GELU], name=f"no_{k}", when=lambda m, k=k: f"reason {k}", details=Details(registered=False)
-        )  # type: ignore[misc]
-        def never(m: Any, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-        made.append(never)
-    with te_fuser.fusions.only(*made, te_fuser.fusions.STRETCH):
-        explanation = te_fuser.Sequential(ops.GELU(), kernels="reference").explain(torch.randn(2, 4), details=True)
-    assert "... and 8 more" in str(explanation)
-    assert len(explanation.plans[0].refusals) == 20
-
-
 def test_repeated_layers_are_shown_once() -> None:
     few, many = (te_fuser.Sequential(*(mlp() for _ in range(n)), kernels="reference") for n in (4, 24))
     short, long = (str(m.explain(sample(), details=True)) for m in (few, many))
     assert len(long.splitlines()) <= len(short.splitlines()) + 4
     assert "... the same 4 steps 22 times more" in long
     assert len(step_rows(many.plan(sample()), "forward")) > 24
-
-
-def test_totals() -> None:
-    explanation = mlp().explain(sample(), details=True)
-    plan = explanation.plans[0]
-    totals = str(explanation).split("\nTotals\n")[1]
-    both = next(line for line in totals.splitlines() if line.split()[:1] == ["both"]).split()
-    assert float(both[1]) == pytest.approx(plan.seconds() * 1e3, abs=1e-3)
-    assert int(both[-2]) == len(plan.forward) + len(plan.backward)
-    assert f"{len(plan.segments)} segment" in totals
-
-
-def test_without_gradients_there_is_no_backward() -> None:
-    with torch.no_grad():
-        text = str(mlp().explain(sample(), details=True))
-    assert "\nBackward\n" not in text and "No backward" in text and "Kept for backward" not in text
 
 
 @pytest.mark.parametrize(
@@ -247,44 +128,6 @@ def test_source_of_each_distinct_kernel(device: str, kernels: str, word: str) ->
         assert text.rstrip() in "\n".join(line.rstrip() for line in printed.splitlines())
 
 
-def test_each_group_between_plain_modules_has_its_plan() -> None:
-    model = te_fuser.Sequential(ops.GELU(), torch.nn.Softplus(), ops.ReLU(), kernels="reference")
-    text = str(model.explain(torch.randn(2, 4), details=True))
-    assert "Plan 1 of 2" in text and "Plan 2 of 2" in text
-
-
-def test_notes_are_shown() -> None:
-    assert "Note: no plan keeps within 1 bytes" in str(mlp(memory=1).explain(sample(), details=True))
-
-
-def test_measured_beside_predicted() -> None:
-    model, x = mlp(), sample()
-    explanation = model.explain(x, measure=True, details=True)
-    for direction in ("forward", "backward"):
-        rows = step_rows(explanation.plans[0], direction, explanation.measured[0])
-        assert rows and all(r.measured is not None and r.measured >= 0 for r in rows)
-        assert sum(r.measured or 0 for r in rows) > 0
-    text = str(explanation)
-    assert "measured" in text and "measured ms" in text
-    assert "measured" not in str(model.explain(x, details=True))
-
-
-def test_measuring_leaves_no_trace() -> None:
-    model, x = mlp(), sample()
-    torch.manual_seed(1)
-    model.explain(x, measure=True, details=True)
-    assert x.grad is None and all(p.grad is None for p in model.parameters())
-    first = model(x)
-    torch.manual_seed(1)
-    assert torch.equal(first, model(x))
-
-
-def test_measuring_runs_plain_modules_in_between() -> None:
-    model = te_fuser.Sequential(mlp(), torch.nn.Dropout(0.5), ops.Output("middle"), mlp(), kernels="reference")
-    explanation = model.explain(sample(), measure=True, outputs=("middle",), details=True)
-    assert len(explanation.plans) == len(explanation.measured) == 2
-
-
 def test_measuring_needs_the_device_at_hand() -> None:
     with pytest.raises(ValueError, match="leave out device='h200'"):
         mlp().explain(sample(), device="h200", measure=True, details=True)
@@ -293,50 +136,6 @@ def test_measuring_needs_the_device_at_hand() -> None:
 def test_without_an_input_it_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"torch.empty of its shape will do"):
         mlp().explain(details=True)
-
-
-def test_fusions_refused_for_one_reason_share_a_line() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 12), ops.Linear(12, 5))
-    text = section(str(model.explain(torch.randn(2, 8, requires_grad=True), details=True)), "Considered and not taken")
-    assert text.count("cuBLASLt runs on cuda, the input is on cpu") == 1
-    assert "matmul, matmul_backward, matmul_bias_backward: cuBLASLt" in text
-
-
-def test_gradients_of_a_product_are_told_apart() -> None:
-    model = te_fuser.Sequential(ops.MatMul(8, 16)).to("meta")
-    text = str(model.explain(torch.empty(32, 8, device="meta", requires_grad=True), device="h200"))
-    assert "fusion matmul_backward.dgrad" in text and "fusion matmul_backward.wgrad" in text
-
-
-def test_the_launches_that_add_up_column_sums_are_told() -> None:
-    """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
-    listed = [ops.LayerNorm(4096)]
-    for _ in range(2):
-        listed += [ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU()]
-    model = te_fuser.Sequential(*listed).to("meta", torch.bfloat16)
-    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    plan = model.plan(x, device="h200")
-    assert len(plan.segments) == 2
-    text = str(model.explain(x, device="h200", details=True))
-    assert "column sums are added up by at most 2 launches more" in " ".join(text.split())
-    assert "column sums" not in str(model.explain(x, device="cpu", details=True))
-    model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200", details=True))
-
-
-def test_the_sums_of_packed_heads_are_told_too() -> None:
-    model = te_fuser.Sequential(
-        ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal", layout="sequence_first")
-    ).to("meta", torch.bfloat16)
-    x = torch.empty(1024, 4, 384, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    (step,) = model.plan(x, device="h200").backward
-    # Attention's kernel and the packing.
-    assert (step.name, step.cost.launches) == ("attention_cuda_cudnn", 2)
-    assert "column sums are added up by at most 1 launch more" in " ".join(
-        str(model.explain(x, device="h200", details=True)).split()
-    )
-    model.requires_grad_(False)
-    assert "column sums" not in str(model.explain(x, device="h200", details=True))
 
 
 def test_which_dimension_is_which_is_told_with_its_size() -> None:

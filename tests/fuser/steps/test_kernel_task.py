@@ -35,4 +35,5 @@ def test_small_and_absent_tensors_are_left_alone(calls: Calls) -> None:
 def test_the_system_takes_the_hint() -> None:
     t = torch.empty(kernel_task.LARGE, dtype=torch.uint8)
     kernel_task.prefer_huge_pages(t)
-    assert t.fill_(7).sum() == 7 * kernel_task.LARGE
+    t[0] = t[-1] = 7
+    assert t[0] == t[-1] == 7

@@ -102,6 +102,16 @@ def gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{path}.{name}", laid[name].whole(full) if name in laid else full
 
 
+def assert_alike(model: torch.nn.Module, twin: torch.nn.Module, terms: dist.ProcessGroup | None = None) -> None:
+    """Gradients of parameters are those of the model that nobody shares; of `terms`, which ranks have, the sums."""
+    for (name, got), q in zip(gradients(model), twin.parameters(), strict=True):
+        assert q.grad is not None
+        if terms is not None:
+            got = got.contiguous()
+            dist.all_reduce(got, group=terms)
+        assert_near(got, q.grad, name)
+
+
 def backward(model: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, input gradient), with gradients of parameters left in them."""
     x = x.detach().clone().requires_grad_()

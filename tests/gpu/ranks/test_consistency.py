@@ -12,7 +12,6 @@ from te_fuser.distributed.consistency import RankMismatchError
 from tests.gpu.ranks.models import device
 from tests.parallel.ranks import on_ranks
 
-pytestmark = pytest.mark.gpu
 F = 64
 
 

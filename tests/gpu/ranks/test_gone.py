@@ -18,8 +18,6 @@ from tests.gpu.ranks.conftest import RANKS
 from tests.gpu.ranks.models import batch, mesh, mlps, own
 from tests.parallel.ranks import Ranks, RanksFailedError, on_ranks
 
-pytestmark = pytest.mark.gpu
-
 
 @on_ranks
 def one_is_gone(replayed: bool) -> None:

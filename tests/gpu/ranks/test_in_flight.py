@@ -18,7 +18,6 @@ from te_fuser.fuser.plan.device import capturing
 from tests.gpu.ranks.models import SIZES, backward, batch, by_nccl, device, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
 
-pytestmark = pytest.mark.gpu
 STEPS = 5
 begin, finish = Exchange.start, Exchange.wait
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
 import te_fuser
 from te_fuser.fuser.tune import tune as tuning
 from tests.gpu.ranks.models import assert_near, backward, batch, gradients, mesh, mlps, own
 from tests.parallel.ranks import on_ranks
-
-pytestmark = pytest.mark.gpu
 
 
 def same_on_all(value: object) -> None:

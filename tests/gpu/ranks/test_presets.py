@@ -13,7 +13,6 @@ import te_fuser
 from tests.gpu.ranks.models import SIZES, assert_near, batch, device, own, random
 from tests.parallel.ranks import on_ranks
 
-pytestmark = pytest.mark.gpu
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 GATED = {"activation": "swiglu", "normalization": "RMSNorm"}
 # Name -> preset, keywords, the parameters that have two parts, each cut by itself.

@@ -18,7 +18,7 @@ from tests.gpu.ranks.test_presets import GATED, NO_DROPOUT, make
 from tests.parallel.ranks import on_ranks
 from tests.parallel.test_float8 import sent
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("narrow_products")]
+pytestmark = pytest.mark.usefixtures("narrow_products")
 RECIPES: dict[str, Any] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "current": Float8CurrentScaling(),

@@ -15,10 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser
-from tests.gpu.ranks.models import assert_near, backward, batch, by_nccl, device, gradients, layers, mesh, own, whole
+from tests.gpu.ranks.models import assert_alike, assert_near, backward, batch, by_nccl, device, layers, mesh, own, whole
 from tests.parallel.ranks import on_ranks
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -33,9 +31,7 @@ def test_parallelize(gated: bool, dropout: float, sequence_parallel: bool) -> No
     got = backward(model, *((own(x), own(dy)) if sequence_parallel else (x, dy)))
     for name, g, w in zip(("y", "dx"), got, want, strict=True):
         assert_near(g, own(w) if sequence_parallel else w, name)
-    for (name, got), q in zip(gradients(model), twin.parameters(), strict=True):
-        assert q.grad is not None
-        assert_near(got, q.grad, name)
+    assert_alike(model, twin)
 
 
 @pytest.mark.parametrize("how", ["DDP", "tensor", "FSDP2"])

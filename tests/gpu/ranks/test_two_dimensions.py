@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser
 from te_fuser.parallel import cut_sequence
-from tests.gpu.ranks.models import assert_near, backward, batch, device, gradients, layers, mesh, own, whole
+from tests.gpu.ranks.models import assert_alike, assert_near, backward, batch, device, layers, mesh, own, whole
 from tests.gpu.ranks.test_presets import NO_DROPOUT, make, mine, numbered
 from tests.parallel.ranks import on_ranks
-
-pytestmark = pytest.mark.gpu
 
 
 def two(*names: str) -> DeviceMesh:
@@ -50,9 +48,7 @@ def test_fully_shard() -> None:
         got = backward(model, *(rows(samples(t, grid["dp"]), grid["tp"]) for t in (x, 2 * dy)))
         assert_near(got[0], rows(samples(want[0], grid["dp"]), grid["tp"]), "y")
         assert_near(got[1], 2 * rows(samples(want[1], grid["dp"]), grid["tp"]), "dx")
-        for (name, g), q in zip(gradients(model), twin.parameters(), strict=True):
-            assert q.grad is not None
-            assert_near(g, q.grad, name)
+        assert_alike(model, twin)
 
 
 @on_ranks
@@ -101,11 +97,7 @@ def test_sequences_that_ranks_cut(dropout: float) -> None:
     got = backward(model, cut(x), cut(dy))
     for name, g, w in zip(("y", "dx"), got, want, strict=True):
         assert_near(g, cut(w), name)
-    for (name, g), q in zip(gradients(model), twin.parameters(), strict=True):
-        total = g.contiguous()
-        dist.all_reduce(total, group=cp.get_group())
-        assert q.grad is not None
-        assert_near(total, q.grad, name)
+    assert_alike(model, twin, cp.get_group())
 
 
 @on_ranks
@@ -120,9 +112,7 @@ def test_activations_that_ranks_keep_together_and_second_derivatives() -> None:
 
     for g, w in zip(backward(checkpointed, x, dy), want, strict=True):
         assert_near(g, w)
-    for (name, g), q in zip(gradients(model), twin.parameters(), strict=True):
-        assert q.grad is not None
-        assert_near(g, q.grad, name)
+    assert_alike(model, twin)
     cut = te_fuser.parallelize(copy.deepcopy(twin), mesh(), sequence_parallel=True).eval()
     found = []
     for m, t in ((cut, own(x)), (twin.eval(), x)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+import itertools
 
 import torch
 
@@ -76,19 +76,34 @@ def assert_matches(provider, op, x, dy, mask=None, tolerance=1e-12):
         torch.testing.assert_close(ours, want, rtol=0, atol=tolerance)
 
 
-def strided(t):
-    """The same numbers [..., n] in other places: features apart, rows of an odd length, behind another tensor's."""
-    behind = torch.stack((torch.zeros_like(t), t))[1]
-    return t.mT.contiguous().mT, torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]], behind
+def each_packed(provider, layout, packing):
+    """(op, x, dy, y, dx) of each mask, grouping and number of samples; heads without a common stride are refused."""
+    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
+        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
+        reason = provider.reason_not(problem(settings=op.settings(), samples=samples))
+        if (packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2):
+            assert "no common stride in packing='interleaved' with layout='batch_first'" in reason
+            continue
+        assert reason is None
+        assert_matches(provider, op, x, dy)
+        y, dx = by_provider(provider, op, x, dy)
+        assert dx.is_contiguous() and dx.untyped_storage().nbytes() == dx.nbytes and not dx._is_view()
+        yield op, x, dy, y, dx
 
 
-def in_threads(runs):
-    """Run them all at once, each in a thread of its own."""
-    threads = [threading.Thread(target=run) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def assert_takes_any_strides(provider):
+    """As by the op: features apart, rows of an odd length, behind another tensor's numbers, an odd start, stride 0."""
+    op, x, dy = make(layout="batch_first", mask="causal")
+
+    def strided(t):
+        behind = torch.stack((torch.zeros_like(t), t))[1]
+        off = torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+        return t.mT.contiguous().mT, torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]], behind, off
+
+    for other in strided(x):
+        assert_matches(provider, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
+        assert_matches(provider, op, x, gradient)
 
 
 def problem(base=H200, **changes):

@@ -19,15 +19,15 @@ from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
     PACKINGS,
-    assert_matches,
+    assert_takes_any_strides,
     by_provider,
-    in_threads,
+    each_packed,
     make,
     problem,
-    strided,
 )
 from tests.kernels.packages import fake_cudnn
 from tests.kernels.played import Played
+from tests.threads import in_threads
 
 PROVIDER = BY_NAME["cuda_cudnn_frontend"]
 
@@ -41,50 +41,15 @@ def front_end(monkeypatch):
     fake_cudnn.forget()
 
 
-def takes(op, samples):
-    """Whether there are strides for the gradient."""
-    settings = op.settings()
-    return PROVIDER.reason_not(problem(settings=settings, samples=samples)) is None
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_gradients_are_stored_where_they_lie_packed(layout, packing, front_end):
-    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
-        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
-        if not takes(op, samples):
-            assert (packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2)
-            continue
-        assert_matches(PROVIDER, op, x, dy)
-        dx = by_provider(PROVIDER, op, x, dy)[1]
-        assert dx.is_contiguous() and dx.untyped_storage().nbytes() == dx.nbytes and not dx._is_view()
+    assert list(each_packed(PROVIDER, layout, packing))
 
 
 def test_inputs_of_other_strides(front_end):
-    op, x, dy = make(layout="batch_first", mask="causal")
-    for other in strided(x):
-        assert_matches(PROVIDER, op, other, dy)
-    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
-        assert_matches(PROVIDER, op, x, gradient)
+    assert_takes_any_strides(PROVIDER)
     assert len(front_end.graphs) == 1  # they are copied, and need no graph of their own
-
-
-def test_heads_without_a_common_stride_are_refused():
-    grouped = {"heads": 4, "kv_heads": 2, "layout": "batch_first"}
-    for options, samples, taken in (
-        (grouped, 2, False),
-        (grouped, 1, True),
-        ({**grouped, "packing": "blocked"}, 2, True),
-        ({**grouped, "layout": "sequence_first"}, 2, True),
-        ({**grouped, "kv_heads": 1}, 2, True),
-        ({**grouped, "kv_heads": 4}, 2, True),
-    ):
-        settings = DotProductAttention(head_dim=64, **options, mask="none").settings()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cudnn_frontend.PACKAGE, "version", lambda: fake_cudnn.VERSION)
-            reason = PROVIDER.reason_not(problem(settings=settings, samples=samples))
-        assert (reason is None) == taken
-        assert taken or "no common stride in packing='interleaved' with layout='batch_first'" in reason
 
 
 def at_hand(**changes):
@@ -134,16 +99,6 @@ def test_another_cudnn_than_pytorchs_is_a_reason(front_end):
     front_end.version = 92000
     assert "has loaded cuDNN 92000, PyTorch 91900" in PROVIDER.reason_not(at_hand())
     assert PROVIDER.reason_not(problem()) is None
-
-
-def test_a_front_end_that_does_not_load_is_a_reason(front_end, monkeypatch):
-    def broken(name):
-        raise ImportError("libcudnn.so.9: cannot open shared object file")
-
-    monkeypatch.setattr(cudnn_frontend.importlib, "import_module", broken)
-    assert PROVIDER.reason_not(at_hand()) == (
-        "nvidia-cudnn-frontend does not load: ImportError: libcudnn.so.9: cannot open shared object file"
-    )
 
 
 @pytest.mark.parametrize("where", ["fails", "does_not_load"])
@@ -199,7 +154,7 @@ def test_a_graph_runs_on_addresses_or_else_on_tensors(dropout, front_end):
 def test_threads_run_one_after_the_other(front_end):
     """A handle is not for two threads at once."""
     op, x, dy = make()
-    want, running, results = by_provider(PROVIDER, op, x, dy)[1], [], []
+    want, running = by_provider(PROVIDER, op, x, dy)[1], []
     front_end.takes_addresses = False
     fake_cudnn.forget()
     by_provider(PROVIDER, op, x, dy)
@@ -213,8 +168,8 @@ def test_threads_run_one_after_the_other(front_end):
         running.clear()
 
     front_end.graphs[1].execute = watched
-    in_threads([lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])] * 4)
-    assert len(results) == 4 and all(torch.equal(result, want) for result in results)
+    results = in_threads(*[lambda: by_provider(PROVIDER, op, x, dy)[1]] * 4)
+    assert all(torch.equal(result, want) for result in results)
 
 
 _AT_EXIT = """

@@ -1,4 +1,4 @@
-"""Providers that are told the structure: values and all gradients, and no wrong numbers in silence of a wrong call."""
+"""Structure that providers are told: values and all gradients, rows that become zeros or NaN, also of a wrong call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,63 @@ import pytest
 import torch
 
 from te_fuser import ops
-from te_fuser.kernels.attention import AttentionProblem
+from te_fuser.kernels.attention import AttentionProblem, lengths
+from te_fuser.kernels.attention.lengths import Blanks, Side
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import Spec
+from tests.fake_cuda import FakeDriver
 from tests.kernels.attention import structured, told
+from tests.kernels.attention.blanked import CASES as BLANKED
+from tests.kernels.attention.blanked import blanked, numbers, rows_for
 from tests.kernels.attention.cases import BY_NAME
+from tests.kernels.attention.emulated import DTYPES, row_kernels
 from tests.kernels.attention.told import TOLD
+from tests.kernels.emulated import emulating
+from tests.needs import needs_compiler
+
+emulated = emulating(row_kernels)
+
+
+@pytest.mark.parametrize("name", BLANKED)
+def test_by_torch(name: str) -> None:
+    x = rows_for(BLANKED[name], torch.float64)
+    want = blanked(x, BLANKED[name])
+    lengths.blank_by_torch(x, BLANKED[name])
+    torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BLANKED)
+def test_by_the_kernel(name: str, dtype: torch.dtype, emulated: FakeDriver) -> None:
+    """In one launch."""
+    x = rows_for(BLANKED[name], dtype)
+    want = blanked(x, BLANKED[name])
+    emulated.launches = emulated.copies = 0
+    lengths.blank_by_kernel(x, BLANKED[name])
+    torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
+    assert (emulated.launches, emulated.copies) == (1, 0)
+
+
+@needs_compiler
+def test_nothing_to_do(emulated: FakeDriver) -> None:
+    emulated.launches = 0
+    for x, blanks in (
+        (torch.ones(2, 3, 8, dtype=torch.bfloat16), Blanks(Side(3))),
+        (torch.ones(0, 3, 8, dtype=torch.bfloat16), Blanks(Side(3, lengths=numbers()))),
+    ):
+        for way in (lengths.blank_by_kernel, lengths.blank_by_torch):
+            way(x, blanks)
+            assert (x == 1).all()
+    assert emulated.launches == 0
+
+
+def test_dtypes() -> None:
+    assert lengths.why_not_blanked(torch.bfloat16) is None
+    assert lengths.why_not_blanked(torch.float32) == (
+        "the kernel that blanks rows takes bfloat16, float16, there is torch.float32"
+    )
+
 
 SCORES: tuple[dict[str, Any], ...] = ({}, {"soft_cap": 0.7}, {"sink": "zero"}, {"sink": "learned", "soft_cap": 2.0})
 FLASH, FOUR, FRONT = (BY_NAME[name] for name in TOLD)
@@ -100,25 +151,18 @@ def test_flash_attn_4_of_no_sequence_is_zeros(called: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------ wrong calls
 
 
-@pytest.fixture(params=TOLD)
-def provider(request: pytest.FixtureRequest) -> Iterator[object]:
-    """Each, with what it calls in place."""
-    with told.in_place(told.Lenient):
-        yield BY_NAME[request.param]
-
-
 def compared(
     provider: object,
     op: ops.DotProductAttention,
     wrong: dict[str, list[int]],
     right: dict[str, list[int]],
-    other: ops.DotProductAttention | None = None,
+    other: ops.DotProductAttention,
 ) -> None:
-    """By `wrong` numbers all is as the op, or the `other`, has it by `right` ones, but NaN in sequence 1."""
+    """By `wrong` numbers all is as the `other` op has it by `right` ones, but NaN in sequence 1."""
     tensors = structured.inputs_for(op, torch.float64)
     dy = structured.output_gradient(op, tensors)
     said, meant = ({**tensors, **{n: torch.tensor(c) for n, c in given.items()}} for given in (wrong, right))
-    ours, want = structured.by_provider(provider, op, said, dy), structured.by_op(other or op, meant, dy)
+    ours, want = structured.by_provider(provider, op, said, dy), structured.by_op(other, meant, dy)
     for name, tensor in ours.items():
         bad = torch.zeros(tensor.shape[:-1], dtype=torch.bool)
         if "offsets" in right:
@@ -129,33 +173,38 @@ def compared(
         torch.testing.assert_close(tensor[~bad], want[name][~bad], rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("length", [8, 1000, -1])
-def test_lengths_beyond_the_positions_give_nan(provider: object, length: int) -> None:
-    op = ops.DotProductAttention(4, 8, mask=AttentionMask(lengths="lengths"), layout="batch_first").double()
-    compared(provider, op, {"lengths": [5, length, 7]}, {"lengths": [5, 7, 7]})
+Numbers = dict[str, list[int]]
+ROOM: Numbers = {"offsets": [0, 4, 7, 11]}
+CAUSAL: dict[str, Any] = {"causal": True, "offsets": "offsets"}
+# The mask, wrong numbers, right ones, and what the right ones' mask is without.
+WRONG: dict[str, tuple[dict[str, Any], Numbers, Numbers, tuple[str, ...]]] = {
+    **{
+        f"a length of {n}, of 7 positions": ({"lengths": "lengths"}, {"lengths": [5, n, 7]}, {"lengths": [5, 7, 7]}, ())
+        for n in (8, 1000, -1)
+    },
+    "longer than the longest": (
+        {"offsets": "offsets", "longest": 4}, {"offsets": [0, 4, 9, 11]}, {"offsets": [0, 4, 9, 11]}, ("longest",)
+    ),
+    **{
+        f"an end at {n}, of 11 tokens": (CAUSAL, {"offsets": [0, 6, n]}, {"offsets": [0, 6, 11]}, ())
+        for n in (12, 2**30)
+    },
+    "longer than its room, of which the next one is right": (
+        {**CAUSAL, "lengths": "lengths"}, ROOM | {"lengths": [3, 4, 4]}, ROOM | {"lengths": [3, 3, 4]}, ()
+    ),
+}  # fmt: skip
 
 
-def test_sequence_longer_than_the_longest_gives_nan(provider: object) -> None:
-    if provider is BY_NAME["cuda_cudnn_frontend"]:
-        pytest.skip("it is told no offsets")
-    op = ops.DotProductAttention(4, 8, mask=AttentionMask(offsets="offsets", longest=4), layout="tokens").double()
-    unbounded = ops.DotProductAttention(4, 8, mask=AttentionMask(offsets="offsets"), layout="tokens").double()
-    compared(provider, op, {"offsets": [0, 4, 9, 11]}, {"offsets": [0, 4, 9, 11]}, unbounded)
-
-
-@pytest.mark.parametrize("end", [12, 2**30])
-def test_offsets_beyond_the_tokens_give_nan(provider: object, end: int) -> None:
-    if provider is BY_NAME["cuda_cudnn_frontend"]:
-        pytest.skip("it is told no offsets")
-    op = ops.DotProductAttention(4, 8, mask=AttentionMask(causal=True, offsets="offsets"), layout="tokens").double()
-    compared(provider, op, {"offsets": [0, 6, end]}, {"offsets": [0, 6, 11]})
-
-
-def test_lengths_beyond_the_room_of_a_sequence_give_nan(provider: object) -> None:
-    """The next sequence is right."""
-    if provider is BY_NAME["cuda_cudnn_frontend"]:
-        pytest.skip("it is told no offsets")
-    mask = AttentionMask(causal=True, offsets="offsets", lengths="lengths")
-    op = ops.DotProductAttention(4, 8, mask=mask, layout="tokens").double()
-    cu = {"offsets": [0, 4, 7, 11]}
-    compared(provider, op, cu | {"lengths": [3, 4, 4]}, cu | {"lengths": [3, 3, 4]})
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in TOLD for case in WRONG if name != FRONT.name or "offsets" not in WRONG[case][0]],
+)
+def test_numbers_that_cannot_be_give_nan(name: str, case: str) -> None:
+    mask, wrong, right, without = WRONG[case]
+    layout = "tokens" if "offsets" in mask else "batch_first"
+    op, other = (
+        ops.DotProductAttention(4, 8, mask=AttentionMask(**how), layout=layout).double()
+        for how in (mask, {key: value for key, value in mask.items() if key not in without})
+    )
+    with told.in_place(told.Lenient):
+        compared(BY_NAME[name], op, wrong, right, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from te_fuser.kernels.cublaslt.tuning import example
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
 from tests.needs import needs_compiler
+from tests.threads import in_threads
 from tests.twins import tensor
 
 
@@ -112,14 +112,14 @@ def test_accumulation(cublaslt: FakeCublasLt, dtype: torch.dtype, out_dtype: tor
     assert torch.equal(held, before)
 
 
-def strided(t: torch.Tensor) -> dict[str, torch.Tensor]:
-    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 5), torch.nan)
+def strided(t: torch.Tensor, apart: int = 5) -> dict[str, torch.Tensor]:
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + apart), torch.nan)
     wide[..., : t.shape[-1]] = t
     every_other = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan)
     every_other[..., ::2] = t
     return {
         "rows apart": wide[..., : t.shape[-1]],
-        "transposed": t.mT.contiguous().mT,
+        "transposed": t.mT.contiguous().mT if t.dim() > 1 else every_other[..., ::2],
         "every other column": every_other[..., ::2],
         "misaligned": torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
     }
@@ -296,11 +296,7 @@ def test_threads(cublaslt: FakeCublasLt) -> None:
             ):
                 wrong.append(len(x))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(*[work] * 4)
     assert not wrong and cublaslt.products == 4 * 8 * 5 * 2
 
 

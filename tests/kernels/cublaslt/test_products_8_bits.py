@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +16,14 @@ from te_fuser.ops.blockwise_scaling import quantized, spread
 from te_fuser.ops.quantized_matmul import product as emulated
 from te_fuser.quantization import QuantizedTensor, quantize
 from te_fuser.recipe import OwnScales, QParams
-from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
-from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2
-from tests.kernels.cublaslt.process import a_new_process
 from tests.needs import needs_compiler
 from tests.refused import refusals
 
 M, N, K = 7, 12, 48
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(str(d)[12:] for d in p))
-
-
-@pytest.fixture
-def library(driver: FakeDriver) -> Iterator[FakeCublasLt]:
-    a_new_process()
-    with fake_cublaslt.in_place(fake_cublaslt.compile_library()) as fake:
-        yield fake
-    a_new_process()
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> QuantizedTensor:
@@ -61,7 +50,7 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("rows", [(M,), (2, 3), (1,)])
 @pairs
 def test_values(
-    library: FakeCublasLt, pair: tuple[torch.dtype, torch.dtype], rows: tuple[int, ...], out_dtype: torch.dtype
+    cublaslt: FakeCublasLt, pair: tuple[torch.dtype, torch.dtype], rows: tuple[int, ...], out_dtype: torch.dtype
 ) -> None:
     """By the native type and by the emulation, with a bias and without, and onto what is there."""
     a, b = numbers(*rows, K, dtype=pair[0], seed=0), numbers(N, K, dtype=pair[1], seed=1)
@@ -72,7 +61,7 @@ def test_values(
         product = native(kind, *pair, out_dtype, fast)
         found = product.make(a.data, b.data, a.scale_inverse, b.scale_inverse, *more)
         wanted = exact + bias.double() if with_bias else exact
-        assert found.shape == (*rows, N) and found.dtype == out_dtype and library.last_fast == fast
+        assert found.shape == (*rows, N) and found.dtype == out_dtype and cublaslt.last_fast == fast
         close(found, wanted)
         close(emulated(a.data, a.scale_inverse, b.data, b.scale_inverse, out_dtype, *more), wanted)
     onto = torch.ones(exact.flatten(0, -2).shape, dtype=out_dtype)
@@ -81,7 +70,7 @@ def test_values(
     close(onto, exact.flatten(0, -2) + 1.0)
 
 
-def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt) -> None:
+def test_three_products_of_a_layer_by_transposed_operands(cublaslt: FakeCublasLt) -> None:
     tokens, features, out = 13, 32, 48
     x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)
     dy = numbers(tokens, out, dtype=E5M2, seed=2)
@@ -99,7 +88,7 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
 
 @pytest.mark.parametrize("scales", [("rows", "squares"), ("rows", "rows"), ("squares", "rows")])
 @pytest.mark.parametrize("sizes", [(8, 144, 384), (132, 16, 128), (140, 144, 512)])
-def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], scales: tuple[str, str]) -> None:
+def test_scales_of_blocks(cublaslt: FakeCublasLt, sizes: tuple[int, int, int], scales: tuple[str, str]) -> None:
     """As they lie in memory: by columns of blocks, or by rows of them that are padded."""
     m, n, k = sizes
     product, given = native("plain", E4M3, E4M3, torch.float32, scales=scales), []
@@ -121,9 +110,9 @@ def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], sc
     close(onto, wide_a @ wide_b.mT + 1.0)
 
 
-def test_factors_as_they_lie(library: FakeCublasLt) -> None:
+def test_factors_as_they_lie(cublaslt: FakeCublasLt) -> None:
     """Where the GPU takes them so: dx of dy and W, dW of dy and x, all by rows; any number of tokens."""
-    library.any_layout = 1
+    cublaslt.any_layout = 1
     tokens, features, out = 13, 32, 48
     x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)
     dy = numbers(tokens, out, dtype=E5M2, seed=2)
@@ -145,17 +134,17 @@ def test_who_takes_any_layout(capability: tuple[int, int], any_layout: bool) -> 
     assert not products.takes_any_layout(cpu, capability)
 
 
-def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
+def test_each_run_reads_its_scales(cublaslt: FakeCublasLt) -> None:
     a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
     product = native("plain", E4M3, E4M3, torch.float32, True)
     out = torch.empty(M, N)
     product((a.data, b.data, a.scale_inverse, b.scale_inverse, out))
     first = out.clone()
     product((a.data, b.data, 2 * a.scale_inverse, b.scale_inverse.reshape(1), out))
-    assert torch.equal(out, 2 * first) and library.heuristics == 1
+    assert torch.equal(out, 2 * first) and cublaslt.heuristics == 1
 
 
-def test_scales_that_lie_anywhere(library: FakeCublasLt) -> None:
+def test_scales_that_lie_anywhere(cublaslt: FakeCublasLt) -> None:
     """The library reads them at multiples of 16 bytes alone."""
     a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
     product = native("plain", E4M3, E4M3, torch.float32)
@@ -163,7 +152,7 @@ def test_scales_that_lie_anywhere(library: FakeCublasLt) -> None:
     close(product.make(a.data, b.data, *scales), exactly(a, b))
 
 
-def test_operands_that_lie_otherwise_are_copied(library: FakeCublasLt) -> None:
+def test_operands_that_lie_otherwise_are_copied(cublaslt: FakeCublasLt) -> None:
     a, b = numbers(32, 32, dtype=E4M3, seed=0), numbers(N, 32, dtype=E4M3, seed=1)
     product = native("plain", E4M3, E4M3, torch.float32)
     shifted = torch.zeros(N * 32 + 3, dtype=torch.uint8)[3:].view(E4M3).view(N, 32)
@@ -174,7 +163,7 @@ def test_operands_that_lie_otherwise_are_copied(library: FakeCublasLt) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, N, K), (M, N, 0), (M, 0, K)])
-def test_nothing_to_multiply(library: FakeCublasLt, sizes: tuple[int, int, int]) -> None:
+def test_nothing_to_multiply(cublaslt: FakeCublasLt, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     a, b = numbers(m, k, dtype=E4M3, seed=0), numbers(n, k, dtype=E5M2, seed=1)
     bias = torch.ones(n)
@@ -182,14 +171,14 @@ def test_nothing_to_multiply(library: FakeCublasLt, sizes: tuple[int, int, int])
     assert torch.equal(found, torch.ones(m, n))
 
 
-def test_what_the_library_takes(library: FakeCublasLt) -> None:
+def test_what_the_library_takes(cublaslt: FakeCublasLt) -> None:
     device, form = torch.device("cuda", 0), products.form_of_8("plain", E4M3, E5M2, torch.bfloat16)
     assert products.refusal_of(form, (M, N, K), device) is None
     why = products.refusal_of(form, (M, N, 40), device)
     assert why == "rows of 40 numbers of 8 bits: cuBLASLt takes multiples of 16"
 
 
-def test_machines(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines(cublaslt: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without products of 8 bits is refused, unless they may be emulated; a CPU emulates them."""
     device, capability = torch.device("cuda", 0), (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -288,7 +277,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-test_refused_in_words = pytest.mark.usefixtures("library")(refusals(REFUSED))
+test_refused_in_words = pytest.mark.usefixtures("cublaslt")(refusals(REFUSED))
 
 
 pytestmark = needs_compiler

@@ -39,11 +39,6 @@ def as_long_alone(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     a_new_process()
 
 
-@pytest.fixture
-def fake(cublaslt: FakeCublasLt) -> FakeCublasLt:
-    return cublaslt
-
-
 def ones(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.ones(*shape).to(dtype)
 
@@ -65,11 +60,11 @@ def run(fast: bool = True) -> None:
     native(fast)((A, B, ONE, ONE, OUT))
 
 
-def ran(fake: FakeCublasLt, call: Any) -> list[int]:
+def ran(cublaslt: FakeCublasLt, call: Any) -> list[int]:
     """Which algorithms a call runs, numbered from 1."""
-    fake.by_algorithm[:] = [0] * 4
+    cublaslt.by_algorithm[:] = [0] * 4
     call()
-    return [k for k in range(4) for _ in range(fake.by_algorithm[k])]
+    return [k for k in range(4) for _ in range(cublaslt.by_algorithm[k])]
 
 
 @pytest.mark.parametrize(
@@ -80,10 +75,10 @@ def ran(fake: FakeCublasLt, call: Any) -> list[int]:
     ],
 )
 def test_an_example_is_the_very_problem(
-    fake: FakeCublasLt, kind: str, transposes: tuple[bool, bool], scales: tuple[str, str]
+    cublaslt: FakeCublasLt, kind: str, transposes: tuple[bool, bool], scales: tuple[str, str]
 ) -> None:
     """Also where rows lie apart; with as many scales as the product wants."""
-    fake.any_layout, (m, n, k) = 1, (16, 48, 1280)
+    cublaslt.any_layout, (m, n, k) = 1, (16, 48, 1280)
     for a, b in PAIRS:
         form = products.form_of_8(kind, a, b, F32, False, transposes, scales)
         product = products.product_of(form)
@@ -99,13 +94,13 @@ def test_an_example_is_the_very_problem(
             product(made)
 
 
-def test_products_of_all_dtypes_are_tuned_together(fake: FakeCublasLt) -> None:
+def test_products_of_all_dtypes_are_tuned_together(cublaslt: FakeCublasLt) -> None:
     def model() -> None:
         products.configured("forward", F32, F32)(WIDE)
         run()
 
     def contest(first: Any, second: Any) -> float:
-        return 0.9 if sorted(ran(fake, second)) == [1, 2] else 1.0
+        return 0.9 if sorted(ran(cublaslt, second)) == [1, 2] else 1.0
 
     tried = tune_products(model, contest, 0.005)
     places = ["forward float32 5x6x32", f"{FORM} 5x6x32"]
@@ -116,7 +111,7 @@ def test_products_of_all_dtypes_are_tuned_together(fake: FakeCublasLt) -> None:
     assert [(t.place, t.choice) for t in tried if t.taken][0] == (places[0], "#2")
 
 
-def test_ranks_have_their_places_in_one_order(fake: FakeCublasLt) -> None:
+def test_ranks_have_their_places_in_one_order(cublaslt: FakeCublasLt) -> None:
     """Whatever their GPUs are numbered, and whichever problem each met first."""
     others = [ones(5, 64)[:, :32], A]
     for order in (others, others[::-1]):

@@ -12,10 +12,11 @@ import types
 import pytest
 import torch
 
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack
 from te_fuser.kernels.packages import optional as optional_packages
 from te_fuser.kernels.packages.optional import FirstRuns, Package, version_of, why_changed
-from tests.kernels.attention.cases import in_threads
-from tests.kernels.packages import fake_packages
+from tests.kernels.packages import fake_cudnn, fake_flash_attn, fake_packages, fake_quack
+from tests.threads import in_threads
 
 
 def test_importing_the_package_imports_none_of_them():
@@ -41,6 +42,31 @@ def test_versions():
     assert made("1.2", None).missing() == 'one is not installed: pip install "one>=1.2"'
     assert made("1.10", "1.9").missing() == 'it needs one 1.10, found 1.9: pip install "one>=1.10"'
     assert made("1.9", "1.10").missing() is None
+
+
+# Package -> te_fuser's module about it, what stands for it on a CPU, and what asks whether it can be called.
+INSTALLED = {
+    "quack-kernels": (quack, fake_quack, quack.unusable),
+    "flash-attn-4": (flash_attn_4, fake_flash_attn, flash_attn_4.unusable),
+    "nvidia-cudnn-frontend": (cudnn_frontend, fake_cudnn, lambda: cudnn_frontend.unusable(91900)),
+}
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_what_an_import_raises_is_a_reason_and_is_tried_once(name, error, monkeypatch):
+    (module, fake, unusable), tried = INSTALLED[name], []
+    fake.in_place(monkeypatch)
+
+    def broken(name):
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(module.importlib, "import_module", broken)
+    for _ in range(2):
+        assert unusable() == f"{name} does not load: {type(error).__name__}: {error}"
+    assert len(tried) == 1
+    fake.forget()
 
 
 def test_functions_that_changed():
@@ -156,7 +182,7 @@ def test_one_thread_at_a_time_prepares_and_all_run_what_is_prepared(runs):
         running.remove(threading.get_ident())
         return lambda meet: together.wait() if meet else None
 
-    in_threads([functools.partial(runs.run, 0, form, watched, (False,), failed) for form in (0, 1, 2, 3, 3)])
+    in_threads(*(functools.partial(runs.run, 0, form, watched, (False,), failed) for form in (0, 1, 2, 3, 3)))
     assert most == [1, 1, 1, 1] and len(runs) == 4
-    in_threads([functools.partial(runs.run, 0, form, watched, (True,), failed) for form in range(3)])
+    in_threads(*(functools.partial(runs.run, 0, form, watched, (True,), failed) for form in range(3)))
     assert not together.broken and len(most) == 4

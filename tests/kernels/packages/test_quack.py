@@ -36,16 +36,12 @@ def assert_close(found, exact):
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
 
 
-def summed(dh):
-    return dh.reshape(-1, dh.shape[-1]).sum(0)
-
-
 def gradients(dy, w, h):
     """dh, gelu(h) and the sum of dh."""
     leaf = h.clone().requires_grad_()
     y = gelu(leaf)
     (dh,) = torch.autograd.grad(y, leaf, dy @ w)
-    return dh, y.detach(), summed(dh)
+    return dh, y.detach(), dh.reshape(-1, dh.shape[-1]).sum(0)
 
 
 def gated_tensors(rows, inner, outer, dtype=torch.float64):
@@ -178,20 +174,6 @@ def test_the_package_in_place_is_usable(package):
     assert quack.PACKAGE.missing() is None and quack.unusable() is None and package.calls == []
 
 
-@pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])
-def test_what_an_import_raises_is_a_reason_and_is_tried_once(error, package, monkeypatch):
-    tried = []
-
-    def broken(name):
-        tried.append(name)
-        raise error
-
-    monkeypatch.setattr(quack.importlib, "import_module", broken)
-    for _ in range(2):
-        assert quack.unusable() == f"quack-kernels does not load: {type(error).__name__}: {error}"
-    assert tried == [CONFIG]
-
-
 def test_functions_that_changed_are_a_reason(package, monkeypatch):
     class Other:
         def plan(self, A, B, C=None, *, out, tuned=True, **operands):  # noqa: N803
@@ -250,9 +232,9 @@ def test_a_form_is_planned_once_and_its_scratch_is_new_in_each_call(package, mon
     for _ in range(3):
         quack.input_gradient_dgelu_sum(dy, w, h)
     assert package.plans == ["dgelu_with_sum"] and len({t.data_ptr() for t in seen}) == 3
-    more = tensors((4,), 16, 24)
-    quack.input_gradient_dgelu_sum(more[3], w, more[4])
-    assert package.plans == ["dgelu_with_sum"] * 2
+    for _, w, _, dy, h in (tensors((4,), 16, 24), tensors((3,), 16, 24, torch.bfloat16)):
+        quack.input_gradient_dgelu_sum(dy, w, h)
+    assert package.plans == ["dgelu_with_sum"] * 3 and len(quack.runs) == 3
 
 
 def test_what_fails_in_a_run_is_raised_in_words(package):
@@ -278,36 +260,3 @@ def test_what_fails_in_a_run_is_raised_in_words(package):
         with pytest.raises(torch.OutOfMemoryError, match="full"):
             run()
     assert not len(quack.runs)
-
-
-def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
-    """Each product, with the value before GELU or without, in each size, each layout, each dtype."""
-    capturing = False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    x, w, b, dy, h = tensors((3,), 16, 24)
-    *_, wide = gated_tensors((3,), 16, 24)
-    runs = (
-        lambda: quack.linear_bias_gelu(x, w, b),
-        lambda: quack.linear_bias_gelu_aux(x, w, b),
-        lambda: quack.input_gradient_dgelu_sum(dy, w, h),
-        lambda: quack.input_gradient_dswiglu(dy, w, wide),
-    )
-    for run in runs:
-        capturing = True
-        with pytest.raises(
-            RuntimeError, match=r"quack-kernels that are compiled .*run the model once with inputs like"
-        ):
-            run()
-        capturing = False
-        run()
-        capturing = True
-        run()
-    more, rounded = tensors((4,), 16, 24), tensors((3,), 16, 24, torch.bfloat16)
-    for given in ((more[0], w, b), rounded[:3], (aligned(x), w, b), (x, aligned(w), b)):
-        with pytest.raises(RuntimeError, match="run the model once"):
-            quack.linear_bias_gelu(*given)
-    with pytest.raises(RuntimeError, match="run the model once"):
-        quack.input_gradient_dgelu_sum(dy, w, aligned(h))
-    with pytest.raises(RuntimeError, match="run the model once"):
-        quack.input_gradient_dswiglu(dy, w, aligned(wide))
-    assert len(quack.runs) == len(package.calls) // 2 == 4

@@ -18,6 +18,8 @@ from te_fuser.ops.attention.heads import Apart
 from te_fuser.ops.attention.mask import MASKS
 from te_fuser.ops.base import OpCall, Spec
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
+from tests.ops import attention_cases
+from tests.presets.plain import Call, attend
 
 SAMPLES, POSITIONS = 2, 7
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
@@ -35,54 +37,24 @@ def packed_by_hand(q, k, v, layout, packing):
     return batch_first if layout == "batch_first" else batch_first.transpose(0, 1)
 
 
-def output_by_hand(heads, layout):
-    batch_first = torch.cat(heads.unbind(1), -1)
-    return batch_first if layout == "batch_first" else batch_first.transpose(0, 1)
-
-
 def separate(heads, kv_heads, dim, dtype=torch.float64, seed=0, samples=SAMPLES, positions=POSITIONS):
     rng = torch.Generator().manual_seed(seed)
     shapes = [(samples, n, positions, dim) for n in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def plain(q, k, v, scale, causal, mask, factors=None):
-    """Attention as the paper has it, with zeros where nothing is seen."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    hidden = torch.zeros(scores.shape, dtype=torch.bool)
-    if causal:
-        hidden |= torch.arange(scores.shape[-1])[None] > torch.arange(scores.shape[-2])[:, None]
-    if mask is not None:
-        hidden |= mask
-    weights = scores.masked_fill(hidden, 0.0).exp().masked_fill(hidden, 0.0)
-    total = weights.sum(-1, keepdim=True)
-    probabilities = weights / torch.where(total == 0.0, 1.0, total)
-    if factors is not None:
-        probabilities = probabilities * factors
-    return torch.einsum("bhqk,bhkd->bhqd", probabilities, v)
-
-
 def run(op, x, dy, mask=None, stream=None):
-    """y and dx, with nothing given to backward but what it says it reads."""
-    tensors = {"attention_mask": mask} if op.named_inputs() else {}
-    call = OpCall(dict(tensors), random=stream)
-    with torch.no_grad():
-        y = op.op_forward(call, x)
-        assert set(call.emitted) == set(op.emits)
-        (node,) = op.gradients(tuple(op.named_inputs()))
-        known = {"input": x, "output": y, **call.emitted, **tensors}
-        back = OpCall({name: known[name] for name in node.reads}, frozenset({"input"}), stream)
-        dx = getattr(op, node.method)(back, dy)["input"]
-    return y, dx
+    """y and dx."""
+    return attention_cases.run(op, x, dy, {} if mask is None else {"attention_mask": mask}, stream)[:2]
 
 
 def expected(op, q, k, v, dy, mask=None, factors=None):
     """y and dx in float64 by autograd, from the plain formula and the packing by hand."""
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    heads = plain(*leaves, op.scale, MASKS[op.mask][0], mask, factors)
-    y = output_by_hand(heads, op.layout)
+    positions = torch.arange(q.shape[2])
+    hidden = (positions[None] > positions[:, None]) & MASKS[op.mask][0]
+    heads = attend(*leaves, Call(hidden if mask is None else hidden | mask), op.scale, factors)
+    y = attention_cases.in_layout(heads, op.layout)
     grads = torch.autograd.grad(y, leaves, dy.double())
     return y.detach(), packed_by_hand(*grads, op.layout, op.packing)
 
@@ -105,7 +77,8 @@ def test_values_and_gradients(layout, packing, kv_heads):
         (name, kind) for name in ("given", "causal_and_given") for kind in ("padding", "some", "square", "column")
     ]
     for (mask, kind), dim in itertools.product(masks, (5, 16)):
-        op, parts, x, dy = make(kv_heads=kv_heads, dim=dim, mask=mask, layout=layout, packing=packing)
+        how = {"layout": layout, "packing": packing, "scale": 0.7 if dim == 16 else None}
+        op, parts, x, dy = make(kv_heads=kv_heads, dim=dim, mask=mask, **how)
         given = None if kind is None else boolean_mask(kind)
         y, dx = run(op, x, dy, given)
         want_y, want_dx = expected(op, *parts, dy, given)
@@ -128,20 +101,12 @@ def test_errs_no_more_than_twice_pytorch(packing, causal, dtype):
     want_y, want_dx = expected(op, *parts, dy)
     leaves = [t.clone().requires_grad_() for t in parts]
     torch_heads = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
-    torch_y = output_by_hand(torch_heads, op.layout)
+    torch_y = attention_cases.in_layout(torch_heads, op.layout)
     torch_dx = packed_by_hand(*torch.autograd.grad(torch_y, leaves, dy), op.layout, packing)
     for ours, theirs, want in ((y, torch_y, want_y), (dx, torch_dx, want_dx)):
         ulp = torch.finfo(dtype).eps * want.abs().max()
         for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
             assert measure(ours.double() - want) <= 2 * measure(theirs.detach().double() - want) + ulp
-
-
-def test_scale_is_used():
-    op, parts, x, dy = make(scale=0.7)
-    y, dx = run(op, x, dy)
-    want_y, want_dx = expected(op, *parts, dy)
-    torch.testing.assert_close(y, want_y)
-    torch.testing.assert_close(dx, want_dx)
 
 
 def test_large_scores_do_not_overflow():
@@ -188,15 +153,12 @@ def test_dropout_is_the_stream_s(packing, kv_heads):
     torch.testing.assert_close(torch.autograd.grad(reference, leaf, dy)[0], want_dx)
 
 
-def test_dropout_draws_in_pieces_as_in_one(monkeypatch):
+def test_dropout_draws_in_pieces_as_in_one_and_of_everything_gives_zeros(monkeypatch):
     op, _, x, dy = make(dropout=0.5)
     whole = run(op, x, dy, stream=STREAM)
     monkeypatch.setattr("te_fuser.ops.attention.math._ROWS_AT_ONCE", 5)
     for one, other in zip(whole, run(op, x, dy, stream=STREAM), strict=True):
         assert torch.equal(one, other)
-
-
-def test_dropping_everything_gives_zeros():
     op, _, x, dy = make(dropout=1.0)
     y, dx = run(op, x, dy, stream=STREAM)
     assert (y == 0).all() and (dx == 0).all()
@@ -239,25 +201,6 @@ def test_empty_and_single(shape):
         assert y.shape == (*shape, 32) and dx.shape == x.shape and y.isfinite().all() and dx.isfinite().all()
 
 
-def test_gradcheck():
-    for mask, packing in itertools.product(("causal", "causal_and_given"), PACKINGS):
-        op, _, x, _ = make(2, 1, 3, mask=mask, packing=packing, dropout=0.2)
-        given = boolean_mask("some", heads=2) if mask != "causal" else None
-
-        class Run(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, op=op, given=given):
-                ctx.x, ctx.call = x, OpCall({"attention_mask": given}, random=STREAM)
-                return op.op_forward(ctx.call, x)
-
-            @staticmethod
-            def backward(ctx, dy, op=op, given=given):
-                tensors = {"input": ctx.x, "attention_mask": given, **ctx.call.emitted}
-                return op.op_backward(OpCall(tensors, random=STREAM), dy)
-
-        assert torch.autograd.gradcheck(Run.apply, x.requires_grad_())
-
-
 def test_logsumexp_is_of_the_masked_scores():
     op, (q, k, _), x, _ = make(kv_heads=2, mask="given", dtype=torch.bfloat16)
     mask = boolean_mask("some")
@@ -284,7 +227,7 @@ def spec(*shape, dtype=torch.float32, device="cpu"):
     return Spec(shape, dtype, torch.device(device))
 
 
-def test_infer():
+def test_infer_and_flops():
     op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
     assert op.infer(spec(7, 2, 64)) == spec(7, 2, 32)
     with pytest.raises(ValueError, match=r"\(4 \+ 2 \* 2\) \* 8 = 64 features, got 63"):
@@ -295,6 +238,11 @@ def test_infer():
         DotProductAttention(4, 8, layout="batch_first", mask="none").infer(spec(1, 2, 3, 96))
     with pytest.raises(TypeError, match=r"got torch\.int64: convert"):
         op.infer(spec(7, 2, 64, dtype=torch.int64))
+    assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
+    assert (
+        DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
+        == 4 * 2 * 4 * 55 * 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,22 +302,6 @@ def test_check_inputs():
     causal = DotProductAttention(4, 8, mask="causal", layout="sequence_first")
     assert causal.named_inputs() == {}
     causal.check_inputs(x, {})
-
-
-def test_what_backward_reads():
-    (node,) = DotProductAttention(4, 8, mask="none", layout="sequence_first").gradients(())
-    assert node.produces == ("input",) and node.reads == ("input", "logsumexp")
-    (node,) = DotProductAttention(4, 8, mask="given", layout="sequence_first").gradients(("attention_mask",))
-    assert node.produces == ("input",) and node.reads == ("input", "logsumexp", "attention_mask")
-
-
-def test_flops():
-    op = DotProductAttention(4, 8, kv_heads=2, mask="none", layout="sequence_first")
-    assert op.flops(spec(10, 2, 64), {}) == 4 * 2 * 4 * 100 * 8
-    assert (
-        DotProductAttention(4, 8, kv_heads=2, mask="causal", layout="sequence_first").flops(spec(10, 2, 64), {})
-        == 4 * 2 * 4 * 55 * 8
-    )
 
 
 def test_a_changed_attribute_is_a_changed_op():

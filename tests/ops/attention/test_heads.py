@@ -1,4 +1,4 @@
-"""Keys and values apart from queries: values and all gradients against the formula, row by row in float64."""
+"""Keys and values apart from queries: values and all gradients against the formula in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.heads import Apart, ApartHeads
 from te_fuser.ops.attention.math import kept
 from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
+from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
 
 LAYOUTS = ("sequence_first", "batch_first")
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
@@ -59,7 +59,7 @@ def test_values_and_gradients(layout, kv_heads, packing):
 
         inputs = others_of(k, v)
         seen = (lambda b, i, keys=keys: range(keys)) if corner is None else causal(corner, queries, keys)
-        want = in_layout(row_by_row(q, k, v, seen, scale=dim**-0.5), layout)
+        want = in_layout(by_formula(q, k, v, seen, scale=dim**-0.5), layout)
         dy = tensor(*want.shape, seed=4)
         gq, gk, gv = torch.autograd.grad(want, (q, k, v), dy)
         wanted = (in_layout(gq, layout), *others_of(gk, gv).values())
@@ -97,7 +97,7 @@ def test_dropout_and_a_given_mask():
     for h in range(2):
         seen = lambda b, i, h=h: (~hidden[b, h, i]).nonzero().flatten().tolist()  # noqa: E731
         rows = (q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1])
-        out.append(row_by_row(*rows, seen, scale=0.5, factors=factors[:, h : h + 1]))
+        out.append(by_formula(*rows, seen, scale=0.5, factors=factors[:, h : h + 1]))
     want = in_layout(torch.cat(out, 1), "batch_first")
     assert (want[1, 2, :4] == 0).all()
     dy = tensor(*want.shape, seed=4)

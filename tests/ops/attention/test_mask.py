@@ -1,4 +1,4 @@
-"""What attention hides by structure: windows, both corners, lengths, sequences one behind the other; row by row."""
+"""What attention hides by structure: windows, both corners, lengths, sequences one behind the other, by the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from te_fuser import ops
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.mask import AttentionMask
 from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
+from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
 
 WINDOWS = [None, (2, 1), (0, 0), (None, 2), (3, None)]
 
@@ -37,11 +37,9 @@ def masks(**names):
 
 def check(op, q, k, v, inputs, seen, layout):
     """Forward, backward and reference of `op` against the formula."""
-    want = in_layout(row_by_row(q, k, v, seen, scale=op.scale), layout)
+    want = in_layout(by_formula(q, k, v, seen, scale=op.scale), layout)
     dy = tensor(*want.shape, seed=4)
-    # Where nothing at all is seen, nothing is recorded.
-    grads = torch.autograd.grad(want, (q, k, v), dy, allow_unused=True) if want.requires_grad else (None,) * 3
-    wanted = [in_layout(torch.zeros_like(t) if g is None else g, layout) for g, t in zip(grads, (q, k, v), strict=True)]
+    wanted = [in_layout(g, layout) for g in torch.autograd.grad(want, (q, k, v), dy)]
     x, key, value = (in_layout(t, layout).detach() for t in (q, k, v))
     if op.packing == "blocked":
         x, others = torch.cat((x, key, value), -1), {}
@@ -116,7 +114,7 @@ def test_the_last_that_is_no_padding_is_the_corner(window, sides):
     check(op, *parts(*sizes, samples=4), named, seen, "batch_first")
 
 
-def test_padding_that_does_not_fit():
+def test_masks_that_cannot_be_and_padding_that_does_not_fit():
     op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
     x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))
     for shape, dtype, error, words in (
@@ -127,6 +125,12 @@ def test_padding_that_does_not_fit():
             op.check_inputs(x, {"padding": Spec(shape, dtype, x.device)})
     with pytest.raises(ValueError, match="reads padding from 'ours'"):
         op.check_inputs(x, {})
+    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
+        AttentionMask(window=(-1, 0))
+    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
+        AttentionMask(corner="left")
+    with pytest.raises(ValueError, match="keyword argument"):
+        AttentionMask(lengths="my lengths")
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -229,15 +233,6 @@ def test_arguments(arguments, words):
         DotProductAttention(2, 4, **{"mask": "none", "layout": "sequence_first", **arguments})
 
 
-def test_masks_that_cannot_be():
-    with pytest.raises(ValueError, match=r"window is \(left, right\).*got \(-1, 0\)"):
-        AttentionMask(window=(-1, 0))
-    with pytest.raises(ValueError, match="corner='left' is unknown; use one of 'top_left', 'bottom_right'"):
-        AttentionMask(corner="left")
-    with pytest.raises(ValueError, match="keyword argument"):
-        AttentionMask(lengths="my lengths")
-
-
 def spec(*shape, dtype=torch.int32):
     return Spec(shape, dtype, torch.device("cpu"))
 
@@ -282,6 +277,7 @@ def test_a_plain_mask_is_what_its_name_says():
 
 BOUNDED = AttentionMask(offsets="cu", longest=4)
 BETWEEN = AttentionMask(offsets="cu", lengths="n")
+BOTH = AttentionMask(lengths="n", key_lengths="m")
 
 
 @pytest.mark.parametrize(
@@ -294,22 +290,16 @@ BETWEEN = AttentionMask(offsets="cu", lengths="n")
         (AttentionMask(offsets="cu"), {"cu": [0, 5, 3]}, r"'cu' go from 0 to 3 with steps of at least -2"),
         (BOUNDED, {"cu": [0, 2, 7]}, r"'cu' says that sequence 1 has 5 tokens .* longest=4: give a longest that"),
         (BETWEEN, {"cu": [0, 2, 7], "n": [3, 5]}, r"'n' says that sequence 0 has 3 positions, .* room for 2"),
+        (BOTH, {"n": [7, 7], "m": [5, 6]}, r"'m' says that sample 1 has 6 positions, and there is room for 5"),
     ],
 )
 def test_what_lies_outside_is_refused_on_a_cpu(mask: AttentionMask, counts: dict[str, list[int]], words: str) -> None:
-    op = DotProductAttention(2, 4, mask=mask, layout="tokens" if mask.offsets else "batch_first").double()
+    packing = "apart" if mask is BOTH else "interleaved"
+    op = DotProductAttention(2, 4, mask=mask, layout="tokens" if mask.offsets else "batch_first", packing=packing)
     x = tensor(*((7,) if mask.offsets else (2, 7)), op.packed.features)
     given = {argument: torch.tensor(counts[name]) for argument, name in mask.names.items()}
+    given |= {name: tensor(2, 5, 8) for name in ("key", "value")} if mask is BOTH else {}
     with pytest.raises(ValueError, match=words):
         run(op, x, torch.ones_like(x[..., :8]), given)
     with pytest.raises(ValueError, match=words):
         op.reference(OpCall(given), x)
-
-
-def test_keys_that_lie_outside_are_refused_on_a_cpu() -> None:
-    mask = AttentionMask(lengths="n", key_lengths="m")
-    op = DotProductAttention(2, 4, mask=mask, layout="batch_first", packing="apart").double()
-    others = {"key": tensor(2, 5, 8), "value": tensor(2, 5, 8)}
-    given = {"lengths": torch.tensor([7, 7]), "key_lengths": torch.tensor([5, 6])}
-    with pytest.raises(ValueError, match=r"'m' says that sample 1 has 6 positions, and there is room for 5"):
-        run(op, tensor(2, 7, 8), tensor(2, 7, 8), {**others, **given})

@@ -1,4 +1,4 @@
-"""Soft cap, bias, ALiBi and sinks: values and all gradients against the formula, row by row in float64."""
+"""Soft cap, bias, ALiBi and sinks: values and all gradients against the formula in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from te_fuser.formula import random
 from te_fuser.ops.attention.dot_product_attention import DotProductAttention
 from te_fuser.ops.attention.math import AttentionScores, alibi_slopes, at_places, kept
 from te_fuser.ops.base import OpCall, Spec
-from tests.ops.attention_cases import close, in_layout, row_by_row, run, tensor
+from tests.ops.attention_cases import by_formula, close, in_layout, run, tensor
 
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 SAMPLES, HEADS, QUERIES, KEYS, DIM = 2, 4, 5, 7, 3
@@ -42,7 +42,7 @@ def check(scores, added, inputs, *, bias=None, corner="top_left", dropout=0.0, c
     factors = kept(STREAM, (SAMPLES, HEADS, QUERIES, KEYS), q.detach(), dropout) if dropout else None
     seen = lambda b, i: range(min(KEYS, i + shift + 1) if causal else KEYS)  # noqa: E731
     options = {"scale": DIM**-0.5, "cap": scores.soft_cap, "added": added, "sink": sink, "factors": factors}
-    want = in_layout(row_by_row(q, k, v, seen, **options), "batch_first")
+    want = in_layout(by_formula(q, k, v, seen, **options), "batch_first")
     dy = tensor(*want.shape, seed=4)
     others = {n: t for n, t in (("attention_bias", bias), ("sink", sink)) if t is not None and t.requires_grad}
     grads = torch.autograd.grad(want, (q, k, v, *others.values()), dy)
