@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.distributed.dtensor import own_part
 from te_fuser.fuser.plan.device import capturing
 from te_fuser.fuser.show.measure import asides_undisturbed
@@ -16,7 +17,7 @@ from te_fuser.kernels.peers import known_peers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.params.main_grad import held_main_grad, restored
 from te_fuser.params.scales import HISTORY, SCALE
-from te_fuser.quantization.graphs import GraphedRegion
+from te_fuser.quantization.rerun import GraphedRegion
 from te_fuser.sharding.rules import joint_ops
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -174,7 +175,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     _check_devices(model, samples)
     within = GraphedRegion(model, samples["x"].device)
     # What the warm-up adds to main_grad is no gradient, and the largest magnitudes that it meets are none of a step.
-    with restored(model.parameters()), asides_undisturbed(), _planned_for_replay(), _held_graphs_told():
+    with restored(model.parameters()), asides_undisturbed(), being(capturing, True), _held_graphs_told():
         replay = torch.cuda.make_graphed_callables(
             _Positional(model, tuple(named), within),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
@@ -196,16 +197,6 @@ def _held_graphs_told() -> Iterator[None]:
             "cuda_graph: the capture met work on the default stream. An output or a loss of an earlier call, held with "
             "its autograd graph, brings it there, for one: delete it (del y), or detach it, before the capture"
         ) from error
-
-
-@contextlib.contextmanager
-def _planned_for_replay() -> Iterator[None]:
-    """Plans in here are for calls that cost the host nothing."""
-    token = capturing.set(True)
-    try:
-        yield
-    finally:
-        capturing.reset(token)
 
 
 class _Positional(torch.nn.Module):

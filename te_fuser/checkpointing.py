@@ -15,7 +15,7 @@ from te_fuser.distributed.consistency import RankMismatchError
 from te_fuser.distributed.dtensor import is_dtensor
 from te_fuser.distributed.exchange import Exchange
 from te_fuser.distributed.group import Group
-from te_fuser.quantization.checkpointing import Anew, checkpoint_contexts
+from te_fuser.quantization.rerun import Anew, checkpoint_contexts
 
 States = dict[str, torch.Tensor]
 # ProcessGroup -> of what its ranks were found to keep parts together.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from te_fuser.contexts import being
 
 
 class NotSeenError(ValueError):
@@ -111,15 +113,9 @@ def _as_it_is(t: torch.Tensor) -> torch.Tensor:
 _current: ContextVar[Look | None] = ContextVar("look", default=None)
 
 
-@contextmanager
-def looking() -> Iterator[Look]:
+def looking() -> AbstractContextManager[Look]:
     """The look that is under way, or a new one."""
-    look = _current.get() or Look()
-    token = _current.set(look)
-    try:
-        yield look
-    finally:
-        _current.reset(token)
+    return being(_current, _current.get() or Look())
 
 
 def is_looking() -> bool:

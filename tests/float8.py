@@ -14,8 +14,12 @@ from te_fuser import fusions, ops
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
 from te_fuser.ops.operations import UnfusedOperation
+from te_fuser.recipe import OwnScales, QParams
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PLAIN, POWERS = OwnScales(QParams()), OwnScales(QParams(power_2_scale=True, amax_epsilon=0.25))
+BLOCKS = OwnScales(QParams(power_2_scale=True), (1, 128))
+WAYS = [(dtype, own) for dtype in (E4M3, E5M2) for own in (PLAIN, POWERS)]
 FORMATS = (E4M3, E5M2)
 _EXPONENT_BITS = {E4M3: 4, E5M2: 5}
 # The fusions whose products run in 8 bits: without them these are emulated.

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.capture import GraphedModel
-from te_fuser.quantization.graphs import GraphedRegion
+from te_fuser.quantization.rerun import GraphedRegion
 
 
 def graphed(model: torch.nn.Module, **samples: torch.Tensor) -> GraphedModel:

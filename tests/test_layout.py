@@ -25,26 +25,27 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 BASE = {"guards", "distributed", "params"}
 KNOWS = {
-    "capture": {*BASE, "ops", "kernels", "fuser", "quantization", "sharding"},
+    "capture": {*BASE, "contexts", "ops", "kernels", "fuser", "quantization", "sharding"},
     "trace": {"fuser", "ops", "params"},
     "checkpointing": {*BASE, "ops", "quantization"},
     "compare": {"dtypes"},
     "config": set(),
+    "contexts": set(),
     "dtypes": set(),
     "record": set(),
-    "formula": {"dtypes"},
-    "fake_tensors": set(),
+    "formula": {"contexts", "dtypes"},
+    "fake_tensors": {"contexts"},
     "guards": {"_native"},
     "distributed": {"dtypes", "formula", "config"},
-    "params": {"dtypes", "formula", "guards", "distributed", "_native"},
-    "ops": {*BASE, "dtypes", "formula", "record", "_native"},
+    "params": {"contexts", "dtypes", "formula", "guards", "distributed", "_native"},
+    "ops": {*BASE, "dtypes", "formula", "record", "recipe", "_native"},
     "sharding": {"distributed", "formula", "ops"},
     "codegen": {"dtypes", "formula", "config", "record", "_native"},
-    "kernels": {*BASE, "dtypes", "formula", "record", "ops", "codegen", "config", "_native"},
-    "fusions": {*BASE, "dtypes", "formula", "ops", "codegen", "kernels"},
+    "kernels": {*BASE, "dtypes", "formula", "record", "recipe", "ops", "codegen", "config", "_native"},
+    "fusions": {*BASE, "contexts", "dtypes", "formula", "recipe", "ops", "codegen", "kernels"},
     "fuser": {
         *BASE, "dtypes", "formula", "ops", "sharding", "codegen", "kernels", "fusions", "config", "compare",
-        "fake_tensors", "record", "_native"},
+        "contexts", "fake_tensors", "recipe", "record", "_native"},
     "fused_regions": {*BASE, "ops", "fuser", "fake_tensors"},
     "flatten": {*BASE, "ops", "fuser", "fused_regions"},
     "sequential": {*BASE, "ops", "fuser", "flatten", "fake_tensors", "fused_regions"},
@@ -55,10 +56,10 @@ KNOWS = {
     "verify": {
         *BASE, "dtypes", "formula", "fake_tensors", "ops", "sharding", "codegen", "fusions", "fuser", "flatten",
         "fused_regions", "sequential", "compare", "_native"},
-    "recipe": set(),
+    "recipe": {"contexts"},
     "common": {"recipe"},
     "pytorch": {"", "*"},  # all that `te_fuser` has
-    "quantization": {*BASE, "dtypes", "formula", "ops", "fuser", "kernels", "recipe", "fake_tensors"},
+    "quantization": {*BASE, "contexts", "dtypes", "formula", "ops", "fuser", "kernels", "recipe", "fake_tensors"},
     "utils": {"recipe"},
     "parallel": {
         *BASE, "formula", "ops", "flatten", "from_torch", "fuser", "fused_regions", "presets", "sequential",

@@ -80,7 +80,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ScaleOf:
-    """The scale that follows from a largest magnitude, as `ops.own_scales.Scaling` says.
+    """The scale that follows from a largest magnitude, as `recipe.OwnScales` says.
 
     Attributes:
         most: the largest number of what is scaled to.

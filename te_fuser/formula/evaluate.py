@@ -5,15 +5,16 @@ And tensors as formulas see them: as rows of features, of samples, in a dtype th
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.random import RandomStream
@@ -22,14 +23,9 @@ from te_fuser.formula.traversal import topological
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_rounding", default=True)
 
 
-@contextlib.contextmanager
-def unrounded() -> Iterator[None]:
+def unrounded() -> AbstractContextManager[bool]:
     """Context in which references of float64 inputs round nowhere: an op of another dtype (Cast) gives float64."""
-    token = _rounding.set(False)
-    try:
-        yield
-    finally:
-        _rounding.reset(token)
+    return being(_rounding, False)
 
 
 def rounds() -> bool:

@@ -6,14 +6,14 @@ stays NaN, and there is one: 0x7f. What `.to` makes of numbers beyond the range 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.dtypes import FLOAT8
 
 # What float32 errs by at most, before a number is rounded to 8 bits, as a share of it.
@@ -21,14 +21,9 @@ _NEAR = 2.0**-17
 _turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turning", default=False)
 
 
-@contextlib.contextmanager
-def ties_turned() -> Iterator[None]:
+def ties_turned() -> AbstractContextManager[bool]:
     """Context in which numbers next to a tie are rounded the other way, as those are that were computed otherwise."""
-    token = _turning.set(True)
-    try:
-        yield
-    finally:
-        _turning.reset(token)
+    return being(_turning, True)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,12 +14,13 @@ draw together what one would.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+
+from te_fuser.contexts import being
 
 ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -164,11 +165,6 @@ def current() -> RandomStream:
     return stream
 
 
-@contextlib.contextmanager
-def using(stream: RandomStream) -> Iterator[None]:
+def using(stream: RandomStream) -> AbstractContextManager[RandomStream]:
     """Compute with this stream."""
-    token = _current.set(stream)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return being(_current, stream)

@@ -27,13 +27,13 @@ from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import DTYPES, FOUR, KINDS, padded
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias_scale import Bias
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.float8_matmul import Float8Form, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 from te_fuser.params.main_grad import put_gradient
+from te_fuser.recipe.recipes import OwnScales
 
 MAIN_GRAD = torch.float32  # as it usually is
 # In the order in which a native product takes them: both factors, the scales of both; a bias.
@@ -67,7 +67,7 @@ def _form(m: Match) -> Float8Form:
     return Float8Form(m.y.dtype, m.y.dtype, formats, fast=(m[0].fast_accumulation, False, False))
 
 
-def _own_scalings(m: Match) -> tuple[Scaling, Scaling, Scaling] | None:
+def _own_scalings(m: Match) -> tuple[OwnScales, ...] | None:
     """Rules by which factors get scales from themselves, where a product quantizes them itself."""
     form = _form(m)
     return None if form.comes_quantized else form.scalings
@@ -88,7 +88,7 @@ def form_of(m: Match, which: str, kind: str = "plain") -> ProductForm:
     return products.form_of_8(kind, form.formats[a], form.formats[b], out, fast, lying, scales)
 
 
-def _scales_of(scaling: Scaling) -> str:
+def _scales_of(scaling: OwnScales) -> str:
     """Layout of a factor's scales, as the native product calls it."""
     return "squares" if scaling.block is not None and scaling.block[0] > 1 else "rows"
 

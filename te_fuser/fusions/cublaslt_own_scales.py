@@ -33,15 +33,15 @@ from te_fuser.kernels.cublaslt.products import algorithms_of
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.quantizers import FOUR, BlocksOf, Factor, QuantizeBlocks, padded
 from te_fuser.ops.bias_scale import Bias
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
 from te_fuser.ops.sizes import asked
+from te_fuser.recipe.recipes import OwnScales, QParams
 
 # The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
 # together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
 _OF_KINDS = {"bias": 0.91}  # and of that by kind: 669 us for 613, which is less than a kernel that adds it
-_OF_KERNELS = Scaling((1, 128), power_of_two=True)  # those of generated kernels
+_OF_KERNELS = OwnScales(QParams(power_2_scale=True), (1, 128))  # those of generated kernels
 _SIDES: tuple[Layout, ...] = ("blocks", "transposed_blocks")
 Multiply = Callable[..., torch.Tensor]  # f(data of a, data of b, inverse of a, inverse of b, *bias)
 _SAVED = ("turned", "inverse", "weight_turned", "weight_inverse")
@@ -51,7 +51,7 @@ def _op(m: Match) -> OwnScalesMatMul:
     return cast(OwnScalesMatMul, m[0])
 
 
-def _scaling(m: Match, role: int) -> Scaling:
+def _scaling(m: Match, role: int) -> OwnScales:
     """Rule by which x, W or dy gets its scales."""
     scalings = _op(m).form.scalings
     assert scalings is not None

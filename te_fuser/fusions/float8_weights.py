@@ -13,9 +13,9 @@ from te_fuser.fusions.match import Cost
 from te_fuser.fusions.registry import Maker, Wanted, register_maker
 from te_fuser.kernels.quantizers import OwnWeights, QuantizeWeights, Weight8, measuring_weights, quantizer_on
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.params.concatenated_parameter import made_of
+from te_fuser.recipe.recipes import OwnScales
 
 
 class Weights8(Maker):
@@ -69,7 +69,7 @@ class OwnWeights8(Maker):
         return functools.partial(_own, run, wanted, [turning_again(w, device) for w in wanted])
 
 
-def _scaling(w: Wanted) -> Scaling:
+def _scaling(w: Wanted) -> OwnScales:
     scalings = cast(Float8MatMul, w.op).form.scalings
     assert scalings is not None
     return scalings[1]

@@ -5,17 +5,18 @@ A library whose kernels fusions run says whether it can be used, and which of it
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Union
 
 import torch
 
 from te_fuser.codegen.cuda_source_kernel import WrittenKernel
+from te_fuser.contexts import being
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, matches, render
 from te_fuser.kernels.tuning_trials import Contest, Deciding, ModelCall, ReasonNot, Trial
@@ -224,8 +225,7 @@ def state() -> tuple[int, frozenset[str], frozenset[str | Fusion] | None]:
     return _version, _disabled.get(), _only.get()
 
 
-@contextlib.contextmanager
-def disabled(*off: str) -> Iterator[None]:
+def disabled(*off: str) -> AbstractContextManager[frozenset[str]]:
     """Plan without these fusions inside the scope.
 
     Raises:
@@ -234,15 +234,10 @@ def disabled(*off: str) -> Iterator[None]:
     for name in off:
         if name not in _OWN:
             get(name)
-    token = _disabled.set(_disabled.get() | frozenset(off))
-    try:
-        yield
-    finally:
-        _disabled.reset(token)
+    return being(_disabled, _disabled.get() | frozenset(off))
 
 
-@contextlib.contextmanager
-def only(*on: str | Fusion) -> Iterator[None]:
+def only(*on: str | Fusion) -> AbstractContextManager[Any]:
     """Plan with these fusions and no others inside the scope; without any: every op runs alone.
 
     A fusion is given by its name, or as itself, whether it is registered or not.
@@ -253,11 +248,7 @@ def only(*on: str | Fusion) -> Iterator[None]:
     for name in on:
         if isinstance(name, str) and name not in _OWN:
             get(name)
-    token = _only.set(frozenset(on))
-    try:
-        yield
-    finally:
-        _only.reset(token)
+    return being(_only, frozenset(on))
 
 
 @dataclass(frozen=True)

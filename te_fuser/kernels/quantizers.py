@@ -25,7 +25,8 @@ from te_fuser.codegen.cuda_text import CTYPES, literal
 from te_fuser.codegen.description import NUMBERS, ScaleOf
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
-from te_fuser.ops.blockwise_scaling import Scaling, scale_by
+from te_fuser.ops.blockwise_scaling import scale_by
+from te_fuser.recipe.recipes import OwnScales
 
 STEP = 16  # tokens, and rows and columns of weights, come in multiples of so many
 _SIDE, _THREADS = 128, 256  # of a tile; of a block
@@ -101,12 +102,12 @@ def lower_again(amax: torch.Tensor) -> None:
     (amax[NUMBERS.index("largest") :] if amax.dim() else amax).zero_()
 
 
-def in_kernels(dtype: torch.dtype, scaling: Scaling) -> ScaleOf:
+def in_kernels(dtype: torch.dtype, scaling: OwnScales) -> ScaleOf:
     """Rule of a factor's one scale, in a dtype of 8 bits, as kernels are told it."""
-    return ScaleOf(torch.finfo(dtype).max, scaling.power_of_two, scaling.epsilon)
+    return ScaleOf(torch.finfo(dtype).max, scaling.by.power_2_scale, scaling.by.amax_epsilon)
 
 
-def scale_by_torch(amax: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_by_torch(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale that follows from a largest magnitude, and its reciprocal, on any device; amax is zero afterwards."""
     with torch.no_grad():
         scale = scale_by(amax, dtype, scaling)
@@ -195,7 +196,7 @@ class QuantizeWeights(TextKernel[_native.QuantizeWeights]):
 _SCALE, _INVERSE = NUMBERS.index("scale"), NUMBERS.index("inverse")
 
 
-def measuring_weights(scaling: Scaling) -> QuantizeWeights:
+def measuring_weights(scaling: OwnScales) -> QuantizeWeights:
     """The kernel that makes scales of weights."""
     return QuantizeWeights(DTYPE, in_kernels(DTYPE, scaling))
 
@@ -210,10 +211,10 @@ class OwnWeights:
         scalings: how each gets its scale; by one launch for those that do alike.
     """
 
-    def __init__(self, device: torch.device, weights: Sequence[Weight8], scalings: Sequence[Scaling]) -> None:
+    def __init__(self, device: torch.device, weights: Sequence[Weight8], scalings: Sequence[OwnScales]) -> None:
         self._device, self._made = device, sum([w.rows + w.turned for w in weights])
         self._quantize = quantizer_on(device, [replace(w, records=False) for w in weights])
-        alike: dict[Scaling, list[int]] = {}
+        alike: dict[OwnScales, list[int]] = {}
         for place, scaling in enumerate(scalings):
             alike.setdefault(scaling, []).append(place)
         looked = [replace(w, rows=False, turned=False, records=True) for w in weights]
@@ -241,10 +242,10 @@ _MOST = 2**31 - _SIDE
 Factor = tuple[torch.Tensor, torch.Tensor]
 
 
-def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: Scaling, wanted: str) -> QuantizeBlocks:
+def kernel_of(x: torch.dtype, dtype: torch.dtype, scaling: OwnScales, wanted: str) -> QuantizeBlocks:
     """Kernel that makes a matrix in 8 bits of one in x, by rows, turned or both."""
     square = scaling.block is not None and scaling.block[0] > 1
-    return QuantizeBlocks(x, dtype, wanted, square, scaling.power_of_two, scaling.epsilon)
+    return QuantizeBlocks(x, dtype, wanted, square, scaling.by.power_2_scale, scaling.by.amax_epsilon)
 
 
 class BlocksOf:
@@ -340,7 +341,7 @@ class QuantizeBlocks(TextKernel[_native.CudaKernel]):
         dtype, narrow: of the matrix, and the 8 bits.
         wanted: "rows", "turned" or "both".
         square: whether a block is 128 x 128, else 128 numbers of a row.
-        power_of_two, epsilon: as `Scaling` has them.
+        power_of_two, epsilon: as `QParams` has them.
     """
 
     dtype: torch.dtype

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from te_fuser.formula.float8 import rounded
-
-Block = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Rule by which a factor of a product gets its scales, each from the largest magnitude of what it scales.
-
-        scale = largest of the format / max(amax, epsilon)    in float32; infinite: the largest one; of an amax that is
-                                                              0, infinite or NaN: 1
-
-    Attributes:
-        block: rows and columns that have one scale, where what is summed lies along the columns; blocks at the end are
-            smaller. None: all have one.
-        power_of_two: whether scales are rounded down to powers of two.
-        epsilon: the least amax.
-    """
-
-    block: Block | None = None
-    power_of_two: bool = False
-    epsilon: float = 0.0
+from te_fuser.recipe.recipes import Block, OwnScales
 
 
-def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
     """The scales of a matrix [rows, columns] in a dtype of 8 bits: [], or one for each block [blocks, blocks].
 
     They are float32; float64 where t is so.
@@ -38,18 +16,18 @@ def scales_of(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Te
     return scale_by(_amaxes(t, scaling.block).to(torch.promote_types(t.dtype, torch.float32)), dtype, scaling)
 
 
-def scale_by(amax: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+def scale_by(amax: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
     """The scales that follow from largest magnitudes, float32 or float64, of a dtype of 8 bits."""
-    least = amax.clamp_min(scaling.epsilon)
+    least = amax.clamp_min(scaling.by.amax_epsilon)
     largest = torch.full_like(least, torch.finfo(dtype).max)  # a number over a tensor is rounded twice
     scale = (largest / least).clamp_max(torch.finfo(torch.float32).max)
-    if scaling.power_of_two:
+    if scaling.by.power_2_scale:
         scale = scale / (2.0 * torch.frexp(scale)[0])
     return torch.where((least > 0) & least.isfinite(), scale, 1.0)
 
 
 def put_scales(
-    t: torch.Tensor, dtype: torch.dtype, scaling: Scaling, scale: torch.Tensor, inverse: torch.Tensor
+    t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales, scale: torch.Tensor, inverse: torch.Tensor
 ) -> None:
     """Put the one scale of a tensor, and its reciprocal, into numbers of a call."""
     with torch.no_grad():
@@ -57,7 +35,7 @@ def put_scales(
         inverse.copy_(scale.reciprocal())
 
 
-def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [rows, columns] times its scales in 8 bits, and what that is multiplied by to be itself again.
 
     Returns:
@@ -67,7 +45,7 @@ def quantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[to
     return rounded(t.to(scale.dtype) * spread(scale, t.shape, scaling.block), dtype), scale.reciprocal()
 
 
-def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+def dequantized(t: torch.Tensor, dtype: torch.dtype, scaling: OwnScales) -> torch.Tensor:
     """Quantize a matrix to 8 bits by its own scales and back, in float32; in float64 where it is so."""
     data, inverse = quantized(t, dtype, scaling)
     return data.to(inverse.dtype) * spread(inverse, t.shape, scaling.block)

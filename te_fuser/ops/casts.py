@@ -12,9 +12,10 @@ from te_fuser.formula import Axes, quantize, quantize_gradient
 from te_fuser.formula.float8 import check_float8, once, rounded
 from te_fuser.ops import op_table
 from te_fuser.ops.base import NamedInput, OpCall, Spec
-from te_fuser.ops.blockwise_scaling import Scaling, put_scales
+from te_fuser.ops.blockwise_scaling import put_scales
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
+from te_fuser.recipe.recipes import OwnScales
 
 
 class Cast(RowOp):
@@ -46,7 +47,7 @@ class Cast(RowOp):
 class _Quantizer(RowOp):
     """Rounding to 8 bits of x, or of its gradient, by a named scale, a bound one, or one that follows from it."""
 
-    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: Scaling | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", own: OwnScales | None = None) -> None:
         super().__init__()
         check_float8(dtype)
         self.dtype, self.scale, self.own = dtype, scale if scale is None else check_name(scale), own
@@ -54,7 +55,7 @@ class _Quantizer(RowOp):
     def named_inputs(self) -> Mapping[str, NamedInput]:
         return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
 
-    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+    def own_scale(self) -> tuple[torch.dtype, OwnScales] | None:
         return None if self.own is None else (self.dtype, self.own)
 
     def extra_repr(self) -> str:
@@ -91,7 +92,7 @@ class Quantize(_Quantizer):
         *,
         scale: str | None = "scale",
         takes: torch.dtype | None = None,
-        own: Scaling | None = None,
+        own: OwnScales | None = None,
     ) -> None:
         super().__init__(dtype, scale=scale, own=own)
         self.takes = takes
@@ -155,7 +156,7 @@ class _MeasureGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, own: Scaling
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, own: OwnScales
     ) -> torch.Tensor:
         ctx.numbers, ctx.how = (scale, inverse), (dtype, own)  # not saved: backward writes into them
         return x.view_as(x)

@@ -12,12 +12,13 @@ from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.formula.float8 import check_float8, once, rounded
 from te_fuser.ops import op_table
 from te_fuser.ops.base import Gradient, OpCall, Spec
-from te_fuser.ops.blockwise_scaling import Scaling, dequantized
+from te_fuser.ops.blockwise_scaling import dequantized
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.operations import UnfusedOperation
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
 from te_fuser.params.main_grad import put_gradient
+from te_fuser.recipe.recipes import OwnScales
 
 Given = Callable[[str], torch.Tensor]  # the weight and the numbers of a product by name
 _ROLES = ("input", "weight", "output_gradient")
@@ -47,7 +48,7 @@ class Float8Form:
     comes_quantized: bool = True
     fast: tuple[bool, bool, bool] = (True, False, False)
     weight_is_kept: bool = False
-    scalings: tuple[Scaling, Scaling, Scaling] | None = None
+    scalings: tuple[OwnScales, ...] | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -195,7 +196,7 @@ class Float8MatMul(UnfusedOperation):
         formats: tuple[torch.dtype, torch.dtype, torch.dtype],
         fast: tuple[bool, bool, bool] = (True, False, False),
         weight_is_kept: bool = False,
-        scalings: tuple[Scaling, Scaling, Scaling] | None = None,
+        scalings: tuple[OwnScales, ...] | None = None,
     ) -> None:
         super().__init__()
         self.in_features = multiple(matmul.in_features, "in_features", type(self))
@@ -321,7 +322,7 @@ class OwnScalesMatMul(PartlyFloat8MatMul):
     """
 
     def __init__(
-        self, matmul: MatMul, *, scalings: tuple[Scaling, Scaling, Scaling], keeps_weight: bool = True, **given: Any
+        self, matmul: MatMul, *, scalings: tuple[OwnScales, ...], keeps_weight: bool = True, **given: Any
     ) -> None:
         super().__init__(matmul, kept=(False, False, False), scalings=scalings, **given)
         self.keeps_weight = keeps_weight

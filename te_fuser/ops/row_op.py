@@ -17,9 +17,9 @@ from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.evaluate import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec, outputs_by_name
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.params.binding import has_tensor
+from te_fuser.recipe.recipes import OwnScales
 
 _SOME = 64  # features, where a formula tells by none how many there are
 
@@ -53,7 +53,7 @@ class RowOp(FusableOperation):
         """The formula."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
 
-    def own_scale(self) -> tuple[torch.dtype, Scaling] | None:
+    def own_scale(self) -> tuple[torch.dtype, OwnScales] | None:
         """Dtype and rule of an output in 8 bits whose scale follows from that output; None for other ops."""
         return None
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.guards import Facts
 
 Key = tuple[int, str]
@@ -141,14 +142,9 @@ StandIns = Mapping[Key, Callable[[], torch.Tensor]]
 _standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
 
 
-@contextmanager
-def standing_in(known: StandIns) -> Iterator[None]:
+def standing_in(known: StandIns) -> AbstractContextManager[StandIns]:
     """Context in which ops get the stand-ins of parameters that are computed, and nothing is computed."""
-    token = _standing.set({**(_standing.get() or {}), **known})
-    try:
-        yield
-    finally:
-        _standing.reset(token)
+    return being(_standing, {**(_standing.get() or {}), **known})
 
 
 class PlannedParametrizations:
@@ -191,15 +187,9 @@ class Given(torch.nn.Module):
         super().__setstate__(state)
         self.__dict__["_held"] = ContextVar("held", default=None)
 
-    @contextmanager
-    def holding(self, **tensors: torch.Tensor) -> Iterator[None]:
+    def holding(self, **tensors: torch.Tensor) -> AbstractContextManager[Any]:
         """Context in which the ops bound to this module read these tensors."""
-        held: ContextVar[Any] = self.__dict__["_held"]
-        token = held.set(tensors)
-        try:
-            yield
-        finally:
-            held.reset(token)
+        return being(self.__dict__["_held"], tensors)
 
     def __getattr__(self, name: str) -> Any:
         found = (self.__dict__["_held"].get() or {}).get(name) if "_held" in self.__dict__ else None

@@ -25,6 +25,7 @@ from contextvars import ContextVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_fuser.contexts import being
 from te_fuser.dtypes import text_of
 from te_fuser.params.concatenated_parameter import in_one_buffer, lie_together, parts_of
 
@@ -39,14 +40,9 @@ _written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictiona
 _earlier = ContextVar("_earlier", default=-1)
 
 
-@contextlib.contextmanager
-def of_backward(number: int) -> Iterator[None]:
+def of_backward(number: int) -> contextlib.AbstractContextManager[int]:
     """Treat gradients written in here, outside of autograd, as an earlier backward's, by autograd's number for it."""
-    token = _earlier.set(number)
-    try:
-        yield
-    finally:
-        _earlier.reset(token)
+    return being(_earlier, number)
 
 
 def put_gradient(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,22 +20,34 @@ from te_fuser.fuser.run.call import REFERENCE
 from te_fuser.guards import Facts
 from te_fuser.kernels.cublaslt.products import check_machine, emulated_on
 from te_fuser.ops.base import FusableOperation, LoweredOp
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.casts import Quantize, QuantizeGradient
 from te_fuser.ops.collectives import Collective
-from te_fuser.ops.float8_matmul import READ, READ_KEPT, READ_OWN, Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
+from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul, PartlyFloat8MatMul
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import OUT_DTYPES
 from te_fuser.params.binding import Binding, GivenBinding, Key
 from te_fuser.quantization.amax_allreduce import quantized_first
-from te_fuser.quantization.checkpointing import ran_outside, ran_within, read_in_capture, refuse_another_precision
-from te_fuser.quantization.graphs import refuse_by_hand
-from te_fuser.quantization.model_init import is_only_narrow, narrow_places, refuse_narrow, refuse_narrow_weights
-from te_fuser.quantization.products import device_of, how, parameter_of, recipe_for, scalings_of, weight_in
-from te_fuser.quantization.state import NUMBERS, Numbers, ReadyCheck, State, ensure, state_of
-from te_fuser.quantization.weight_cache import KEPT, OWN, keep, leave_blank
+from te_fuser.quantization.products import how, parameter_of, recipe_for, weight_in
+from te_fuser.quantization.rerun import (
+    ran_outside,
+    read_in_capture,
+    refuse_another,
+    refuse_another_precision,
+    refuse_by_hand,
+)
+from te_fuser.quantization.state import NUMBERS, Numbers, ReadyCheck, State, ensure, say_once, state_of
+from te_fuser.quantization.weights import (
+    KEPT,
+    OWN,
+    is_only_narrow,
+    keep,
+    leave_blank,
+    narrow_places,
+    refuse_narrow,
+    refuse_narrow_weights,
+)
 from te_fuser.recipe import region
-from te_fuser.recipe.recipes import Format, Recipe
+from te_fuser.recipe.recipes import Format, OwnScales, Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Form = Mapping[str, Any]  # arguments of the ops that stand for a product
@@ -125,10 +136,12 @@ def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, t
     Args:
         time: how many products of the list before it have the same weight.
     """
-    own = scalings_of(recipe)
+    own, (data, turned, _) = recipe.own_scales, KEPT
     if own is None:
         found: dict[str, Binding] = {name: StateBinding(state, "numbers", name) for name in NUMBERS}
-        if key.calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
+        if is_only_narrow(weight):
+            return found | {data: weight}
+        if key.calibrating or any(recipe.override_linear_precision):
             return found
         if key.says_microbatch and not isinstance(weight, GivenBinding):
             return found | {name: StateBinding(state, "kept", name) for name in KEPT}
@@ -136,7 +149,6 @@ def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, t
         return {}
     else:
         found = {n: StateBinding(state, "blanks", n, 0 if n.startswith("weight") else time) for n in OWN}
-    data, turned, _ = KEPT
     found[data] = StateBinding(state, "blanks", data)
     found[turned] = StateBinding(state, "blanks", turned, in_parts=_comes_anew(weight))
     return found
@@ -144,31 +156,31 @@ def numbers_of(recipe: Recipe, weight: Binding, state: State, key: region.Key, t
 
 def rewritten(item: ListedOp, recipe: Recipe, form: Form, call: CallSpecs, calibrating: bool) -> Iterator[ListedOp]:
     """The ops that stand in the place of a product; of one that calibrates only where scales are kept."""
-    aside, product, own = item.lowered.aside, cast(MatMul, item.lowered.op), scalings_of(recipe)
+    product, own = cast(MatMul, item.lowered.op), recipe.own_scales
+    bindings, aside = item.lowered.bindings, item.lowered.aside
     if own is not None and (_have_blocks(own) or torch._C._are_functorch_transforms_active()):
         keeps = not _comes_anew(weight_in(item))
-        yield in_place(item, OwnScalesMatMul(product, scalings=own, keeps_weight=keeps, **form))
+        yield _listed(item, OwnScalesMatMul(product, scalings=own, keeps_weight=keeps, **form), bindings)
         return
-    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
-    if own is None and any(kept):
-        names = [name for name in aside if call.grad or not name.endswith("_amax")]
-        yield in_place(item, PartlyFloat8MatMul(product, kept=kept, **form), names)
+    is_narrow, kept = is_only_narrow(weight_in(item)), (True,) * 3 if calibrating else recipe.override_linear_precision
+    if own is None and any(kept) and not is_narrow:
+        numbers = {name: b for name, b in aside.items() if call.grad or not name.endswith("_amax")}
+        yield _listed(item, PartlyFloat8MatMul(product, kept=kept, **form), {**bindings, **numbers})
         return
-    of_input, of_gradient = (None, None) if own is None else (own[0], own[2])
-    yield quantizing(item, form["dtype"], call.grad, of_input)
+    of_input, _, of_gradient = own or (None, None, None)
+    records = call.grad and not is_narrow
+    op = Float8MatMul(product, scalings=own, weight_is_kept=is_narrow or is_kept(item), **form)
+    of_weight = ("weight_inverse", *KEPT[:2], *["weight_amax"] * (records and not is_kept(item)))
+    numbers = {name: aside[name] for name in dict.fromkeys((*op.form.reads, *of_weight)) if name in aside}
     if is_kept(item):
-        read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": aside["kept_inverse"]}
-        yield in_place(item, Float8MatMul(product, weight_is_kept=True, **form), read, inverse)
-    else:
-        read = [*READ_OWN, "weight_inverse", *KEPT[:2]]
-        if own is None:
-            read = [*READ, *KEPT[:2], *["weight_amax"] * call.grad]
-        yield in_place(item, Float8MatMul(product, scalings=own, **form), read)
-    if call.grad:
-        yield quantizing(item, form["formats"][2], True, of_gradient, of_gradient=True)
+        numbers["weight_inverse"] = aside["kept_inverse"]
+    yield quantizing(item, Quantize(E4M3, scale=None, takes=form["dtype"], own=of_input), records)
+    yield _listed(item, op, {**bindings, **numbers})
+    if records:
+        yield quantizing(item, QuantizeGradient(form["formats"][2], scale=None, own=of_gradient), True)
 
 
-def _have_blocks(own: Sequence[Scaling]) -> bool:
+def _have_blocks(own: Sequence[OwnScales]) -> bool:
     """True where each product quantizes its own factors, along what it sums."""
     return any(scaling.block is not None for scaling in own)
 
@@ -193,33 +205,17 @@ def form_of(recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype) -> Fo
     }
 
 
-def in_place(
-    item: ListedOp, op: FusableOperation, names: Iterable[str] = (), others: Mapping[str, Binding] = {}
-) -> ListedOp:
-    """An op in the place of a product, with its weight and these numbers of its state."""
-    low = item.lowered
-    return _listed(item, op, {**low.bindings, **{name: low.aside[name] for name in names}, **others})
-
-
-def quantizing(
-    item: ListedOp, dtype: torch.dtype, records: bool = False, own: Any = None, of_gradient: bool = False
-) -> ListedOp:
-    """The op that quantizes the input of a product in a dtype, or the gradient of its output to that.
+def quantizing(item: ListedOp, op: Quantize | QuantizeGradient, records: bool) -> ListedOp:
+    """The op that quantizes the input of a product, or the gradient of its output.
 
     Args:
         records: whether the amax is recorded, where the scale is kept.
-        own: how the scale follows from the tensor itself; None: it is kept.
     """
-    role, suffix = ("output_gradient", ".quantize_gradient") if of_gradient else ("input", ".quantize")
-    ends = {"scale": "scale", "amax": "amax"} if records else {"scale": "scale"}
-    ends = {"own_amax": "amax", "scale": "scale", "inverse": "inverse"} if own is not None else ends
-    numbers = {name: item.lowered.aside[f"{role}_{end}"] for name, end in ends.items()}
-    op = (
-        QuantizeGradient(dtype, scale=None, own=own)
-        if of_gradient
-        else Quantize(E4M3, scale=None, takes=dtype, own=own)
-    )
-    return _listed(item, op, numbers, suffix)
+    is_gradient = isinstance(op, QuantizeGradient)
+    role, suffix = ("output_gradient", ".quantize_gradient") if is_gradient else ("input", ".quantize")
+    ends = {"scale": "scale", **({"amax": "amax"} if records else {})}
+    ends = ends if op.own is None else {"own_amax": "amax", "scale": "scale", "inverse": "inverse"}
+    return _listed(item, op, {name: item.lowered.aside[f"{role}_{end}"] for name, end in ends.items()}, suffix)
 
 
 def _listed(item: ListedOp, op: FusableOperation, bindings: Mapping[str, Binding], suffix: str = "") -> ListedOp:
@@ -248,7 +244,7 @@ class Regions(CallContext):
         refuse_narrow_weights(products)
         for item in products:
             refuse_another_precision(weight_in(item), item.path, key.recipe)
-        looks = is_looking() or any(_is_meta(weight_in(item)) for item in products)
+        looks = is_looking() or any(_device_in(weight_in(item)).type == "meta" for item in products)
         if looks or reads or not any(item.lowered.aside for item in products):
             listed = _bound(listed, key, looks, reads)
         if looks:  # plans say what a device would refuse
@@ -301,19 +297,22 @@ def _prepare_outside(products: Sequence[ListedOp]) -> None:
 def _prepare_products(products: Sequence[tuple[ListedOp, Recipe]], key: region.Key, reads: bool) -> None:
     """Have products of 8 bits find what they read, and note by which recipes they run."""
     found = [(item, weight_in(item), recipe, _device_in(weight_in(item))) for item, recipe in products]
-    keeping = [weight for _, weight, recipe, _ in found if scalings_of(recipe) is None]
+    keeping = [weight for _, weight, recipe, _ in found if recipe.own_scales is None]
     if keeping:
         refuse_by_hand()
         if key.calibrating and not (_records() or reads or any(is_only_narrow(weight) for _, weight, _, _ in found)):
-            _say_once()
+            say_once("calibrating=True without gradients records nothing: call the model outside of torch.no_grad()")
     if not key.calibrating:
         for device, scales in {(device, recipe.scales) for _, _, recipe, device in found}:
             check_machine(device, scales)
     for item, weight, recipe, device in found:
         if not reads:
-            ran_within(weight, recipe)
-        if not reads and scalings_of(recipe) is None:
-            ensure(weight, recipe, device) if _records() else state_of(weight).read(device)
+            state = state_of(weight)
+            refuse_another(state, recipe)
+            if not region.recomputing():
+                state.ran_by, state.ran_in = recipe, region.entries()
+            if recipe.own_scales is None:
+                ensure(weight, recipe, device) if _records() else state.read(device)
         if KEPT[0] in item.lowered.aside:
             leave_blank(state_in(item), cast(MatMul, item.lowered.op).own_features, device)
 
@@ -328,27 +327,15 @@ def _facts(listed: Sequence[ListedOp]) -> Facts:
     return Facts(items=tuple(items), calls=calls)
 
 
-@functools.cache
-def _say_once() -> None:
-    warnings.warn(
-        "calibrating=True without gradients records nothing: call the model outside of torch.no_grad()", stacklevel=2
-    )
-
-
 def _records() -> bool:
     """True where calls need more than to read scales; a graph without gradients may be replayed with them."""
     return torch.is_grad_enabled() or read_in_capture() is not None
 
 
-def _is_meta(weight: Binding) -> bool:
-    """True where it is on the meta device, so that a call can only be planned."""
-    found = parameter_of(weight)
-    return found is not None and found.is_meta
-
-
 def _device_in(weight: Binding) -> torch.device:
-    """The device of the weight of a call."""
-    return device_of(weight) or weight.get().device
+    """The device of the weight of a call, which can only be planned where it is the meta device."""
+    found = parameter_of(weight)
+    return (weight.get() if found is None else found).device
 
 
 def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
@@ -361,7 +348,7 @@ def _apart(weight: Binding, product: MatMul, reads: bool) -> State:
             vars(state)[held].update(vars(own)[held])
         state.kept_of = own.kept_of
         return state
-    device = torch.device("meta") if _is_meta(weight) else _device_in(weight)
+    device = _device_in(weight)
     number = torch.empty((), dtype=torch.float32, device=device)
     data = torch.empty(product.parameter_shapes()["weight"], dtype=torch.float8_e4m3fn, device=device)
     for like in (state.kept, state.blanks):
@@ -395,18 +382,19 @@ def _lowered(item: ListedOp, call: CallSpecs, key: region.Key) -> Iterable[Liste
         if recipe:
             refuse_narrow(item, f"is no product of 8 bits here: {recipe}")
         return (item,)
-    weight = weight_in(item)
-    if is_only_narrow(weight):
-        return _of_narrow(item, call, key, recipe)
-    if key.calibrating and scalings_of(recipe) is not None:
+    if is_only_narrow(weight_in(item)):  # y in the dtype of autocast, or of the call's x
+        dtype = own = item.casts.get("weight", call.x.dtype) if rounds() else torch.float32
+        _check_narrow(item, call, key, recipe, dtype)
+    elif key.calibrating and recipe.own_scales is not None:
         return (item,)
-    own = call.parameters[weight.key].spec.dtype
-    exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
-    own = torch.float32 if exact else own
-    dtype = item.casts.get("weight", own)
-    for given in (own, dtype):
-        if given not in OUT_DTYPES:
-            _refuse_dtype(item.path, "its weight", given)
+    else:
+        own = call.parameters[weight_in(item).key].spec.dtype
+        exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
+        own = torch.float32 if exact else own
+        dtype = item.casts.get("weight", own)
+        for given in (own, dtype):
+            if given not in OUT_DTYPES:
+                _refuse_dtype(item.path, "its weight", given)
     return rewritten(item, recipe, form_of(recipe, dtype, own), call, key.calibrating)
 
 
@@ -419,22 +407,18 @@ def _refuse_dtype(path: str, what: str, dtype: torch.dtype) -> NoReturn:
     )
 
 
-def _of_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Recipe) -> Iterable[ListedOp]:
-    """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
-    dtype = item.casts.get("weight", call.x.dtype) if rounds() else torch.float32
+def _check_narrow(item: ListedOp, call: CallSpecs, key: region.Key, recipe: Recipe, dtype: torch.dtype) -> None:
+    """Refuse a product whose weight is in 8 bits alone, where it cannot run so."""
     trains = call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values()))
     is_wide = key.calibrating or recipe.override_linear_precision[0]
     refused = {
-        "takes a recipe that keeps scales, DelayedScaling() say": scalings_of(recipe) is not None,
+        "takes a recipe that keeps scales, DelayedScaling() say": recipe.own_scales is not None,
         "is to run in another precision: leave out calibrating and override_linear_precision": is_wide,
         "is for inference: call it under torch.no_grad(), or train a model with weights of its own": trains,
         f"gives float32, bfloat16 or float16, not {dtype}: convert x": dtype not in OUT_DTYPES,
     }
     if why := next((why for why, holds in refused.items() if holds), None):
         refuse_narrow(item, why)
-    op = Float8MatMul(cast(MatMul, item.lowered.op), weight_is_kept=True, **form_of(recipe, dtype, dtype))
-    numbers = [name for name in READ_KEPT if name in item.lowered.aside]
-    return quantizing(item, dtype), in_place(item, op, numbers, {"weight_data": weight_in(item)})
 
 
 def _notes(

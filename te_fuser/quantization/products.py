@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.params.binding import Binding
-from te_fuser.params.fp8_only_weights import prefix_of
-from te_fuser.params.scales import Aside
+from te_fuser.params.scales import Aside, prefix_of
 from te_fuser.recipe.recipes import DelayedScaling, OwnScales, QParams, Recipe
-from te_fuser.recipe.region import settings_changed
+from te_fuser.recipe.region import settings, settings_changed
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.op_instances import ListedOp
@@ -92,8 +90,7 @@ _KEY = "_fp8_precision"  # of a module's attributes
 _UNSAID = object()
 _REMEMBERED = 16
 _TENSORS = 6  # of two products, on which the functions of a recipe are tried
-_count, _latest = itertools.count(1), [0]
-# Module -> weight's name -> when the recipe was changed, the last times, and what was said before.
+# Module -> weight's name -> the `settings` with which the recipe was changed, the last times, and what was said before.
 _changed: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, deque[tuple[int, object]]]] = weakref.WeakKeyDictionary()
 
 
@@ -114,15 +111,15 @@ def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> N
         TypeError: for what is no module, no pattern, no recipe.
         ValueError: for a pattern that matches nothing, naming the nearest paths; for functions that give no scales.
     """
-    for weight, recipe in _matched(model, recipes):
+    found = _matched(model, recipes)
+    settings_changed()
+    for weight, recipe in found:
         chosen = weight.owner.__dict__.setdefault(_KEY, Chosen())
         before = chosen.get(weight.name, _UNSAID)
         if before != recipe:
             changed = _changed.setdefault(weight.owner, {}).setdefault(weight.name, deque(maxlen=_REMEMBERED))
-            _latest[0] = now()
-            changed.append((_latest[0], before))
+            changed.append((settings(), before))
         chosen[weight.name] = recipe
-    settings_changed()
 
 
 def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
@@ -152,18 +149,8 @@ def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
     return found
 
 
-def now() -> int:
-    """A number for `any_since` and `is_another_since`."""
-    return next(_count)
-
-
-def any_since(then: int) -> bool:
-    """True where a recipe of any product was changed since then."""
-    return _latest[0] > then
-
-
 def is_another_since(weight: Binding, then: int, recipe: Recipe) -> bool:
-    """True where a product runs by another recipe than it would have then, in a region of this one."""
+    """True where a product runs by another recipe than with those `settings` then, in a region of this one."""
     since = [before for when, before in _changed.get(weight.owner, {}).get(weight.name, ()) if when > then]
     return bool(since) and (recipe if since[0] is _UNSAID else since[0]) != recipe_for(weight, recipe)
 
@@ -175,14 +162,6 @@ def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:
 
 
 # ---------------------------------------------------------------------------------------------- what these are
-
-
-def scalings_of(recipe: Recipe | None) -> tuple[Scaling, Scaling, Scaling] | None:
-    """Rules by which x, W and dy get scales from themselves; None of one whose scales are kept."""
-    if recipe is None or recipe.own_scales is None:
-        return None
-    x, weight, dy = [Scaling(o.block, o.by.power_2_scale, o.by.amax_epsilon) for o in recipe.own_scales]
-    return x, weight, dy
 
 
 def how(recipe: Recipe) -> str:

@@ -23,11 +23,10 @@ from te_fuser.distributed.group import has_ranks
 from te_fuser.fake_tensors import is_looking
 from te_fuser.guards import Facts, holders, still_hold, tensor_place
 from te_fuser.kernels.reductions import AmaxFolder, Folded
-from te_fuser.params.fp8_only_weights import HISTORY, LARGEST, SCALE
-from te_fuser.params.scales import STATES, States, saved_numbers, some_wait
+from te_fuser.params.scales import HISTORY, LARGEST, SCALE, STATES, States, saved_numbers, some_wait
 from te_fuser.quantization.amax_allreduce import agreement_in, note_alike
-from te_fuser.quantization.checkpointing import keep_snapshot
 from te_fuser.quantization.products import device_of, products, products_of, recipe_for, try_recipe
+from te_fuser.quantization.rerun import keep_scales
 from te_fuser.quantization.state import (
     ROLES,
     Block,
@@ -39,7 +38,6 @@ from te_fuser.quantization.state import (
     has_kernel,
     history_length,
     is_transformed,
-    lock,
     not_in_capture,
     recorded_since,
     show,
@@ -47,7 +45,7 @@ from te_fuser.quantization.state import (
     written_by_updates,
 )
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
-from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, on_entry
+from te_fuser.recipe.region import Region, entered, in_backward, is_capturing, lock, on_entry
 
 Moved = tuple[Sequence[State], torch.Tensor, torch.Tensor]  # of one recipe: history [length, states, 3], scales
 _threads: set[int] = set()  # those that have entered regions
@@ -73,7 +71,7 @@ def update() -> None:
     _check_place()
     with written_by_updates():
         agreement, last = agreement_in(recorded.region), recorded.region
-        keep_snapshot()
+        keep_scales()
         recorded.is_new = False
         if agreement is not None and last is not None:
             agreement.reduce(last.recipe)
@@ -111,9 +109,9 @@ def _update_block(block: Block, left_out: set[State]) -> None:
 
 
 def _folded_in(block: Block, among: Iterable[State]) -> list[State]:
-    """The ones of some products that keep amaxes in a block, and have somewhere to keep them."""
-    there = [state for state in among if state.block is block and not state.is_meta]
-    found = [state for state in there if isinstance(state.recipe, DelayedScaling)]
+    """The ones of some products that keep amaxes in a block; those of modules on the meta device have nowhere to."""
+    found = [state for state in among if state.block is block and isinstance(state.recipe, DelayedScaling)]
+    found = [state for state in found if not any(t is not None and t.is_meta for t in state.found())]
     for state in found:
         state.make(cast(DelayedScaling, state.recipe).amax_history_len, block.device)
     return found
@@ -166,7 +164,7 @@ def evaluate() -> None:
     """Have an evaluation go by the scales that the next update would make."""
     _check_place()
     with written_by_updates():
-        keep_snapshot()
+        keep_scales()
         for block, (states, _, scales) in upcoming(all_states()):
             block.show(states, scales)
 
@@ -228,9 +226,9 @@ _kernels: weakref.WeakKeyDictionary[Block, BlockKernel] = weakref.WeakKeyDiction
 def _kernel_of(block: Block) -> tuple[BlockKernel | None, list[State]]:
     """The kernel of a block, and its products that PyTorch folds: all, or those with functions of somebody's own."""
     kept = _kernels.get(block)
-    if kept is not None and kept.alone == changes() and still_hold(kept.facts):
+    if kept is not None and kept.alone == changes[0] and still_hold(kept.facts):
         return kept, []
-    now, found = changes(), _folded_in(block, block.states())
+    now, found = changes[0], _folded_in(block, block.states())
     # Scales of these follow from the formula, without a function of somebody's own.
     recipes = [(state, cast(DelayedScaling, state.recipe)) for state in found]
     plain = [s for s, r in recipes if isinstance(r.amax_compute_algo, str) and r.scaling_factor_compute_algo is None]

@@ -8,7 +8,8 @@ of the scales and reciprocals: an update puts another one in its place, so that 
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from te_fuser.fuser.run.loading import obstacle
 from te_fuser.kernels.reductions import APART
 from te_fuser.params.binding import Binding
-from te_fuser.params.fp8_only_weights import HISTORY, SCALE, not_scaled, prefix_of, version_of
-from te_fuser.params.scales import STATES, States, states_of
+from te_fuser.params.scales import HISTORY, SCALE, STATES, States, not_scaled, prefix_of, states_of, version_of
 from te_fuser.quantization.products import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.region import lock
 
 ROLES = ("input", "weight", "output_gradient")
 SCALED = tuple([f"{role}_{what}" for what in ("scale", "inverse") for role in ROLES])
@@ -33,18 +34,13 @@ Numbers = dict[str, torch.Tensor]
 _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_changes = [0]
+changes = [0]  # how often `changed` was called
 _blocks: list[Block] = []
 
 
 def changed(dead: object = None) -> None:
     """Note that a product is new, gone, or runs by another recipe."""
-    _changes[0] += 1
-
-
-def changes() -> int:
-    """Number of times that it was called."""
-    return _changes[0]
+    changes[0] += 1
 
 
 def not_in_capture(what: str) -> None:
@@ -53,6 +49,12 @@ def not_in_capture(what: str) -> None:
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
         )
+
+
+@functools.cache
+def say_once(words: str) -> None:
+    """Warn, once in a process."""
+    warnings.warn(words, stacklevel=3)
 
 
 def has_kernel(device: torch.device) -> bool:
@@ -170,8 +172,8 @@ def show(products: Iterable[Numbers], values: Iterable[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-lock = threading.RLock()
 recorded_since = [False]  # whether any call recorded amaxes since the last update
+Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
 Source = tuple[dict[str, Any], str, weakref.ref[torch.Tensor], float]
 
 
@@ -225,22 +227,18 @@ class State:
         """The buffer of amaxes, [length, 3]."""
         return self._buffers[self.prefix + HISTORY]  # type: ignore[return-value]
 
-    def _found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def found(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both, where they are there."""
         return self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
 
     @property
     def has_buffers(self) -> bool:
         """True where there are any: from a call, a checkpoint, or the module that this one was copied from."""
-        return all(t is not None for t in self._found())
-
-    @property
-    def is_meta(self) -> bool:
-        """True where its module was taken to the meta device: what was recorded has nowhere to go."""
-        return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
+        return all(t is not None for t in self.found())
 
     def is_as_put(self) -> bool:
         """True where nobody has put other tensors in place of the buffers since."""
-        return self._put is not None and all(t is put for t, put in zip(self._found(), self._put, strict=True))
+        return self._put is not None and all(t is put for t, put in zip(self.found(), self._put, strict=True))
 
     def is_given(self) -> bool:
         """True where somebody gave scales, or amaxes, where there are no buffers for them."""
@@ -354,14 +352,10 @@ class State:
         self.forget_recorded()
         if any(amaxes) and self.block is not None:
             self.record(amaxes)
-        self.put_kept(*kept)
-
-    def put_kept(self, kept: Numbers, kept_of: tuple[Source, ...]) -> None:
-        """Put what is kept of the weight in 8 bits."""
         with lock:
             self.kept.clear()
-            self.kept.update(kept)
-            self.kept_of = kept_of
+            self.kept.update(kept[0])
+            self.kept_of = kept[1]
 
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
@@ -397,7 +391,7 @@ class ReadyCheck:
         states: Sequence[State],
         records: bool,
         kept: Sequence[State] = (),
-        narrow: Sequence[tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]] = (),
+        narrow: Sequence[Place] = (),
     ) -> None:
         self._records, self._kept, self._narrow = records, kept, narrow
         self._states = [(state, state._buffers, state.prefix + SCALE, state.prefix + HISTORY) for state in states]
@@ -418,14 +412,13 @@ class ReadyCheck:
                 state.ran_in = entry
             if entry is not None and self._records:
                 state.entry = entry
-        return not self._kept and not self._narrow or self._weights_stay()
-
-    def _weights_stay(self) -> bool:
         if self._kept and region.keeps_or_notes():
             return False
-        if not region.recomputing() and any(state.keeps_another() for state in self._kept):
+        if entry is not None and any(state.keeps_another() for state in self._kept):
             return False
-        return all(there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow)
+        return not self._narrow or all(
+            there.get(name) is p and not_scaled(p, there) is None for there, name, p in self._narrow
+        )
 
 
 def known_state_of(weight: Binding) -> State | None:

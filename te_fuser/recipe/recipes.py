@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,23 +10,25 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 _MOST = (2.0 - 2.0**-23) * 2.0**127  # float32's largest number
+_FLAG = "it is True or False"
 
 
-def _said(given: Any, name: str) -> str:
-    return f"{type(given).__name__}({name}={getattr(given, name)!r})"
+def _check(given: Any, name: str, holds: bool, words: str, error: type[Exception] = ValueError) -> None:
+    """Refuse an argument for which something does not hold."""
+    if not holds:
+        raise error(f"{type(given).__name__}({name}={getattr(given, name)!r}): {words}")
 
 
-def _check_flag(given: Any, name: str) -> None:
-    if not isinstance(getattr(given, name), bool):
-        raise TypeError(f"{_said(given, name)}: it is True or False")
-
-
-def _check_whole(given: Any, name: str, least: int, most: int | None = None) -> None:
+def _check_type(given: Any, name: str, kind: type, words: str) -> None:
     value = getattr(given, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{_said(given, name)}: it is a whole number")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{_said(given, name)}: it is {least} {'or more' if most is None else f'to {most}'}")
+    holds = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    _check(given, name, holds, words, TypeError)
+
+
+def _check_whole(given: Any, name: str, least: int, most: float = math.inf) -> None:
+    _check_type(given, name, int, "it is a whole number")
+    holds = least <= getattr(given, name) <= most
+    _check(given, name, holds, f"it is {least} {'or more' if most == math.inf else f'to {most}'}")
 
 
 class Largest(NamedTuple):
@@ -57,7 +60,7 @@ class MMParams:
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        _check_flag(self, "use_split_accumulator")
+        _check_type(self, "use_split_accumulator", bool, _FLAG)
 
 
 _GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
@@ -78,22 +81,34 @@ class QParams:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_flag(self, "power_2_scale")
+        _check_type(self, "power_2_scale", bool, _FLAG)
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon <= _MOST:
-            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on that float32 has")
+        holds = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) and 0.0 <= epsilon <= _MOST
+        _check(self, "amax_epsilon", holds, "it is a number from 0 on that float32 has")
+
+
+Block = tuple[int, int]
 
 
 class OwnScales(NamedTuple):
-    """Rule for scales that are computed from the tensor itself.
+    """Rule for scales that are computed from the tensor itself, each from the largest magnitude of what it scales.
+
+        scale = largest of the format / max(amax, amax_epsilon)    in float32; infinite: the largest one; of an amax
+                                                                   that is 0, infinite or NaN: 1
 
     Attributes:
         by: the rule from amax to scale.
-        block: (rows, columns) with one scale, where products sum along the columns; None: one scale for the tensor.
+        block: (rows, columns) with one scale, where products sum along the columns; blocks at the end are smaller.
+            None: one scale for the tensor.
     """
 
     by: QParams
-    block: tuple[int, int] | None = None
+    block: Block | None = None
+
+
+def _is_one_of(*kinds: str) -> Any:
+    """Method of a class that is True for these kinds of recipes and subclasses of theirs."""
+    return classmethod(lambda cls: any(base.__name__ in kinds for base in cls.__mro__))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,25 +139,26 @@ class Recipe(ABC):
 
     def __post_init__(self) -> None:
         for name in _GEMMS:
-            if not isinstance(getattr(self, name), MMParams):
-                raise TypeError(f"{_said(self, name)}: it is an MMParams(use_split_accumulator=True or False)")
-        for name in _QUANTIZED:
-            if not isinstance(getattr(self, name, QParams()), QParams):
-                raise TypeError(f"{_said(self, name)}: it is a QParams(power_2_scale, amax_epsilon)")
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(f"{_said(self, 'fp8_format')}: it is one of te_fuser.recipe.Format")
+            _check_type(self, name, MMParams, "it is an MMParams(use_split_accumulator=True or False)")
+        for name in filter(self.__dict__.__contains__, _QUANTIZED):
+            _check_type(self, name, QParams, "it is a QParams(power_2_scale, amax_epsilon)")
+        _check_type(self, "fp8_format", Format, "it is one of te_fuser.recipe.Format")
         if self.fp8_format not in self.formats:
             takes = " or ".join(map(str, self.formats))
             raise ValueError(f"{type(self).__name__}(fp8_format={self.fp8_format}): it takes {takes}")
         for name in ("fp8_dpa", "fp8_mha"):
-            _check_flag(self, name)
-            if getattr(self, name):
-                raise NotImplementedError(f"{_said(self, name)}: te_fuser has no attention in FP8; leave it out")
+            _check_type(self, name, bool, _FLAG)
+            words = "te_fuser has no attention in FP8; leave it out"
+            _check(self, name, not getattr(self, name), words, NotImplementedError)
 
     @property
     @abstractmethod
-    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales] | None:
+    def own_scales(self) -> tuple[OwnScales, ...] | None:
         """Rules for scales computed from x, W and dy themselves; None for recipes with amax histories."""
+
+    def _own_by(self, x: Block | None, weight: Block | None, dy: Block | None) -> tuple[OwnScales, ...]:
+        """Rules by the `QParams` of x, W and dy, with blocks of these."""
+        return tuple([OwnScales(getattr(self, name), b) for name, b in zip(_QUANTIZED, (x, weight, dy), strict=True)])
 
     @property
     def scales(self) -> str:
@@ -150,35 +166,13 @@ class Recipe(ABC):
         block = None if self.own_scales is None else self.own_scales[0].block
         return "tensor" if block is None else "block" if block[1] == 128 else "mx"
 
-    @classmethod
-    def delayed(cls) -> bool:
-        """True for DelayedScaling and subclasses; as the others below, a method of recipes and of their classes."""
-        return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """True for Float8CurrentScaling."""
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """True for these two, which have one scale a tensor."""
-        return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """True for Float8BlockScaling."""
-        return issubclass(cls, Float8BlockScaling)
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """True for MXFP8BlockScaling."""
-        return issubclass(cls, MXFP8BlockScaling)
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """False: there is no recipe in 4 bits."""
-        return False
+    # Methods of recipes and of their classes.
+    delayed = _is_one_of("DelayedScaling")
+    float8_current_scaling = _is_one_of("Float8CurrentScaling")
+    float8_per_tensor_scaling = _is_one_of("DelayedScaling", "Float8CurrentScaling")
+    float8_block_scaling = _is_one_of("Float8BlockScaling")
+    mxfp8 = _is_one_of("MXFP8BlockScaling")
+    nvfp4 = _is_one_of()  # there is no recipe in 4 bits
 
     @classmethod
     def custom(cls) -> bool:
@@ -228,21 +222,21 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_whole(self, "margin", -126, 126)
-        if isinstance(self.interval, Format):
-            raise TypeError(
-                f"{_said(self, 'interval')}: the second argument is interval, as in older releases of Transformer "
-                "Engine, and fp8_format in newer ones: give what stands behind margin by name"
-            )
+        words = (
+            "the second argument is interval, as in older releases of Transformer Engine, and fp8_format in newer "
+            "ones: give what stands behind margin by name"
+        )
+        _check(self, "interval", not isinstance(self.interval, Format), words, TypeError)
         _check_whole(self, "interval", 1)
         _check_whole(self, "amax_history_len", 1)
-        _check_flag(self, "reduce_amax")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(f'{_said(self, "amax_compute_algo")}: it is "max", "most_recent", or a function')
-        if not (self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo)):
-            raise TypeError(f"{_said(self, 'scaling_factor_compute_algo')}: it is a function or None")
-        given = self.override_linear_precision
-        if not isinstance(given, (tuple, list)) or [type(flag) for flag in given] != [bool] * 3:
-            raise TypeError(f"{_said(self, 'override_linear_precision')}: it is three times True or False: y, dx, dW")
+        _check_type(self, "reduce_amax", bool, _FLAG)
+        algo, factor, given = self.amax_compute_algo, self.scaling_factor_compute_algo, self.override_linear_precision
+        holds = callable(algo) or algo in ("max", "most_recent")
+        _check(self, "amax_compute_algo", holds, 'it is "max", "most_recent", or a function')
+        holds = factor is None or callable(factor)
+        _check(self, "scaling_factor_compute_algo", holds, "it is a function or None", TypeError)
+        holds = isinstance(given, (tuple, list)) and [*map(type, given)] == [bool] * 3
+        _check(self, "override_linear_precision", holds, "it is three times True or False: y, dx, dW", TypeError)
         object.__setattr__(self, "override_linear_precision", tuple(given))
 
     @property
@@ -268,10 +262,9 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_bwd_grad: QParams = QParams()
 
     @property
-    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+    def own_scales(self) -> tuple[OwnScales, ...]:
         """Rules of one scale for each tensor."""
-        by = self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad
-        return OwnScales(by[0]), OwnScales(by[1]), OwnScales(by[2])
+        return self._own_by(None, None, None)
 
 
 @dataclass(frozen=True)
@@ -303,17 +296,15 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, dims in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
-            if type(getattr(self, name)) is not int or getattr(self, name) != dims:
-                raise ValueError(f"{_said(self, name)}: blocks are 1 x 128 of x and dy, 128 x 128 of W; leave it out")
+            holds = type(given := getattr(self, name)) is int and given == dims
+            _check(self, name, holds, "blocks are 1 x 128 of x and dy, 128 x 128 of W; leave it out")
         for name in _GEMMS:
-            if not getattr(self, name).use_split_accumulator:
-                raise ValueError(f"{_said(self, name)}: sums over blocks are split; leave it out")
+            _check(self, name, getattr(self, name).use_split_accumulator, "sums over blocks are split; leave it out")
 
     @property
-    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+    def own_scales(self) -> tuple[OwnScales, ...]:
         """Rules of one scale for each block."""
-        by, row = (self.fp8_quant_fwd_inp, self.fp8_quant_fwd_weight, self.fp8_quant_bwd_grad), (1, self.step)
-        return OwnScales(by[0], row), OwnScales(by[1], (self.step, self.step)), OwnScales(by[2], row)
+        return self._own_by((1, self.step), (self.step, self.step), (1, self.step))
 
 
 @dataclass(frozen=True)
@@ -336,10 +327,10 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.margin) is not int or self.margin != 0:
-            raise ValueError(f"{_said(self, 'margin')}: scales of 32 numbers have none; leave it out")
+        holds = type(self.margin) is int and self.margin == 0
+        _check(self, "margin", holds, "scales of 32 numbers have none; leave it out")
 
     @property
-    def own_scales(self) -> tuple[OwnScales, OwnScales, OwnScales]:
+    def own_scales(self) -> tuple[OwnScales, ...]:
         """Rules of one scale for each block."""
         return (OwnScales(QParams(power_2_scale=True), (1, self.step)),) * 3

@@ -7,15 +7,16 @@ import functools
 import inspect
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
+from te_fuser.contexts import being
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 
@@ -58,16 +59,16 @@ class Key(NamedTuple):
     agrees: str | None
 
 
-Value = TypeVar("Value")
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", default=None)
 _used: ContextVar[list[Any] | None] = ContextVar("te_fuser_used", default=None)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
 _here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
+lock = threading.RLock()  # of updates of scales
 _count = itertools.count(1)
 _open: dict[int, threading.Thread] = {}  # the number of each entry whose region is on, and who entered it
-_held: Counter[int] = Counter()  # those of which forwards run again now
+_held: list[set[int]] = []  # those of which forwards run again now
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
 
@@ -101,18 +102,7 @@ def current_key() -> Key | None:
     return Key(found.recipe, found.calibrating, _settings[0], _is_first.get() is not None, outermost.agrees)
 
 
-@contextlib.contextmanager
-def being(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Context in which a variable has a value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextlib.contextmanager
-def microbatch(is_first: bool | None) -> Iterator[None]:
+def microbatch(is_first: bool | None) -> AbstractContextManager[bool | None]:
     """Context whose calls belong to the first micro-batch of a step (True) or to a later one (False); None: no change.
 
     Raises:
@@ -122,11 +112,7 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
         raise TypeError(
             f"microbatch takes True for the first micro-batch of a step, False for others, or None, got {is_first!r}"
         )
-    if is_first is None:
-        yield
-        return
-    with being(_is_first, is_first):
-        yield
+    return being(_is_first, _is_first.get() if is_first is None else is_first)
 
 
 @contextlib.contextmanager
@@ -157,14 +143,19 @@ def open_elsewhere() -> set[int]:
     for number, thread in tuple(_open.items()):
         if not thread.is_alive():
             _open.pop(number, None)
-    return set(_open) - {_entry.get()} | set(_held)
+    return (set(_open) - {_entry.get()}).union(*_held)
 
 
-def hold(entries: Iterable[int], times: int = 1) -> None:
-    """Have these among `open_elsewhere` until they are let go, -1 times; under the lock of updates."""
-    _held.update(dict.fromkeys(entries, times))
-    for number in [number for number, count in _held.items() if not count]:
-        del _held[number]
+@contextlib.contextmanager
+def held(entries: set[int]) -> Iterator[None]:
+    """Context in which these are among `open_elsewhere`."""
+    with lock:
+        _held.append(entries)
+    try:
+        yield
+    finally:
+        with lock:
+            _held.remove(entries)
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
@@ -182,11 +173,9 @@ def settings() -> int:
     return _settings[0]
 
 
-@contextlib.contextmanager
-def counted_alone() -> Iterator[int]:
+def counted_alone() -> AbstractContextManager[int]:
     """Context in which calls count as those of an entry of their own, of this number, which runs no callbacks."""
-    with being(_entry, next(_count)):
-        yield _entry.get()
+    return being(_entry, next(_count))
 
 
 def is_capturing() -> bool:

@@ -19,17 +19,16 @@ from te_fuser.formula import expr, row_sum
 from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
-from te_fuser.ops.blockwise_scaling import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import quantized
 from tests.codegen.corpus import Kit, inputs
 from tests.codegen.cuda_on_cpu import Emulated
 from tests.codegen.targets import call, emulated
-from tests.float8 import codes
+from tests.float8 import BLOCKS, codes
 from tests.needs import needs_compiler
 
 LIMITS = limits_of("sm_90a")
 E4M3 = "float8_e4m3fn"
 ROWS = (0, 1, 124, 128, 301)
-BLOCKS = Scaling((1, 128), power_of_two=True)
 
 
 def blocks(name: str, value: Expr, width: int, dtype: str, made_in: str, sides: str = "both") -> list[Target]:

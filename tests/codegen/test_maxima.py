@@ -20,12 +20,12 @@ from te_fuser.formula import expr, sigmoid
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.kernels.quantizers import in_kernels
 from te_fuser.ops.activations import GELU_FORMS
-from te_fuser.ops.blockwise_scaling import Scaling, scale_by
+from te_fuser.ops.blockwise_scaling import scale_by
 from tests.codegen.corpus import Kit, descriptions, inputs, layer_norm, reference
 from tests.codegen.cuda_calls import complaints, streams
 from tests.codegen.cuda_on_cpu import build
 from tests.codegen.targets import COMPILER, ON_EVERY_TARGET, Kernels, call, compiled, shared_out, slots
-from tests.float8 import E4M3, E5M2
+from tests.float8 import WAYS
 from tests.needs import needs_compiler, needs_nvrtc
 
 NAMES = (
@@ -160,7 +160,6 @@ def test_what_cannot_be_larger_is_passed_over(dtype: str, tmp_path: Path, monkey
     assert seen == {True, False}
 
 
-WAYS = [*itertools.product((E4M3, E5M2), (Scaling(), Scaling(power_of_two=True, epsilon=0.25)))]
 AMAXES = [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan]
 
 

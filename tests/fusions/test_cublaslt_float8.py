@@ -28,7 +28,6 @@ from te_fuser.ops.casts import QuantizeGradient
 from te_fuser.ops.float8_matmul import Float8MatMul, OwnScalesMatMul
 from te_fuser.params.concatenated_parameter import _JOINED, Joined
 from te_fuser.quantization import QuantizedTensor, lowering, quantize
-from te_fuser.quantization.products import scalings_of
 from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
@@ -73,7 +72,7 @@ def kernels() -> Iterator[Any]:
     """All that bodies may launch."""
     yield QuantizeWeights()
     for recipe, (dtype, own) in itertools.product(BLOCKS.values(), DTYPES):
-        for role, scaling in enumerate(scalings_of(recipe) or ()):
+        for role, scaling in enumerate(recipe.own_scales or ()):
             for wanted in ("rows", "turned", "both"):
                 yield quantizers.kernel_of(own if role == 1 else dtype, E4M3, scaling, wanted)
 

@@ -14,9 +14,9 @@ from te_fuser.kernels.packed_heads import Packing, Parts
 from te_fuser.kernels.packed_tiles import PackedTiles, TilePacking, why_not
 from te_fuser.kernels.quantizers import transpose_by_torch
 from te_fuser.ops.attention.heads import PackedHeads
-from te_fuser.ops.blockwise_scaling import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import quantized
 from tests.fake_cuda import FakeDriver
-from tests.float8 import codes
+from tests.float8 import BLOCKS, codes
 from tests.kernels.emulated import emulating
 from tests.kernels.packed_cases import BATCH_FIRST, BF16, BLOCKED, E4M3, E5M2, F16, F32, SIZES, Case, heads, parts_of
 from tests.needs import needs_compiler
@@ -96,7 +96,7 @@ def test_blocks(case: Case, emulated: FakeDriver) -> None:
             (quantizers.unpacked(rows, features), whole),
             (quantizers.unpacked(turned, len(whole), turned=True), whole.mT),
         ):
-            data, inverse = quantized(given, E4M3, Scaling((1, 128), power_of_two=True))
+            data, inverse = quantized(given, E4M3, BLOCKS)
             found = made[0].flatten(0, -2)
             assert torch.equal(codes(found)[:, : given.shape[1]], codes(data))
             assert not codes(found)[:, given.shape[1] :].any() and torch.equal(made[1], inverse.mT)

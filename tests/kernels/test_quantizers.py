@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -22,10 +21,10 @@ from te_fuser.kernels.quantizers import (
     quantizer_on,
     weights_by_torch,
 )
-from te_fuser.ops.blockwise_scaling import Scaling, quantized, scale_by
+from te_fuser.ops.blockwise_scaling import quantized, scale_by
 from te_fuser.quantization import quantize
 from tests.fake_cuda import FakeDriver
-from tests.float8 import E4M3, E5M2, FORMATS, codes, every_number, telling_numbers
+from tests.float8 import E4M3, E5M2, FORMATS, PLAIN, POWERS, WAYS, codes, every_number, telling_numbers
 from tests.kernels.emulated import emulating
 from tests.kernels.weights8 import (
     DTYPES,
@@ -43,9 +42,8 @@ from tests.needs import needs_compiler
 KERNEL, OTHER = QuantizeWeights(), QuantizeWeights(E5M2)
 CPU = torch.device("cpu")  # on which tensors stand for those of a GPU
 OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
-POWERS = Scaling(power_of_two=True, epsilon=0.25)
 
-emulated = emulating(lambda: [KERNEL, OTHER, *map(Transposed8, FORMATS), *map(measuring_weights, (Scaling(), POWERS))])
+emulated = emulating(lambda: [KERNEL, OTHER, *map(Transposed8, FORMATS), *map(measuring_weights, (PLAIN, POWERS))])
 
 by_kernel = functools.partial(quantizer_on, CPU)
 
@@ -226,7 +224,7 @@ B16, F32 = torch.bfloat16, torch.float32
 def test_weights_by_scales_of_their_own(emulated: FakeDriver, mixed: bool) -> None:
     """Those of the definition, in the layouts that are wanted; by one launch each where all have one rule."""
     wanted = [Weight8(B16), Weight8(F32, turned=False), Weight8(B16, rows=False), Weight8(B16)]
-    scalings = [Scaling(), POWERS if mixed else Scaling(), Scaling(), Scaling()]
+    scalings = [PLAIN, POWERS if mixed else PLAIN, PLAIN, PLAIN]
     rng = torch.Generator().manual_seed(0)
     sizes = ((48, 16), (272, 128), (16, 160), (32, 32))
     weights = [
@@ -251,23 +249,20 @@ def test_weights_by_scales_of_their_own(emulated: FakeDriver, mixed: bool) -> No
 @needs_compiler
 def test_one_weight_by_a_scale_of_its_own(emulated: FakeDriver) -> None:
     w = torch.randn(32, 16)
-    (data,), _, (inverse,) = OwnWeights(torch.device("cpu"), [Weight8(F32, turned=False)], [Scaling()])(w)
-    right, wanted = quantized(w, E4M3, Scaling())
+    (data,), _, (inverse,) = OwnWeights(torch.device("cpu"), [Weight8(F32, turned=False)], [PLAIN])(w)
+    right, wanted = quantized(w, E4M3, PLAIN)
     assert torch.equal(codes(data), codes(right)) and inverse == wanted
 
 
 @needs_compiler
 def test_weights_of_no_numbers_by_scales_of_their_own(emulated: FakeDriver) -> None:
-    _, scales, inverses = OwnWeights(torch.device("cpu"), [Weight8(F32)], [Scaling()])(torch.zeros(0, 16))
+    _, scales, inverses = OwnWeights(torch.device("cpu"), [Weight8(F32)], [PLAIN])(torch.zeros(0, 16))
     assert [*map(float, (*scales, *inverses))] == [1.0, 1.0]
-
-
-SCALINGS = [*itertools.product((E4M3, E5M2), (Scaling(), POWERS))]
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-40, 1e-30, 0.3, 1.0, 7.0, 448.0, 3e38, math.inf, math.nan])
 def test_scales_by_torch(amax: float) -> None:
-    for way in SCALINGS:
+    for way in WAYS:
         number = torch.tensor(amax)
         wanted = scale_by(number.clone(), *way)
         scale, inverse = quantizers.scale_by_torch(number, *way)
@@ -275,4 +270,4 @@ def test_scales_by_torch(amax: float) -> None:
 
 
 def test_what_kernels_are_told() -> None:
-    assert quantizers.in_kernels(E5M2, SCALINGS[1][1]) == ScaleOf(57344.0, True, 0.25)
+    assert quantizers.in_kernels(E5M2, WAYS[1][1]) == ScaleOf(57344.0, True, 0.25)

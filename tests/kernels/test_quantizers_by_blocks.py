@@ -10,7 +10,8 @@ import torch
 
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.quantizers import QuantizeBlocks
-from te_fuser.ops.blockwise_scaling import Scaling, quantized
+from te_fuser.ops.blockwise_scaling import quantized
+from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cuda import FakeDriver
 from tests.float8 import E4M3, E5M2, codes
 from tests.kernels.emulated import emulating
@@ -35,7 +36,7 @@ def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -
 
 def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
     """The bytes of the definition by rows and turned, zeros behind the tokens, and scales as products take them."""
-    scaling = Scaling((128, 128) if kernel.square else (1, 128), kernel.power_of_two, kernel.epsilon)
+    scaling = OwnScales(QParams(kernel.power_of_two, kernel.epsilon), (128, 128) if kernel.square else (1, 128))
     rows, turned = quantizers.BlocksOf(kernel)(x)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     tokens, features = flat.shape

@@ -13,9 +13,8 @@ from te_fuser.kernels.attention.lengths import BlankRows
 from te_fuser.kernels.attention.padding import FindTokens
 from te_fuser.kernels.quantizers import QuantizeWeights, Transposed8, measuring_weights
 from te_fuser.kernels.reductions import FoldAmaxes
-from te_fuser.ops.blockwise_scaling import Scaling
 from tests.codegen import ptx
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3, E5M2, POWERS
 from tests.kernels import one_query_cases, packed_cases, turned_cases
 from tests.kernels import test_decode_attention as caches
 from tests.kernels import test_packed_tiles as tiles
@@ -41,7 +40,7 @@ KERNELS: Mapping[str, tuple[Sequence[TextKernel[Any]], set[str]]] = {
     "moved_rows": ([FindTokens()], {"find_tokens", "move_rows"}),
     "one_query": ([one_query_cases.CASES[n].kernel for n in QUERIES], {"one_query_parts", "one_query_merged"}),
     "own_scales": (blocks.BLOCKS, set()),
-    "own_weights": ([measuring_weights(Scaling(power_of_two=True, epsilon=0.25))], set()),
+    "own_weights": ([measuring_weights(POWERS)], set()),
     "packed_heads": ([c.kernel for c in packed_cases.CASES if c.name in PACKED], {"packed_heads"}),
     "packed_tiles": ([tiles.kernel_of(case) for case in tiles.CASES], {"packed_tiles"}),
     "packed_tiles in blocks": ([tiles.in_blocks(case) for case in tiles.CASES[:2]], {"packed_tiles"}),

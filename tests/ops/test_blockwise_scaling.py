@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser.ops.blockwise_scaling import Scaling, dequantized, quantized, scales_of
+from te_fuser.ops.blockwise_scaling import dequantized, quantized, scales_of
+from te_fuser.recipe import OwnScales, QParams
 from tests.float8 import E4M3, E5M2
 from tests.ops.check import normal
 
 
-def by_hand(amax: float, largest: float, scaling: Scaling) -> float:
+def by_hand(amax: float, largest: float, scaling: OwnScales) -> float:
     """The scale of an amax, by Python's numbers rounded to float32 where the formula says so."""
-    amax = max(amax, float(torch.tensor(scaling.epsilon, dtype=torch.float32))) if not math.isnan(amax) else amax
+    amax = max(amax, float(torch.tensor(float(scaling.by.amax_epsilon)))) if not math.isnan(amax) else amax
     if not 0.0 < amax < math.inf:
         return 1.0
     scale = torch.tensor(largest, dtype=torch.float32) / torch.tensor(amax, dtype=torch.float32)
     found = min(float(scale), torch.finfo(torch.float32).max)
-    return 2.0 ** (math.frexp(found)[1] - 1) if scaling.power_of_two else found
+    return 2.0 ** (math.frexp(found)[1] - 1) if scaling.by.power_2_scale else found
 
 
 def blocks_of(t: torch.Tensor, block: tuple[int, int] | None) -> Any:
@@ -38,7 +39,7 @@ def blocks_of(t: torch.Tensor, block: tuple[int, int] | None) -> Any:
 def test_each_block_has_the_scale_of_its_amax(
     shape: tuple[int, int], block: tuple[int, int] | None, power: bool
 ) -> None:
-    scaling, spans = Scaling(block, power, epsilon=1e-3), torch.exp2(torch.arange(shape[1]) / 16 - 12)
+    scaling, spans = OwnScales(QParams(power, 1e-3), block), torch.exp2(torch.arange(shape[1]) / 16 - 12)
     t = (normal(*shape) * spans).float()
     for dtype in (E4M3, E5M2):
         largest, scales = torch.finfo(dtype).max, scales_of(t, dtype, scaling)
@@ -78,14 +79,14 @@ SPECIAL = {
 def test_special_numbers(case: str, block: tuple[int, int] | None) -> None:
     numbers, epsilon, power, wanted = SPECIAL[case]
     t = torch.tensor([numbers], dtype=torch.float32)
-    scales = scales_of(t, E4M3, Scaling(block, power, epsilon))
+    scales = scales_of(t, E4M3, OwnScales(QParams(power, epsilon), block))
     assert scales.unique().tolist() == ([wanted] if scales.numel() else [])
-    kept = dequantized(t, E4M3, Scaling(block, power, epsilon))
+    kept = dequantized(t, E4M3, OwnScales(QParams(power, epsilon), block))
     assert torch.equal(kept.isnan(), t.isnan()) and kept.shape == t.shape
 
 
 def test_float64_has_scales_of_float64() -> None:
     t = normal(3, 7)
-    scale = scales_of(t, E4M3, Scaling())
+    scale = scales_of(t, E4M3, OwnScales(QParams()))
     assert scale.dtype == torch.float64 and scale == 448.0 / t.abs().max()
-    assert dequantized(t, E4M3, Scaling((1, 4), True)).dtype == torch.float64
+    assert dequantized(t, E4M3, OwnScales(QParams(True), (1, 4))).dtype == torch.float64

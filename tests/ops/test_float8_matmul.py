@@ -10,13 +10,13 @@ import torch
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.ops.base import Spec
-from te_fuser.ops.blockwise_scaling import Scaling
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
+    OwnScales,
     QParams,
     Recipe,
 )
@@ -66,7 +66,7 @@ def expected(t: torch.Tensor, role: str, recipe: Recipe, product: str) -> torch.
     t = t.mT if turn else t
     by = {"input": "fwd_inp", "weight": "fwd_weight", "gradient": "bwd_grad"}[role]
     given = getattr(recipe, f"fp8_quant_{by}", QParams(power_2_scale=isinstance(recipe, MXFP8BlockScaling)))
-    scaling = Scaling(None, given.power_2_scale, given.amax_epsilon)
+    scaling = OwnScales(given)
     side = {Float8BlockScaling: 128, MXFP8BlockScaling: 32}.get(type(recipe))
     block = None if side is None else (side if side == 128 and role == "weight" else 1, side)
     found = torch.empty_like(t, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_words() -> None:
         with pytest.raises(TypeError, match=words):
             ops.Float8MatMul(product, **{**form, **changed})
     partly = ops.PartlyFloat8MatMul(product, kept=(True, False, False), **form)
-    own = ops.OwnScalesMatMul(product, scalings=(Scaling(),) * 3, **form)
+    own = ops.OwnScalesMatMul(product, scalings=(OwnScales(QParams()),) * 3, **form)
     assert "not in 8 bits: y" in repr(partly) and "128, 256, torch.float32" in repr(partly)
     assert repr(own) == "OwnScalesMatMul(128, 256, torch.float32)"
     for op, words in (

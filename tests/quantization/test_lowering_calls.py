@@ -48,7 +48,7 @@ def test_eval_is_quantized_too() -> None:
 
 
 def test_calibrating_without_gradients_and_measuring_record_nothing() -> None:
-    lowering._say_once.cache_clear()
+    lowering.say_once.cache_clear()
     model = mlp()
     with torch.no_grad(), on(enabled=False, calibrating=True), pytest.warns(UserWarning, match="records nothing"):
         model(data(2))

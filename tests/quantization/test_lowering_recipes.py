@@ -17,7 +17,7 @@ from te_fuser.fuser.steps import function_tasks
 from te_fuser.kernels import quantizers
 from te_fuser.kernels.cublaslt import products
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
-from te_fuser.quantization.graphs import GraphedRegion
+from te_fuser.quantization.rerun import GraphedRegion
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,

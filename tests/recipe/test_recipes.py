@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import te_fuser as te
-from te_fuser.ops.blockwise_scaling import Scaling, dequantized
+from te_fuser.ops.blockwise_scaling import dequantized
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -135,7 +135,7 @@ def test_a_recipe_of_ones_own_says_all_that_regions_ask() -> None:
         y = linear(x)
         assert "E4M3; a scale for each 1 x 64 numbers" in str(linear.explain(x, details=True))
     y.sum().backward()
-    rows = Scaling((1, 64), power_of_two=True)
+    rows = OwnScales(QParams(power_2_scale=True), (1, 64))
     x8, weight = (dequantized(t.detach(), torch.float8_e4m3fn, rows) for t in (x, linear.weight))
     torch.testing.assert_close(y, x8 @ weight.T)
     turned = dequantized(x.T, torch.float8_e4m3fn, rows)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from te_fuser.contexts import being
 from te_fuser.formula.evaluate import rounds
 from te_fuser.guards import Facts
 
@@ -84,15 +85,9 @@ def _in_order(entries: tuple[tuple[str, object], ...], wanted: Counter[str]) -> 
 _records: ContextVar[list[PassRecord] | None] = ContextVar("pass records", default=None)
 
 
-@contextmanager
-def record_passes() -> Iterator[list[PassRecord]]:
+def record_passes() -> AbstractContextManager[list[PassRecord]]:
     """Record the passes that run in here, in their order."""
-    records: list[PassRecord] = []
-    token = _records.set(records)
-    try:
-        yield records
-    finally:
-        _records.reset(token)
+    return being(_records, list[PassRecord]())
 
 
 def run_passes(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.ops.blockwise_scaling import Scaling
+    from te_fuser.recipe.recipes import OwnScales
 
 
 def prepare_parameters(plan: Plan, prices: Prices) -> Plan:
@@ -111,7 +111,7 @@ def why_unmeasured(nodes: Iterable[Node], forward: bool) -> str | None:
     return None
 
 
-def _own_scale(node: Node) -> tuple[torch.dtype, Scaling] | None:
+def _own_scale(node: Node) -> tuple[torch.dtype, OwnScales] | None:
     return node.op.own_scale() if isinstance(node.op, RowOp) else None
 
 

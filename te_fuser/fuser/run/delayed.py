@@ -6,16 +6,17 @@ stages wait for first, and fills its gaps with these.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from te_fuser.contexts import being
 from te_fuser.distributed.dtensor import is_taken_away
 from te_fuser.ops.checks import described
 from te_fuser.params.concatenated_parameter import parts_of
@@ -28,14 +29,11 @@ _at_once = ContextVar("at_once", default=False)
 Gradients = Callable[[], Sequence[torch.Tensor | None]]
 
 
-@contextlib.contextmanager
+@contextmanager
 def at_once() -> Iterator[None]:
     """The backward of calls in here leaves nothing."""
-    token = _at_once.set(True)
-    try:
+    with being(_at_once, True):
         yield
-    finally:
-        _at_once.reset(token)
 
 
 def handed_in(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from te_fuser.distributed.group import Group
     from te_fuser.fuser.steps.step import Slots
     from te_fuser.fusions.registry import Maker, Wanted
-    from te_fuser.ops.blockwise_scaling import Scaling
+    from te_fuser.recipe.recipes import OwnScales
 
 GATHERED = "gathered"  # what a step calls the rows of all ranks that it gives beside its product
 
@@ -141,7 +141,7 @@ class SumTask(Task):
         return wait
 
 
-def scale_task(dtype: torch.dtype, scaling: Scaling, is_there: bool) -> FunctionTask:
+def scale_task(dtype: torch.dtype, scaling: OwnScales, is_there: bool) -> FunctionTask:
     """amax -> scale, inverse; the amax is zero afterwards, so that a graph that is kept runs backward again.
 
     Args:

@@ -12,9 +12,10 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.kernels.cublaslt import products
-from te_fuser.ops.blockwise_scaling import Scaling, quantized, spread
+from te_fuser.ops.blockwise_scaling import quantized, spread
 from te_fuser.ops.quantized_matmul import product as emulated
 from te_fuser.quantization import QuantizedTensor, quantize
+from te_fuser.recipe import OwnScales, QParams
 from tests.fake_cublaslt import FakeCublasLt
 from tests.float8 import E4M3, E5M2
 from tests.needs import needs_compiler
@@ -95,7 +96,7 @@ def test_scales_of_blocks(cublaslt: FakeCublasLt, sizes: tuple[int, int, int], s
         t = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
         t *= torch.exp2(torch.arange(k) // 128 - 2.0)
         block = (1, 128) if lies == "rows" else (128, 128)
-        data, inverse = quantized(t, E4M3, Scaling(block, True))
+        data, inverse = quantized(t, E4M3, OwnScales(QParams(True), block))
         wide = data.double() * spread(inverse.double(), t.shape, block)
         if lies == "rows":
             inverse = inverse.mT.contiguous()

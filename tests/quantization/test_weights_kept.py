@@ -16,10 +16,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
-from te_fuser.quantization import checkpoint_contexts, microbatch, states, weight_cache
+from te_fuser.quantization import checkpoint_contexts, microbatch, states, weights
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
-from te_fuser.quantization.weight_cache import KEPT, keep
+from te_fuser.quantization.weights import KEPT, keep
 from te_fuser.recipe import DelayedScaling
 from tests.quantization.regions import FFN, F, assert_same, data, on, trained
 
@@ -81,7 +81,7 @@ def change(model: torch.nn.Module, by: float = 0.5) -> None:
 @pytest.fixture(autouse=True)
 def _loud() -> Any:
     """A warning is an error, but where a test asks for it."""
-    weight_cache._say_once.cache_clear()
+    weights.say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield

@@ -1,28 +1,106 @@
-"""Models whose weights are in 8 bits alone, for inference: `quantized_model_init`."""
+"""Weights in 8 bits: made anew in each call, kept from micro-batch to micro-batch, or there in 8 bits alone.
+
+Those that are kept are quantized in the first and read in the others; both by one launch for all weights of a list.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator
+import math
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from te_fuser.contexts import being
+from te_fuser.distributed.dtensor import own_part
+from te_fuser.kernels.quantizers import DTYPE, KINDS, Weight8, quantizer_on, weights_by_torch
 from te_fuser.ops.base import FusableOperation, revise
 from te_fuser.ops.construction import on_construction
-from te_fuser.params.binding import Binding
+from te_fuser.params.binding import Binding, place_of
 from te_fuser.params.concatenated_parameter import JoinedBinding
-from te_fuser.params.fp8_only_weights import NARROW, is_narrow, narrow, not_scaled, prefix_of
-from te_fuser.params.scales import HoldsScales
+from te_fuser.params.scales import NARROW, HoldsScales, is_narrow, narrow, not_scaled, prefix_of, version_of
 from te_fuser.quantization.products import weight_in, weight_of
+from te_fuser.quantization.state import Place, State, has_kernel, not_in_capture, say_once, written_by_updates
+from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
-from te_fuser.recipe.region import being
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.op_instances import ListedOp
 
-Place = tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]  # parameters of a module, one's name, that one
+# -------------------------------------------------------------------------------------- of a call, or kept
+
+KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
+
+# What calls make that find scales in what they quantize: float32 [].
+OWN = (
+    *[f"{role}_{what}" for role in ("input", "output_gradient") for what in ("scale", "inverse", "amax")],
+    "weight_inverse",
+)
+
+
+def keep(found: Sequence[tuple[State, Binding]], records: bool) -> None:
+    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
+
+    Args:
+        found: the states of products and what their weights are.
+        records: whether their amaxes are recorded.
+    """
+    if not found:
+        return
+    states = dict(found)
+    renews = not region.recomputing()
+    first = renews and region.is_first_microbatch()
+    compares = renews and not region.is_capturing()  # replays do
+    there = {s for s in states if s.kept and s.kept[KEPT[0]].device == s.numbers["weight_scale"].device}
+    missing = [s for s in states if first or s not in there or (compares and s.keeps_another())]
+    if missing:
+        not_in_capture("weights are quantized to be kept")
+    if not (first or all(s.kept for s in missing)):
+        say_once(
+            "is_first_microbatch=False before any True: weights are quantized now, and kept for the calls behind; "
+            "begin each step with True"
+        )
+    with written_by_updates():
+        by_device: dict[torch.device, dict[State, torch.Tensor]] = {}
+        for state in missing:
+            w = own_part(states[state].taken()).detach()
+            by_device.setdefault(w.device, {})[state] = w if w.dtype in KINDS else w.float()
+        for device, weights in by_device.items():
+            wanted, given = [Weight8(w.dtype, records=records) for w in weights.values()], list[torch.Tensor]()
+            for state, w in weights.items():
+                given += [w, state.numbers["weight_scale"], *[state.numbers["weight_amax"]] * records]
+            is_by_kernel = has_kernel(device)
+            made = iter(quantizer_on(device, wanted)(*given) if is_by_kernel else weights_by_torch(wanted, *given))
+            for state in weights:
+                state.kept.update(zip(KEPT, (next(made), next(made), state.numbers["weight_inverse"]), strict=True))
+                # The parameters that the weight is made of, and their versions; of one that a module computes none.
+                weight = states[state]
+                at = [place_of(weight.owner, name.removesuffix(".T")) for name in weight.name.split(", ")]
+                of = [(module._parameters, last, module._parameters.get(last)) for module, last in at]
+                state.kept_of = tuple([(d, n, weakref.ref(p), version_of(p)) for d, n, p in of if p is not None])
+    region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
+
+
+def leave_blank(state: State, features: tuple[int, int], device: torch.device) -> None:
+    """Have calls find what they make is like, as the weight in 8 bits; who reads the numbers finds NaN.
+
+    Args:
+        features: of a row of its input, and of its output.
+    """
+    if state.blanks and state.blanks[KEPT[0]].device == device:
+        return
+    with torch.inference_mode(False), _disable_current_modes():  # of an export, which would make one of its own
+        blank = torch.zeros((), dtype=torch.int8, device=device).sub_(1).view(DTYPE)  # all bits: NaN
+        layouts = [blank.expand(sizes) for sizes in (features[::-1], features)]
+        numbers = torch.full((len(OWN),), math.nan, dtype=torch.float32, device=device).unbind()
+    state.blanks.update(zip((*KEPT[:2], *OWN), (*layouts, *numbers), strict=True))
+
+
+# ------------------------------------------------------------------------------------------- in 8 bits alone
 
 # Inside, products whose weights have no values yet; None outside.
 _waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quantized_model_init", default=None)
