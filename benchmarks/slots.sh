@@ -57,7 +57,7 @@ attempt() { # name, most seconds, command...
 
 install() {
   local sum
-  sum=$({ cat csrc/* CMakeLists.txt pyproject.toml te_fuser/codegen/include/te_{column_sums,kernel_abi}.h; find te_fuser -name '*.py' | sort; } | sha256sum)
+  sum=$({ cat csrc/* CMakeLists.txt pyproject.toml te_fuser/codegen/include/te_kernel_abi.h; find te_fuser -name '*.py' | sort; } | sha256sum)
   mkdir -p build
   if [[ -f build/.installed && $(<build/.installed) == "$sum" ]] && $PYTHON -c 'import te_fuser._native' 2>/dev/null; then return 0; fi
   attempt install 240 $PYTHON -m pip install -q --no-build-isolation --no-deps -e . || { keep install; return 1; }

@@ -187,8 +187,7 @@ def set_up(folder: Path, missing: str) -> tuple[str, str]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(packages.ROOT / name, folder / name)
     shutil.copytree(packages.ROOT / "csrc", folder / "csrc")
-    for name in ("te_kernel_abi.h",):
-        (folder / "te_fuser" / "codegen" / "include" / name).touch()
+    (folder / "te_fuser" / "codegen" / "include" / "te_kernel_abi.h").touch()
     lock = folder / "requirements" / "lock.txt"
     lock.write_text(lock.read_text() + "numpy==0.0.1\n")
     python = folder / ".venv" / "bin" / "python"
